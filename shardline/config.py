@@ -1,0 +1,92 @@
+"""Settings of one process. Precedence everywhere: flag > environment > file > default."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardline.cluster import ClusterSpec
+from shardline.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """All durations, in seconds, derived from the one --timeout T."""
+
+    total_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.total_s <= 86_400.0:
+            raise UsageError(f"--timeout is {self.total_s}; it must be between 1 and 86400 seconds")
+
+    @property
+    def rpc_s(self) -> float:
+        """Deadline of one control call."""
+        return self.total_s / 3
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Interval between heartbeats."""
+        return self.total_s / 60
+
+    @property
+    def suspect_s(self) -> float:
+        """Silence after which a task is suspected."""
+        return self.total_s / 10
+
+    @property
+    def dead_s(self) -> float:
+        """Silence after which a task is dead."""
+        return self.total_s / 3
+
+    @property
+    def join_s(self) -> float:
+        """How long a task waits for its cluster at start, and the cluster for a lost task."""
+        return self.total_s
+
+    @property
+    def server_wait_s(self) -> float:
+        """How long a server holds a pull before it answers WAITING."""
+        return self.total_s / 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleConfig:
+    """What a role's run() gets: parsed by the CLI from flags, SHARDLINE_* and TF_CONFIG."""
+
+    role: str
+    """"ps", "worker", "chief" or "evaluator"."""
+    index: int
+    cluster: ClusterSpec
+    job: Path | None = None
+    out: Path | None = None
+    resume: bool = False
+    timeouts: Timeouts = Timeouts()
+    device: str = "cpu"
+    gpu_memory_fraction: float | None = None
+    metrics_port: int = 0
+    """0 = a free port."""
+    host: str = "127.0.0.1"
+    """Interface the metrics bind to; the service binds to the host of its address in the cluster spec."""
+    chief_trains: bool = False
+    inexact: bool = False
+    """Allow machines whose gradients differ in the last bits in one synchronous job."""
+    overrides: tuple[tuple[str, str], ...] = ()
+    """Job fields given on the command line: ("steps", "200"), ("consistency", "async"), ("seed", "3")."""
+    ready_fd: int | None = None
+    """Inherited file descriptor to which the bound address is written as one line, for launchers."""
+    life_fd: int | None = None
+    """Inherited pipe; the process ends when its other end closes (the launcher died)."""
+    exit_with_workers: bool = True
+    max_workers: int = 64
+
+    @property
+    def task(self) -> str:
+        """This process's name, such as "worker/3"."""
+        return f"{self.role}/{self.index}"
+
+
+def environment(name: str) -> str | None:
+    """SHARDLINE_<NAME>, or None where unset or empty."""
+    return os.environ.get(f"SHARDLINE_{name.upper()}") or None

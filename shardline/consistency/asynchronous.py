@@ -1,0 +1,24 @@
+"""Asynchronous rules (PROTOCOL 1.5): each push of a worker to a shard is applied once, in its order. Pure."""
+
+from __future__ import annotations
+
+from shardline.consistency.decision import Decision, Outcome
+
+
+def admit_push(seq: int, *, last_seq: int, skip: bool = False) -> Decision:
+    """Whether push number `seq` of an incarnation counts at a shard that has applied up to last_seq.
+
+    Exactly last_seq + 1 is accepted: remembering only the highest number would lose the retry of a lower one.
+    """
+    if seq < 1:
+        return Decision(Outcome.REFUSED, f"sequence number {seq}; numbers start at 1")
+    if seq <= last_seq:
+        return Decision(Outcome.DUPLICATE, f"push {seq} was applied before, the shard is at {last_seq}")
+    if seq > last_seq + 1:
+        return Decision(Outcome.OUT_OF_SEQUENCE, f"push {seq} came where {last_seq + 1} was expected")
+    return Decision(Outcome.SKIPPED if skip else Outcome.APPLIED)
+
+
+def staleness(version: int, base_version: int) -> int:
+    """Updates applied by others between the pull and this push's apply."""
+    return max(0, version - base_version)

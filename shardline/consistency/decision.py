@@ -1,0 +1,35 @@
+"""What a rule says of a push: an outcome and the reason, for logs and for the worker."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Outcome(enum.Enum):
+    """What became of a push or a pull; the names of proto Outcome."""
+
+    COUNTED = 1
+    STAGED = 2
+    APPLIED = 3
+    DUPLICATE = 4
+    LATE_DROPPED = 5
+    SKIPPED = 6
+    SPLIT = 7
+    OUT_OF_SEQUENCE = 8
+    WRONG_TIMELINE = 9
+    FENCED = 10
+    NOT_CONFIGURED = 11
+    STOPPED = 12
+    REFUSED = 13
+    SERVED = 14
+    OVERTAKEN = 15
+    WAITING = 16
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An outcome and why. `reason` is a sentence for a person, empty where the outcome says it all."""
+
+    outcome: Outcome
+    reason: str = ""

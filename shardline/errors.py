@@ -1,0 +1,121 @@
+"""Every error Shardline raises on purpose, and the exit code and gRPC status that go with it.
+
+ShardlineError                    exit  gRPC status
+  UsageError                         2  INVALID_ARGUMENT     flags, cluster spec, TF_CONFIG
+    JobError                         2  INVALID_ARGUMENT     the job file or script
+    ClusterSpecError                 2  INVALID_ARGUMENT
+  MismatchError                      2  FAILED_PRECONDITION  a task's job differs from the cluster's
+  TensorError                        2  INVALID_ARGUMENT     unknown tensor, wrong shape or dtype
+  UnreachableError                   3  UNAVAILABLE          a task that doesn't answer within its deadline
+  TaskLostError                      4  UNAVAILABLE          a task died and nobody can take its place
+  NonFiniteError                     5  FAILED_PRECONDITION  NaN or infinity in a loss or gradient
+  CheckpointError                    6  DATA_LOSS            missing, truncated, corrupt or foreign checkpoint
+  FencedError                        7  FAILED_PRECONDITION  this incarnation was replaced by a newer one
+  ProtocolError                      8  INVALID_ARGUMENT     a message that breaks the contract
+  InternalError                      1  INTERNAL
+Interrupted by a signal: exit 130 (SIGINT) or 143 (SIGTERM) for the launcher, 0 for a task that ended cleanly.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ShardlineError(Exception):
+    """Base of all errors raised on purpose; str() is the sentence for the person."""
+
+    exit_code: ClassVar[int] = 1
+    grpc_status: ClassVar[str] = "INTERNAL"
+
+
+class UsageError(ShardlineError):
+    """A flag, file or setting that can't be used as given."""
+
+    exit_code = 2
+    grpc_status = "INVALID_ARGUMENT"
+
+
+class JobError(UsageError):
+    """The job file or training script can't be used."""
+
+
+class ClusterSpecError(UsageError):
+    """cluster.json or TF_CONFIG can't be used."""
+
+
+class MismatchError(ShardlineError):
+    """A task's model or settings differ from the job's."""
+
+    exit_code = 2
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class TensorError(ShardlineError):
+    """An unknown tensor, or one of another shape or dtype than the plan's."""
+
+    exit_code = 2
+    grpc_status = "INVALID_ARGUMENT"
+
+
+class UnreachableError(ShardlineError):
+    """A task did not answer within its deadline."""
+
+    exit_code = 3
+    grpc_status = "UNAVAILABLE"
+
+
+class TaskLostError(ShardlineError):
+    """A task died and nobody can take its place."""
+
+    exit_code = 4
+    grpc_status = "UNAVAILABLE"
+
+
+class NonFiniteError(ShardlineError):
+    """NaN or infinity in a loss or a gradient, under the policy "stop"."""
+
+    exit_code = 5
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class CheckpointError(ShardlineError):
+    """A checkpoint is missing, truncated, corrupt or of another job."""
+
+    exit_code = 6
+    grpc_status = "DATA_LOSS"
+
+
+class FencedError(ShardlineError):
+    """This incarnation was replaced by a newer one; its messages change nothing."""
+
+    exit_code = 7
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class ProtocolError(ShardlineError):
+    """A message that breaks the contract; it changed nothing."""
+
+    exit_code = 8
+    grpc_status = "INVALID_ARGUMENT"
+
+
+class InternalError(ShardlineError):
+    """A defect in Shardline."""
+
+
+def exit_code_name(code: int) -> str:
+    """Name of the error class that ends a process with this code, for messages."""
+    if code == 0:
+        return "done"
+    for cls in (
+        UsageError,
+        UnreachableError,
+        TaskLostError,
+        NonFiniteError,
+        CheckpointError,
+        FencedError,
+        ProtocolError,
+    ):
+        if cls.exit_code == code:
+            return cls.__name__
+    return {130: "interrupted", 143: "terminated"}.get(code, "InternalError")

@@ -1,0 +1,36 @@
+"""Everything one bucket holds, as a value: what a cut copies, a checkpoint stores, a restore brings back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+VALUE = "value"
+"""Name of the parameters themselves among a bucket's tensors; the others are optimizer states."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketImage:
+    """A bucket at one step.
+
+    tensors: VALUE and each optimizer state ("exp_avg"), all flat CPU tensors in the bucket's layout, padding included.
+    A state may have another dtype than the values, never another length. Whole-tensor rules whose states have other
+    shapes store them flat under the same layout rules of their own (see shardline.update).
+    scalars: per-tensor states ("step"), one number per slice of the bucket.
+    initialized: per slice, whether its optimizer state exists yet.
+    """
+
+    shard: int
+    bucket: int
+    step: int
+    version: int
+    tensors: Mapping[str, torch.Tensor]
+    scalars: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    initialized: tuple[bool, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
