@@ -1,15 +1,315 @@
-"""Who takes part: roles, tasks, addresses; cluster.json and TF_CONFIG."""
+"""Who takes part: roles, tasks, addresses; cluster.json and TF_CONFIG.
+
+cluster.json has TensorFlow's shape, {"chief": ["host:port"], "ps": [...], "worker": [...], "evaluator": [...]}, and so
+has the "cluster" of a TF_CONFIG. Port 0 means: take a free port and tell the chief at Join. IPv6 hosts stand in brackets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardline.errors import ClusterSpecError
 
 ROLES = ("chief", "ps", "worker", "evaluator")
+
+MAX_PORT = 65_535
+
+
+def parse_address(text: object, where: str = "the address") -> tuple[str, int]:
+    """Host and port of "host:port" or "[::1]:port"; the host without brackets.
+
+    `where` begins the sentence of the ClusterSpecError, such as "cluster.json: ps/0".
+    """
+    if not isinstance(text, str):
+        raise ClusterSpecError(f'{where} is {text!r}; an address is a string "host:port"')
+    host, colon, port_text = text.rpartition(":")
+    if not colon or not host:
+        raise ClusterSpecError(f'{where} is {text!r}; it needs both a host and a port, such as "10.0.0.7:2222"')
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ClusterSpecError(
+            f'{where} is {text!r}; give "host:port" without a scheme, and an IPv6 host in brackets: "[::1]:2222"'
+        )
+    if not host or any(character.isspace() or character in "[]/,@" for character in host):
+        raise ClusterSpecError(f"{where} is {text!r}; {host!r} is no host name or IP address")
+    if not (port_text.isascii() and port_text.isdigit()) or int(port_text) > MAX_PORT:
+        raise ClusterSpecError(
+            f"{where} is {text!r}; the port {port_text!r} must be a number from 0 (any free one) to {MAX_PORT}"
+        )
+    return host, int(port_text)
+
+
+def format_address(host: str, port: int) -> str:
+    """Text "host:port", with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_task(text: str) -> tuple[str, int]:
+    """Role and index of a task's name, such as "ps/0"."""
+    role, slash, index = text.partition("/")
+    if not slash or role not in ROLES or not (index.isascii() and index.isdigit()):
+        raise ClusterSpecError(f'{text!r} is no task; a task is role/index, such as "ps/0", with role {_one_of(ROLES)}')
+    return role, int(index)
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Addresses (host:port) by role, TensorFlow's shape."""
+    """Addresses (host:port) by role, TensorFlow's shape.
+
+    Always has one chief and at least one ps. Raises ClusterSpecError naming what is wrong.
+    """
 
     tasks: Mapping[str, tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        _check(self.tasks, "the cluster spec")
+
+    @classmethod
+    def from_mapping(cls, data: object, source: str = "the cluster spec") -> ClusterSpec:
+        """Spec of parsed JSON; `source` names it in errors. Lists, and TF's {"0": address} form, by role."""
+        if not isinstance(data, Mapping):
+            raise ClusterSpecError(
+                f'{source} is a JSON {_kind(data)}; it must be an object: {{"chief": ["host:port"], "ps": [...]}}'
+            )
+        tasks = {role: _addresses(role, entries, source) for role, entries in data.items()}
+        _check(tasks, source)
+        return cls({role: tasks[role] for role in ROLES if role in tasks})
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the cluster spec") -> ClusterSpec:
+        """Spec of a JSON text."""
+        return cls.from_mapping(_parse_json(text, source), source)
+
+    @classmethod
+    def read(cls, path: Path) -> ClusterSpec:
+        """Spec of a cluster.json."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ClusterSpecError(f"there is no cluster file {path}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ClusterSpecError(f"cluster file {path} can't be read: {reason}") from None
+        return cls.from_json(text, str(path))
+
+    def to_json(self) -> str:
+        """JSON text that from_json() reads back."""
+        return json.dumps({role: list(addresses) for role, addresses in self.tasks.items()}, indent=2) + "\n"
+
+    def addresses(self, role: str) -> tuple[str, ...]:
+        """Addresses of a role by index; empty where the cluster has none."""
+        return self.tasks.get(role, ())
+
+    def num(self, role: str) -> int:
+        """Number of tasks of a role."""
+        return len(self.addresses(role))
+
+    def task_names(self, role: str | None = None) -> tuple[str, ...]:
+        """Names such as "ps/0", of one role or of all in the order of ROLES."""
+        roles = ROLES if role is None else (role,)
+        return tuple(f"{name}/{index}" for name in roles for index in range(self.num(name)))
+
+    def address(self, task: str) -> str:
+        """Address of a task; raises ClusterSpecError listing the tasks there are."""
+        role, index = parse_task(task)
+        if index >= self.num(role):
+            raise ClusterSpecError(
+                f"task {task} is not in the cluster spec; it has {', '.join(self.task_names()) or 'no tasks'}"
+            )
+        return self.tasks[role][index]
+
+    @property
+    def chief(self) -> str:
+        """Address of the chief."""
+        return self.tasks["chief"][0]
+
+    def with_address(self, task: str, address: str) -> ClusterSpec:
+        """The same cluster with a task's address known, or with one more task at the end of its role."""
+        role, index = parse_task(task)
+        addresses = list(self.addresses(role))
+        if index == len(addresses):
+            addresses.append(address)
+        else:
+            self.address(task)
+            addresses[index] = address
+        tasks = {**self.tasks, role: tuple(addresses)}
+        return ClusterSpec({name: tasks[name] for name in ROLES if name in tasks})
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One task's place in its cluster."""
+
+    spec: ClusterSpec
+    role: str
+    index: int
+
+    @property
+    def task(self) -> str:
+        """Name, such as "worker/3"."""
+        return f"{self.role}/{self.index}"
+
+
+def from_tf_config(text: str, *, host: str = "127.0.0.1") -> Membership:
+    """Cluster and own task of a TF_CONFIG, taken as TensorFlow writes it.
+
+    "master" is read as "chief". An evaluator may stand outside of the cluster, as TensorFlow wants it: it then gets
+    index 0 and listens on a free port of `host`. Raises ClusterSpecError; a chief must be named, since it admits the
+    tasks and writes the checkpoints.
+    """
+    data = _parse_json(text, "TF_CONFIG")
+    if not isinstance(data, Mapping):
+        raise ClusterSpecError(f'TF_CONFIG is a JSON {_kind(data)}; it must be {{"cluster": ..., "task": ...}}')
+    for key in ("cluster", "task"):
+        if not isinstance(data.get(key), Mapping):
+            raise ClusterSpecError(f'TF_CONFIG has no object "{key}"; it must be {{"cluster": ..., "task": ...}}')
+    cluster = dict(data["cluster"])
+    if "master" in cluster:
+        if "chief" in cluster:
+            raise ClusterSpecError('TF_CONFIG names both a "master" and a "chief"; they are one role, keep "chief"')
+        cluster["chief"] = cluster.pop("master")
+    spec = ClusterSpec.from_mapping(cluster, 'TF_CONFIG["cluster"]')
+    role, index = _tf_task(data["task"])
+    if role == "evaluator" and spec.num("evaluator") == 0:
+        return Membership(spec.with_address("evaluator/0", format_address(host, 0)), "evaluator", 0)
+    spec.address(f"{role}/{index}")
+    return Membership(spec, role, index)
+
+
+def locate(
+    role: str | None,
+    *,
+    cluster: str | None,
+    task: str | None,
+    tf_config: str | None,
+    host: str = "127.0.0.1",
+) -> Membership:
+    """A task's place, from what its flags and environment say.
+
+    role: what the process is, or None to take the task's. cluster: path of a cluster.json, or its JSON text; it wins
+    over tf_config. task: "ps/0"; without it TF_CONFIG's, or index 0 where the role has just one task.
+    """
+    if cluster is None and tf_config is None:
+        raise ClusterSpecError("no cluster given; use --cluster FILE, SHARDLINE_CLUSTER or TF_CONFIG")
+    named = parse_task(task) if task is not None else None
+    if cluster is None:
+        assert tf_config is not None
+        place = from_tf_config(tf_config, host=host)
+        if named is not None:
+            place = Membership(place.spec, *named)
+    else:
+        spec = read_spec(cluster)
+        if named is None and tf_config is not None:
+            named = _tf_task(dict(_parse_json(tf_config, "TF_CONFIG")).get("task"))
+        place = Membership(spec, *(named or _only_task(spec, role)))
+    if role is not None and place.role != role:
+        raise ClusterSpecError(f"task {place.task} is no {role}; start it with: shardline {place.role}")
+    place.spec.address(place.task)
+    return place
+
+
+def read_spec(cluster: str) -> ClusterSpec:
+    """Spec of a cluster.json's path, or of a JSON text (it begins with a brace)."""
+    if cluster.lstrip().startswith("{"):
+        return ClusterSpec.from_json(cluster, "SHARDLINE_CLUSTER")
+    return ClusterSpec.read(Path(cluster))
+
+
+def _only_task(spec: ClusterSpec, role: str | None) -> tuple[str, int]:
+    if role is None:
+        raise ClusterSpecError("no task given; set SHARDLINE_TASK or TF_CONFIG, for example SHARDLINE_TASK=worker/0")
+    if spec.num(role) > 1:
+        raise ClusterSpecError(f"no task given; use --task with one of {', '.join(spec.task_names(role))}")
+    return role, 0
+
+
+def _tf_task(task: object) -> tuple[str, int]:
+    if not isinstance(task, Mapping):
+        raise ClusterSpecError('TF_CONFIG["task"] must be an object such as {"type": "worker", "index": 0}')
+    role = "chief" if task.get("type") == "master" else task.get("type")
+    if not isinstance(role, str) or role not in ROLES:
+        raise ClusterSpecError(f'TF_CONFIG["task"]["type"] is {role!r}; it must be {_one_of(ROLES)}')
+    # TensorFlow's own tools write the index as a number or as text, and leave it out for tasks there is one of.
+    index = task.get("index", 0 if role in ("chief", "evaluator") else None)
+    if isinstance(index, str) and index.isascii() and index.isdigit():
+        index = int(index)
+    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        raise ClusterSpecError(f'TF_CONFIG["task"]["index"] is {index!r}; it must be a number from 0')
+    return role, index
+
+
+def _addresses(role: object, entries: object, source: str) -> tuple[str, ...]:
+    if isinstance(entries, Mapping):
+        try:
+            entries = [entries[str(index)] for index in range(len(entries))]
+        except KeyError as missing:
+            raise ClusterSpecError(
+                f'{source}: "{role}" has {len(entries)} numbered tasks, but none is {missing}; number them from "0"'
+            ) from None
+    if not isinstance(entries, list | tuple):
+        raise ClusterSpecError(f'{source}: "{role}" is a JSON {_kind(entries)}; it must be a list of "host:port"')
+    return tuple(entries)
+
+
+def _check(tasks: Mapping[str, tuple[str, ...]], source: str) -> None:
+    for role, addresses in tasks.items():
+        if role not in ROLES:
+            raise ClusterSpecError(f"{source} has the role {role!r}; roles are {_one_of(ROLES)}")
+        if not addresses:
+            raise ClusterSpecError(f'{source}: "{role}" is an empty list; give its addresses or leave the role out')
+    if "ps" not in tasks:
+        raise ClusterSpecError(f'{source} has no "ps"; at least one parameter server must hold the parameters')
+    if "chief" not in tasks:
+        raise ClusterSpecError(f'{source} has no "chief"; one task must admit the others and write the checkpoints')
+    if len(tasks["chief"]) > 1:
+        raise ClusterSpecError(f'{source} has {len(tasks["chief"])} addresses for "chief"; a cluster has one chief')
+    _check_addresses(tasks, source)
+
+
+def _check_addresses(tasks: Mapping[str, tuple[str, ...]], source: str) -> None:
+    owners: dict[tuple[str, int], str] = {}
+    for role, addresses in tasks.items():
+        for index, address in enumerate(addresses):
+            task = f"{role}/{index}"
+            host, port = parse_address(address, f"{source}: {task}")
+            other = owners.setdefault((host.lower(), port), task)
+            if other != task and port != 0:
+                raise ClusterSpecError(f"{source}: {other} and {task} have the same address {address}")
+
+
+def _parse_json(text: str, source: str) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for name in _repeated(name for name, _ in pairs):
+            raise ClusterSpecError(f'{source} has "{name}" twice in one object; the second would hide the first')
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise ClusterSpecError(
+            f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+
+
+def _repeated(names: Iterator[str]) -> Iterator[str]:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            yield name
+        seen.add(name)
+
+
+def _one_of(words: tuple[str, ...]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
+    return names.get(type(value), type(value).__name__)
