@@ -1,0 +1,310 @@
+"""What the chief and the parameter servers say about themselves, as values (protobuf's stay in this package)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardline.errors import ProtocolError
+from shardline.rpc.v1 import chief_pb2, parameter_server_pb2
+
+PHASES: Mapping[str, chief_pb2.Phase] = {
+    "waiting": chief_pb2.PHASE_WAITING,
+    "init": chief_pb2.PHASE_INIT,
+    "running": chief_pb2.PHASE_RUNNING,
+    "stopping": chief_pb2.PHASE_STOPPING,
+    "ended": chief_pb2.PHASE_ENDED,
+}
+"""Phases of a job by name: tasks are missing; parameters are being set; training; ending; ended."""
+
+
+def phase_from_proto(value: int) -> str:
+    """Name of a phase; raises ProtocolError where this version doesn't know it."""
+    for name, number in PHASES.items():
+        if number == value:
+            return name
+    raise ProtocolError(f"the chief is in phase {value}, which this version doesn't know; is it a newer Shardline?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of tensors since a task started; raw: as held in memory, wire: as sent."""
+
+    push_raw_bytes: int = 0
+    push_wire_bytes: int = 0
+    pull_raw_bytes: int = 0
+    pull_wire_bytes: int = 0
+
+    @classmethod
+    def from_proto(cls, message: parameter_server_pb2.Traffic) -> Traffic:
+        """Value of a message."""
+        return cls(
+            push_raw_bytes=message.push_raw_bytes,
+            push_wire_bytes=message.push_wire_bytes,
+            pull_raw_bytes=message.pull_raw_bytes,
+            pull_wire_bytes=message.pull_wire_bytes,
+        )
+
+    def to_proto(self) -> parameter_server_pb2.Traffic:
+        """Message of this value."""
+        return parameter_server_pb2.Traffic(
+            push_raw_bytes=self.push_raw_bytes,
+            push_wire_bytes=self.push_wire_bytes,
+            pull_raw_bytes=self.pull_raw_bytes,
+            pull_wire_bytes=self.pull_wire_bytes,
+        )
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            push_raw_bytes=self.push_raw_bytes + other.push_raw_bytes,
+            push_wire_bytes=self.push_wire_bytes + other.push_wire_bytes,
+            pull_raw_bytes=self.pull_raw_bytes + other.pull_raw_bytes,
+            pull_wire_bytes=self.pull_wire_bytes + other.pull_wire_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldCut:
+    """A cut that a shard holds for the chief."""
+
+    step: int
+    complete: bool = False
+    skipped: bool = False
+
+    @classmethod
+    def from_proto(cls, message: parameter_server_pb2.HeldCut) -> HeldCut:
+        """Value of a message."""
+        return cls(step=message.step, complete=message.complete, skipped=message.skipped)
+
+    def to_proto(self) -> parameter_server_pb2.HeldCut:
+        """Message of this value."""
+        return parameter_server_pb2.HeldCut(step=self.step, complete=self.complete, skipped=self.skipped)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardStatus:
+    """One shard on one ps."""
+
+    shard: int
+    step_min: int = 0
+    """Lowest step of its buckets; the highest is at most one more in synchronous mode."""
+    step_max: int = 0
+    version: int = 0
+    initialized: bool = False
+    cuts: tuple[HeldCut, ...] = ()
+    pushes: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    skipped_steps: int = 0
+    waiting_for: tuple[int, ...] = ()
+    """Replicas missing in the lowest open step."""
+    bytes: int = 0
+    duplicate_mismatches: int = 0
+
+    @classmethod
+    def from_proto(cls, message: parameter_server_pb2.ShardStatus) -> ShardStatus:
+        """Value of a message."""
+        return cls(
+            shard=message.shard,
+            step_min=message.step_min,
+            step_max=message.step_max,
+            version=message.version,
+            initialized=message.initialized,
+            cuts=tuple(HeldCut.from_proto(cut) for cut in message.cuts),
+            pushes=message.pushes,
+            staleness_sum=message.staleness_sum,
+            staleness_max=message.staleness_max,
+            skipped_steps=message.skipped_steps,
+            waiting_for=tuple(message.waiting_for),
+            bytes=message.bytes,
+            duplicate_mismatches=message.duplicate_mismatches,
+        )
+
+    def to_proto(self) -> parameter_server_pb2.ShardStatus:
+        """Message of this value."""
+        return parameter_server_pb2.ShardStatus(
+            shard=self.shard,
+            step_min=self.step_min,
+            step_max=self.step_max,
+            version=self.version,
+            initialized=self.initialized,
+            cuts=[cut.to_proto() for cut in self.cuts],
+            pushes=self.pushes,
+            staleness_sum=self.staleness_sum,
+            staleness_max=self.staleness_max,
+            skipped_steps=self.skipped_steps,
+            waiting_for=self.waiting_for,
+            bytes=self.bytes,
+            duplicate_mismatches=self.duplicate_mismatches,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PsStatus:
+    """One parameter server."""
+
+    task: str
+    term: int = 0
+    chief_uuid: str = ""
+    timeline: int = 0
+    active: bool = False
+    shards: tuple[ShardStatus, ...] = ()
+    traffic: Traffic = field(default_factory=Traffic)
+    failure: str = ""
+    """Sentence for the person where it can't go on."""
+
+    @classmethod
+    def from_proto(cls, message: parameter_server_pb2.PsStatusReply) -> PsStatus:
+        """Value of a message."""
+        return cls(
+            task=message.task,
+            term=message.term.number,
+            chief_uuid=message.term.chief_uuid,
+            timeline=message.timeline,
+            active=message.active,
+            shards=tuple(ShardStatus.from_proto(shard) for shard in message.shards),
+            traffic=Traffic.from_proto(message.traffic),
+            failure=message.failure,
+        )
+
+    def to_proto(self) -> parameter_server_pb2.PsStatusReply:
+        """Message of this value."""
+        return parameter_server_pb2.PsStatusReply(
+            task=self.task,
+            term=parameter_server_pb2.Term(number=self.term, chief_uuid=self.chief_uuid),
+            timeline=self.timeline,
+            active=self.active,
+            shards=[shard.to_proto() for shard in self.shards],
+            traffic=self.traffic.to_proto(),
+            failure=self.failure,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskStatus:
+    """One task as the chief sees it."""
+
+    task: str
+    state: str
+    incarnation: int = 0
+    address: str = ""
+    metrics_address: str = ""
+    last_heard_s: float = 0.0
+    """Seconds since its last heartbeat."""
+    step: int = 0
+    replicas: tuple[int, ...] = ()
+    traffic: Traffic = field(default_factory=Traffic)
+    push_bytes_per_s: float = 0.0
+    pull_bytes_per_s: float = 0.0
+    shards: tuple[ShardStatus, ...] = ()
+
+    @classmethod
+    def from_proto(cls, message: chief_pb2.TaskStatus) -> TaskStatus:
+        """Value of a message."""
+        return cls(
+            task=message.task,
+            state=message.state,
+            incarnation=message.incarnation,
+            address=message.address,
+            metrics_address=message.metrics_address,
+            last_heard_s=message.last_heard_s,
+            step=message.step,
+            replicas=tuple(message.replicas),
+            traffic=Traffic.from_proto(message.traffic),
+            push_bytes_per_s=message.push_bytes_per_s,
+            pull_bytes_per_s=message.pull_bytes_per_s,
+            shards=tuple(ShardStatus.from_proto(shard) for shard in message.shards),
+        )
+
+    def to_proto(self) -> chief_pb2.TaskStatus:
+        """Message of this value."""
+        return chief_pb2.TaskStatus(
+            task=self.task,
+            state=self.state,
+            incarnation=self.incarnation,
+            address=self.address,
+            metrics_address=self.metrics_address,
+            last_heard_s=self.last_heard_s,
+            step=self.step,
+            replicas=self.replicas,
+            traffic=self.traffic.to_proto(),
+            push_bytes_per_s=self.push_bytes_per_s,
+            pull_bytes_per_s=self.pull_bytes_per_s,
+            shards=[shard.to_proto() for shard in self.shards],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChiefStatus:
+    """The job as the chief sees it."""
+
+    job: str = ""
+    phase: str = "waiting"
+    """One of PHASES."""
+    step: int = 0
+    steps: int = 0
+    """Steps to train; 0 where a script ends the job by itself."""
+    first_step: int = 0
+    """Step this run started from."""
+    loss: float = float("nan")
+    steps_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+    """Wire bytes pushed and pulled by all workers."""
+    seconds: float = 0.0
+    tasks: tuple[TaskStatus, ...] = ()
+    last_metrics: Mapping[str, float] = field(default_factory=dict)
+    checkpoint_step: int = -1
+    """-1 = none yet."""
+    checkpoint_path: str = ""
+    events: tuple[str, ...] = ()
+    exit_code: int = 0
+    reason: str = ""
+    out_dir: str = ""
+    consistency: str = "sync"
+
+    @classmethod
+    def from_proto(cls, message: chief_pb2.ChiefStatusReply) -> ChiefStatus:
+        """Value of a message; raises ProtocolError at a phase this version doesn't know."""
+        return cls(
+            job=message.job,
+            phase=phase_from_proto(message.phase),
+            step=message.step,
+            steps=message.steps,
+            first_step=message.first_step,
+            loss=message.loss,
+            steps_per_s=message.steps_per_s,
+            bytes_per_s=message.bytes_per_s,
+            seconds=message.seconds,
+            tasks=tuple(TaskStatus.from_proto(task) for task in message.tasks),
+            last_metrics=dict(message.last_metrics),
+            checkpoint_step=message.checkpoint_step,
+            checkpoint_path=message.checkpoint_path,
+            events=tuple(message.events),
+            exit_code=message.exit_code,
+            reason=message.reason,
+            out_dir=message.out_dir,
+            consistency=message.consistency,
+        )
+
+    def to_proto(self) -> chief_pb2.ChiefStatusReply:
+        """Message of this value."""
+        return chief_pb2.ChiefStatusReply(
+            job=self.job,
+            phase=PHASES[self.phase],
+            step=self.step,
+            steps=self.steps,
+            first_step=self.first_step,
+            loss=self.loss,
+            steps_per_s=self.steps_per_s,
+            bytes_per_s=self.bytes_per_s,
+            seconds=self.seconds,
+            tasks=[task.to_proto() for task in self.tasks],
+            last_metrics=self.last_metrics,
+            checkpoint_step=self.checkpoint_step,
+            checkpoint_path=self.checkpoint_path,
+            events=self.events,
+            exit_code=self.exit_code,
+            reason=self.reason,
+            out_dir=self.out_dir,
+            consistency=self.consistency,
+        )
