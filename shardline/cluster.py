@@ -1,7 +1,7 @@
 """Who takes part: roles, tasks, addresses; cluster.json and TF_CONFIG.
 
 cluster.json has TensorFlow's shape, {"chief": ["host:port"], "ps": [...], "worker": [...], "evaluator": [...]}, and so
-has the "cluster" of a TF_CONFIG. Port 0 means: take a free port and tell the chief at Join. IPv6 hosts stand in brackets.
+the "cluster" of a TF_CONFIG. Port 0 means: take a free port and tell the chief at Join. IPv6 hosts are in brackets.
 """
 
 from __future__ import annotations

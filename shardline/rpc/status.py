@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardline.errors import ProtocolError
 from shardline.rpc.v1 import chief_pb2, parameter_server_pb2
 
-PHASES: Mapping[str, chief_pb2.Phase] = {
+PHASES: Mapping[str, chief_pb2.Phase.ValueType] = {
     "waiting": chief_pb2.PHASE_WAITING,
     "init": chief_pb2.PHASE_INIT,
     "running": chief_pb2.PHASE_RUNNING,
