@@ -6,13 +6,14 @@ contributions, sum(first 2^k) + sum(rest), 2^k the largest power of two below n,
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from shardline.sharding import Plan, Slice, quantum_rows
+from shardline.sharding import QUANTUM_ELEMENTS, Plan, Slice, quantum_rows
 from shardline.spec import TensorSpec
 
 
@@ -89,7 +90,7 @@ def sibling(block: Block, replicas: int) -> tuple[Block, Block, Block] | None:
 def tree_sum(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """Canonical sum of one tensor per replica; None = that replica has no gradient for it.
 
-    Returns a new tensor, or None where all are None. For one value it returns that value itself.
+    Returns a new tensor where it added two or more, the only one there is (not a copy), or None where all are None.
     """
 
     def walk(node: Block) -> torch.Tensor | None:
@@ -112,7 +113,7 @@ def mean_(total: torch.Tensor, replicas: int) -> torch.Tensor:
 def slice_quanta(tensor: TensorSpec, piece: Slice) -> Iterator[tuple[int, int, int]]:
     """(quantum number within the tensor, start, end) of each quantum of a slice, in elements of the slice."""
     step = quantum_rows(tensor)
-    width = step * tensor.row_elements
+    width = max(1, step * tensor.row_elements)  # no elements, no quanta
     first = piece.first_row // step
     for number, start in enumerate(range(0, piece.elements, width)):
         yield first + number, start, min(start + width, piece.elements)
@@ -123,9 +124,23 @@ def square_sums(flat: torch.Tensor, tensor: TensorSpec, piece: Slice) -> Iterato
 
     flat: 1-d, the slice's elements without padding. Per quantum, so that the norm doesn't move with the plan.
     """
+    if flat.is_complex():
+        squares = torch.view_as_real(flat).to(torch.float64).square_().sum(1)  # two terms: one rounding, any order
+    else:
+        squares = flat.to(torch.float64, copy=True).square_()
+    # Not torch.dot: its last bits depend on the threads and on where in memory a quantum starts. Pieces of a quantum
+    # this small are summed by one thread, in an order that depends on nothing but their length.
+    starts, sums = [], []
     for number, start, end in slice_quanta(tensor, piece):
-        part = flat[start:end].to(torch.float64)
-        yield number, float(torch.dot(part, part))
+        for first in range(start, end, QUANTUM_ELEMENTS):
+            starts.append(number)
+            sums.append(squares[first : min(first + QUANTUM_ELEMENTS, end)].sum())
+    values = torch.stack(sums).tolist() if sums else []
+    for number, group in itertools.groupby(zip(starts, values, strict=True), key=lambda pair: pair[0]):
+        total = 0.0
+        for _, value in group:
+            total += value
+        yield number, total
 
 
 def global_norm(sums: Sequence[tuple[int, float]]) -> float:
@@ -137,7 +152,7 @@ def global_norm(sums: Sequence[tuple[int, float]]) -> float:
 
 
 def clip_scale(norm: float, clip_norm: float) -> float:
-    """Factor that brings a gradient of this norm down to clip_norm; torch.nn.utils.clip_grad_norm_'s formula, in float64."""
+    """Factor that brings a gradient of this norm down to clip_norm: torch's clip_grad_norm_ formula, in float64."""
     return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0.0 else 1.0
 
 

@@ -1,4 +1,4 @@
-"""Synchronous rules (PROTOCOL 1.4): which contribution counts, which pull is served. Pure; the ps and the model use them.
+"""Synchronous rules (PROTOCOL 1.4): which contribution counts, which pull is served. Pure.
 
 A bucket at `step` t holds theta_t, collects contributions of step t, and still publishes theta_{t-1}.
 """
@@ -32,11 +32,15 @@ def admit_push(step: int, counted: Collection[int], block: Block, *, bucket_step
     return Decision(Outcome.COUNTED)
 
 
-def serve_pull(want: int, *, bucket_step: int) -> Outcome:
-    """Whether theta_want can be sent: SERVED, WAITING (not there yet) or OVERTAKEN (gone)."""
+def serve_pull(want: int, *, bucket_step: int, oldest: int = 0) -> Outcome:
+    """Whether theta_want can be sent: SERVED, WAITING (not there yet) or OVERTAKEN (gone).
+
+    oldest: step at which the bucket got its values by Init or Restore; what came before it was never published here,
+    and the second buffer holds nothing yet.
+    """
     if want > bucket_step:
         return Outcome.WAITING
-    if want < bucket_step - 1:
+    if want < max(bucket_step - 1, oldest):
         return Outcome.OVERTAKEN
     return Outcome.SERVED
 
