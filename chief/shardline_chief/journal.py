@@ -1,0 +1,132 @@
+"""The chief's durable memory in out/chief: one chief at a time, a term per start, decisions noted before they are done.
+
+`.lock` is held with flock as long as the process lives. `term-N` is created with O_EXCL: no two chiefs share a term.
+`journal-N.jsonl` has a JSON object per line; a line is on disk (fsync) before the act it describes. A crash may leave
+the last line torn: that act was never begun, so the line is dropped on reading.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shardline.errors import UsageError
+
+_TERM = re.compile(r"^term-(\d+)$")
+
+
+class Journal:
+    """Open with a folder; every act goes through write() first."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the folder's lock. Raises UsageError where another chief holds it or the folder can't be written."""
+        self.folder = folder
+        self.term = 0
+        self._file: int | None = None
+        self._torn = False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for life
+        except OSError as error:
+            raise UsageError(f"the chief can't write to {folder}: {error.strerror}; choose another --out") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "unknown"
+            self._lock.close()
+            raise UsageError(
+                f"another chief (process {holder}) uses {folder.parent}; stop it, or choose another --out"
+            ) from error
+        self._lock.seek(0)
+        self._lock.truncate()
+        self._lock.write(str(os.getpid()))
+        self._lock.flush()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def last_term(self) -> int:
+        """Highest term begun in this folder; 0 = none."""
+        return max((int(m[1]) for p in self.folder.iterdir() if (m := _TERM.match(p.name))), default=0)
+
+    def begin_term(self, *, above: int = 0) -> int:
+        """Begin and return the next term: above all on disk and above `above` (the highest that a ps reported)."""
+        term = 1 + max(self.last_term(), above)
+        while True:
+            try:
+                handle = os.open(self.folder / f"term-{term}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+                break
+            except FileExistsError:
+                term += 1
+            except OSError as error:
+                raise UsageError(f"the chief can't write to {self.folder}: {error.strerror}") from error
+        os.fsync(handle)
+        os.close(handle)
+        if self._file is not None:
+            os.close(self._file)
+        self.term = term
+        self._torn = False
+        flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
+        self._file = os.open(self.folder / f"journal-{term}.jsonl", flags, 0o644)
+        sync_folder(self.folder)
+        return term
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one entry and bring it to the disk. Raises OSError: then the act must not be done."""
+        if self._file is None:
+            raise UsageError("the journal has no term yet: begin_term comes first")
+        line = json.dumps({"kind": kind, "term": self.term, **fields}, separators=(",", ":")) + "\n"
+        # A write that failed (full disk) may have left half a line: what follows must not be glued to it.
+        data = memoryview((("\n" if self._torn else "") + line).encode())
+        self._torn = True
+        while data:
+            data = data[os.write(self._file, data) :]
+        os.fsync(self._file)
+        self._torn = False
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """All entries of all terms, oldest first; torn lines are left out."""
+        files = ((int(path.stem.partition("-")[2]), path) for path in self.folder.glob("journal-*.jsonl"))
+        for _, path in sorted(files):
+            for line in path.read_bytes().splitlines(keepends=True):
+                entry = _parsed(line)
+                if entry is not None:
+                    yield entry
+
+    def close(self) -> None:
+        """Let the lock go."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self._lock.close()
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and "kind" in entry else None
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's entries to the disk, so that a created file is still there after a power cut."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,184 @@
+"""Who takes part and who is alive: joins, heartbeats, suspicion, death. Pure; the clock is an argument.
+
+A task is suspect when its stream broke or it was silent for T/10, dead after T/3 of silence or when a new process
+takes its index (PROTOCOL 1.6). Each admission gives a new incarnation; the one before it is fenced.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shardline_chief.messages import TRAINERS, Join
+
+
+class State(enum.Enum):
+    """What is known of a task's life."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    LEFT = "left"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One task; replaced, never changed."""
+
+    role: str
+    index: int
+    incarnation: int
+    stable_id: str
+    address: str
+    metrics_address: str
+    last_heard_s: float
+    state: State = State.ALIVE
+    broken: bool = False
+    """Its heartbeat stream broke and no newer one came."""
+
+    @property
+    def task(self) -> str:
+        """Name such as "worker/3"."""
+        return f"{self.role}/{self.index}"
+
+    @property
+    def living(self) -> bool:
+        """Alive or merely suspect: not fenced."""
+        return self.state in (State.ALIVE, State.SUSPECT)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it runs replicas."""
+        return self.role in TRAINERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admitted:
+    """The new member, and the life it replaces where there was a living one."""
+
+    member: Member
+    replaced: Member | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """Why a join is turned down; `retry` says whether asking again may help."""
+
+    reason: str
+    retry: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A task changed its state; `sentence` says which, when last heard and why, not yet what happens next."""
+
+    member: Member
+    sentence: str
+
+
+class Membership:
+    """The table of tasks."""
+
+    def __init__(self, term: int, *, suspect_s: float, dead_s: float) -> None:
+        self._term = term
+        self._suspect_s = suspect_s
+        self._dead_s = dead_s
+        self._counter = 0
+        self._members: dict[str, Member] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(sorted(self._members.values(), key=lambda m: (m.role, m.index)))
+
+    def get(self, task: str) -> Member | None:
+        """The newest life of a task, living or not."""
+        return self._members.get(task)
+
+    def living(self, *roles: str) -> list[Member]:
+        """Living members of the roles, in order of role as given, then index."""
+        found = [m for m in self._members.values() if m.living and m.role in roles]
+        return sorted(found, key=lambda m: (roles.index(m.role), m.index))
+
+    def current(self, task: str, incarnation: int) -> bool:
+        """Whether this is the task's living incarnation."""
+        member = self._members.get(task)
+        return member is not None and member.living and member.incarnation == incarnation
+
+    def join(self, now_s: float, join: Join, *, limit: int) -> Admitted | Refused:
+        """Admit a task, or say why not. `limit`: indices of the role are [0, limit)."""
+        index = self._free_index(join.role, limit) if join.index is None else join.index
+        if index is None:
+            return Refused(reason=f"all {limit} places for {join.role}s are taken by living tasks", retry=True)
+        if index >= limit:
+            return Refused(reason=f"{join.role}/{index} is outside this cluster, which has room for {limit}")
+        old = self._members.get(f"{join.role}/{index}")
+        if old is not None and old.state is State.ALIVE and old.stable_id != join.stable_id:
+            return Refused(
+                reason=f"{old.task} is running already at {old.address} (last heard {now_s - old.last_heard_s:.1f} s "
+                "ago); stop that process first, or start this one under another index",
+                retry=True,
+            )
+        self._counter += 1
+        member = Member(
+            role=join.role,
+            index=index,
+            incarnation=self._term << 32 | self._counter,
+            stable_id=join.stable_id,
+            address=join.address,
+            metrics_address=join.metrics_address,
+            last_heard_s=now_s,
+        )
+        self._members[member.task] = member
+        return Admitted(member=member, replaced=old if old is not None and old.living else None)
+
+    def _free_index(self, role: str, limit: int) -> int | None:
+        taken = {m.index for m in self._members.values() if m.role == role and m.living}
+        return next((i for i in range(limit) if i not in taken), None)
+
+    def heard(self, task: str, incarnation: int, now_s: float) -> bool:
+        """Note a heartbeat. False: that incarnation is fenced or unknown."""
+        if not self.current(task, incarnation):
+            return False
+        member = self._members[task]
+        # The state goes back to ALIVE in tick, so that the recovery is said there like the suspicion was.
+        self._members[task] = replace(member, last_heard_s=now_s, broken=False)
+        return True
+
+    def stream_broken(self, task: str, incarnation: int) -> None:
+        """Its heartbeat stream ended without a farewell."""
+        if self.current(task, incarnation):
+            self._members[task] = replace(self._members[task], broken=True)
+
+    def leave(self, task: str) -> None:
+        """It goes on its own account, or has gone."""
+        if task in self._members:
+            self._members[task] = replace(self._members[task], state=State.LEFT)
+
+    def declare_dead(self, task: str) -> None:
+        """Known from elsewhere: it doesn't answer commands, or another process took its place."""
+        if task in self._members:
+            self._members[task] = replace(self._members[task], state=State.DEAD)
+
+    def tick(self, now_s: float) -> Sequence[Change]:
+        """Changes of state due at now_s, deaths included; each is told once."""
+        changes = []
+        for member in self:
+            if not member.living:
+                continue
+            silent = now_s - member.last_heard_s
+            ago = f"last heard {silent:.1f} s ago"
+            why = f"{ago}, its stream is broken" if member.broken else ago
+            if silent >= self._dead_s:
+                state, text = State.DEAD, f"{member.task} is dead: {why} (limit {self._dead_s:g} s)"
+            elif member.broken or silent >= self._suspect_s:
+                state, text = (
+                    State.SUSPECT,
+                    f"{member.task} is suspect: {why}; declared dead after {self._dead_s:g} s of silence",
+                )
+            else:
+                state, text = State.ALIVE, f"{member.task} is heard again"
+            if state is not member.state:
+                changed = replace(member, state=state)
+                self._members[member.task] = changed
+                changes.append(Change(member=changed, sentence=text))
+        return changes
