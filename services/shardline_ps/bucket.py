@@ -1,0 +1,172 @@
+"""One bucket: two published parameter buffers by step, optimizer state, contributions. PROTOCOL 1.4, 1.9."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+
+from shardline.errors import CheckpointError, ProtocolError
+from shardline.image import VALUE, BucketImage
+from shardline.sharding import BucketSpec
+from shardline.spec import DTYPES, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
+from shardline.update import BucketRule
+from shardline_ps.contributions import Contributions, Partial
+
+
+class Bucket:
+    """Values of one bucket at `step` and at `step` - 1, and what the open step has gathered so far.
+
+    All methods but the constructor need the lock held, unless they say otherwise. theta_t lives in pub[t & 1] until
+    step t + 1 is applied, which needs every replica to have pushed t + 1 and so to hold theta_{t+1}: that is why a
+    worker lost in mid-step can be replaced.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        number: int,
+        spec: BucketSpec,
+        tensors: tuple[TensorSpec, ...],
+        rule: RuleSpec,
+        schedule: ScheduleSpec,
+        *,
+        replicas: int,
+        double: bool,
+        device: torch.device,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.shard = shard
+        self.number = number
+        self.spec = spec
+        self.device = device
+        self.step = 0
+        self.version = 0
+        self.changed_step = 0
+        """Lowest s with theta_s == ... == theta_step: a holder of theta_s or later needs no bytes."""
+        self.initialized = False
+        self.contributions = Contributions(spec, replicas)
+        self.hyper: Mapping[str, float] | None = None
+        """Hyper-parameters of the bucket's group for the open step, from replica 0; None = the job's own."""
+        self.group = tensors[spec.slices[0].tensor].group
+        self.names = tuple(tensors[piece.tensor].name for piece in spec.slices)
+        first = torch.zeros(spec.elements, dtype=DTYPES[spec.dtype], device=device)
+        # Frozen buckets and asynchronous ones never need the step before.
+        self._pub = (first, torch.zeros_like(first) if double and spec.kind is not TensorKind.FROZEN else first)
+        self.rule: BucketRule | None = None
+        self._make_rule: Callable[[], BucketRule | None] = lambda: (
+            BucketRule(rule, schedule, spec, tensors, device) if spec.kind is TensorKind.PARAM else None
+        )
+        self.rule = self._make_rule()
+
+    @property
+    def values(self) -> torch.Tensor:
+        """theta_step, flat."""
+        return self._pub[self.step & 1]
+
+    def values_at(self, step: int) -> torch.Tensor:
+        """theta_step or theta_{step-1}; the caller asked serve_pull first."""
+        return self._pub[step & 1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers and the optimizer state."""
+        size = self.spec.nbytes * (1 if self._pub[0] is self._pub[1] else 2)
+        return size + (self.rule.nbytes if self.rule is not None else 0)
+
+    def initialize(self, values: torch.Tensor) -> bool:
+        """First values; False where there were some already."""
+        if self.initialized:
+            return False
+        for buffer in self._pub:
+            buffer.copy_(values)
+        self._zero_padding()
+        self.initialized = True
+        return True
+
+    def _zero_padding(self) -> None:
+        """Padding is part of every flat update, so it has to be numbers that stay finite: zeros."""
+        ends = [*(piece.offset for piece in self.spec.slices[1:]), self.spec.elements]
+        for piece, end in zip(self.spec.slices, ends, strict=True):
+            for buffer in self._pub:
+                buffer[piece.end : end].zero_()
+
+    def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False) -> None:
+        """Make theta_{step+1} from theta_step and the mean gradient, and publish it. The commit point of the step."""
+        source, target = self._pub[self.step & 1], self._pub[(self.step + 1) & 1]
+        changed = False
+        if self.changed_step == self.step and target is not source:
+            # The two buffers differ; equal ones need no copy.
+            target.copy_(source)
+        if not skip:
+            changed = self._update(target, total, scale)
+            self.version += 1
+        self.step += 1
+        if changed:
+            self.changed_step = self.step
+        self.hyper = None
+        self.contributions.clear()
+
+    def _update(self, target: torch.Tensor, total: Partial, scale: float) -> bool:
+        if total.values is None or not any(total.present):
+            return False
+        if self.spec.kind is TensorKind.BUFFER:
+            for piece, assigned in zip(self.spec.slices, total.present, strict=True):
+                if assigned:
+                    target[piece.offset : piece.end].copy_(total.values[piece.offset : piece.end])
+            return True
+        if self.rule is None:
+            return False
+        if scale < 1.0:
+            total.values.mul_(scale)
+        present = None if all(total.present) else total.present
+        return self.rule.apply(target, total.values, clock=self.step, present=present, hyper=self.hyper)
+
+    def apply_async(self, total: Partial, *, scale: float, hyper: Mapping[str, float] | None) -> None:
+        """Apply one worker's gradient in place; step and version advance together."""
+        self.hyper = hyper
+        self.apply(total, scale=scale)
+
+    def image(self) -> BucketImage:
+        """A copy of everything, for a cut."""
+        tensors = {VALUE: self.values.detach().to("cpu", copy=True)}
+        scalars: dict[str, tuple[float, ...]] = {}
+        initialized: tuple[bool, ...] = (False,) * len(self.spec.slices)
+        if self.rule is not None:
+            states, scalars, initialized = self.rule.export()
+            tensors.update(states)
+        return BucketImage(
+            shard=self.shard,
+            bucket=self.number,
+            step=self.step,
+            version=self.version,
+            tensors=tensors,
+            scalars=scalars,
+            initialized=initialized,
+        )
+
+    def restore(self, image: BucketImage) -> None:
+        """Become what an image says."""
+        values = image.tensors[VALUE]
+        if values.numel() != self.spec.elements or values.dtype != DTYPES[self.spec.dtype]:
+            raise ProtocolError(
+                f"shard {self.shard}, bucket {self.number}: image of {values.numel()} {values.dtype} elements, "
+                f"the plan says {self.spec.elements} {self.spec.dtype}"
+            )
+        states = {name: tensor for name, tensor in image.tensors.items() if name != VALUE}
+        self.rule = self._make_rule()
+        if self.rule is not None:
+            flags = (tuple(image.initialized) + (False,) * len(self.spec.slices))[: len(self.spec.slices)]
+            self.rule.load(states, dict(image.scalars), flags)
+        elif states:
+            raise CheckpointError(
+                f"shard {self.shard}, bucket {self.number}: image has optimizer state for a bucket without a rule"
+            )
+        for buffer in self._pub:
+            buffer.copy_(values)
+        self._zero_padding()
+        self.step, self.version, self.changed_step = image.step, image.version, image.step
+        self.contributions.clear()
+        self.hyper = None
+        self.initialized = True

@@ -1,0 +1,101 @@
+"""Cuts of one shard: copies of all buckets at one step, held until the chief has fetched them. PROTOCOL 1.7."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from shardline.image import BucketImage
+
+
+@dataclass
+class HeldCut:
+    """Images gathered so far for one step."""
+
+    step: int
+    images: dict[int, BucketImage] = field(default_factory=dict)
+    skipped: bool = False
+    """The budget was spent when the first bucket got there; nothing is kept."""
+    forced: bool = False
+
+
+class CutBook:
+    """Which steps are to be cut and what is held. Thread-safe; buckets call offer() under their own lock."""
+
+    def __init__(self, num_buckets: int, every: int, *, budget: int = 2) -> None:
+        self._lock = threading.Lock()
+        self._num_buckets = num_buckets
+        self._every = every
+        self._budget = budget
+        self._requested: set[int] = set()
+        self._held: dict[int, HeldCut] = {}
+        self.skipped_total = 0
+
+    def request(self, step: int) -> None:
+        """Cut at this step too, whatever the budget."""
+        with self._lock:
+            self._requested.add(step)
+
+    def wanted(self, step: int) -> bool:
+        """Whether a bucket that reaches `step` has to be copied."""
+        with self._lock:
+            if step in self._requested:
+                held = self._held.get(step)
+                return held is None or not held.skipped
+            if self._every <= 0 or step == 0 or step % self._every:
+                return False
+            held = self._held.get(step)
+            if held is None:
+                held = self._held[step] = HeldCut(step)
+                # One decision per shard and step, made by the first bucket that gets there.
+                if sum(not cut.skipped for cut in self._held.values()) > self._budget:
+                    held.skipped = True
+                    self.skipped_total += 1
+            return not held.skipped
+
+    def store(self, image: BucketImage) -> None:
+        """Keep one bucket's copy."""
+        with self._lock:
+            self._held.setdefault(image.step, HeldCut(image.step)).images[image.bucket] = image
+
+    def store_all(self, step: int, images: list[BucketImage]) -> None:
+        """Keep a cut whose buckets were copied at one instant (asynchronous mode) under the chief's number."""
+        with self._lock:
+            self._held[step] = HeldCut(step, {image.bucket: image for image in images})
+
+    def get(self, step: int) -> list[BucketImage] | None:
+        """Images by bucket where all are there, else None."""
+        with self._lock:
+            held = self._held.get(step)
+            if held is None or len(held.images) < self._num_buckets:
+                return None
+            return [held.images[number] for number in sorted(held.images)]
+
+    def release(self, step: int) -> int:
+        """Forget the cuts up to this step; returns how many."""
+        with self._lock:
+            gone = [number for number in self._held if number <= step]
+            for number in gone:
+                del self._held[number]
+            self._requested = {number for number in self._requested if number > step}
+            return len(gone)
+
+    def clear(self) -> None:
+        """Forget everything (a new timeline)."""
+        with self._lock:
+            self._held.clear()
+            self._requested.clear()
+
+    def status(self) -> list[tuple[int, bool, bool]]:
+        """(step, complete, skipped) of each cut."""
+        with self._lock:
+            return [
+                (cut.step, len(cut.images) == self._num_buckets, cut.skipped)
+                for cut in sorted(self._held.values(), key=lambda cut: cut.step)
+            ]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all held copies."""
+        with self._lock:
+            return sum(image.nbytes for cut in self._held.values() for image in cut.images.values())

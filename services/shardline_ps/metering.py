@@ -1,0 +1,70 @@
+"""A ps's figures for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardline.metrics import Metrics
+from shardline.rpc.v1 import parameter_server_pb2
+from shardline_ps.receiver import PushResult, outcome_name
+from shardline_ps.store import ParameterStore
+
+
+class Meter:
+    """Counts pushes as they end, and takes the rest from the status that every heartbeat carries."""
+
+    def __init__(self, metrics: Metrics, store: ParameterStore) -> None:
+        self._metrics = metrics
+        self._store = store
+        self._skipped = 0
+        store.on_pulled = self._pulled
+        store.on_applied = self._applied
+
+    def pushed(self, result: PushResult) -> None:
+        """A push has ended."""
+        metrics, lane = self._metrics, "grpc"
+        outcome = outcome_name(result.ack.outcome)
+        metrics.counter("shardline_pushes_total", peer=result.task, outcome=outcome).inc()
+        metrics.counter("shardline_push_raw_bytes_total", peer=result.task, codec=result.codec, lane=lane).inc(
+            result.raw_bytes
+        )
+        metrics.counter("shardline_push_wire_bytes_total", peer=result.task, codec=result.codec, lane=lane).inc(
+            result.wire_bytes
+        )
+        metrics.histogram("shardline_push_seconds", peer=result.task).observe(result.seconds)
+        if outcome == "applied":
+            metrics.histogram("shardline_staleness_updates", shard=result.shard).observe(result.ack.staleness)
+        if outcome == "fenced":
+            metrics.counter("shardline_fenced_messages_total", peer=result.task).inc()
+
+    def _pulled(self, peer: str, codec: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
+        metrics = self._metrics
+        metrics.counter("shardline_pull_raw_bytes_total", peer=peer, codec=codec, lane="grpc").inc(raw_bytes)
+        metrics.counter("shardline_pull_wire_bytes_total", peer=peer, codec=codec, lane="grpc").inc(wire_bytes)
+        metrics.histogram("shardline_pull_seconds", peer=peer).observe(seconds)
+
+    def _applied(self, shard: int, wait_s: float) -> None:
+        self._metrics.histogram("shardline_barrier_wait_seconds", shard=shard).observe(wait_s)
+
+    def observed(
+        self, status: Callable[[], parameter_server_pb2.PsStatusReply]
+    ) -> Callable[[], parameter_server_pb2.PsStatusReply]:
+        """The status function, with the gauges set from what it says."""
+
+        def observe() -> parameter_server_pb2.PsStatusReply:
+            reply = status()
+            metrics = self._metrics
+            for item in reply.shards:
+                metrics.gauge("shardline_shard_version", shard=item.shard).set(item.version)
+                metrics.gauge("shardline_shard_step", shard=item.shard).set(item.step_min)
+            if reply.shards:
+                metrics.gauge("shardline_step").set(min(item.step_min for item in reply.shards))
+                skipped = max(item.skipped_steps for item in reply.shards)
+                metrics.counter("shardline_skipped_steps_total").inc(max(0, skipped - self._skipped))
+                self._skipped = max(skipped, self._skipped)
+            for kind, held in self._store.held_by_kind().items():
+                metrics.gauge("shardline_held_bytes", kind=kind).set(held)
+            metrics.counter("shardline_heartbeats_total", peer="chief").inc()
+            return reply
+
+        return observe

@@ -1,0 +1,353 @@
+"""One push stream: frames in, whole buckets out. Everything is checked against the plan before it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from shardline.consistency.decision import Decision, Outcome
+from shardline.errors import ProtocolError, TensorError
+from shardline.reduce import Block
+from shardline.rpc.convert import dtype_from_proto, hyper_from_proto, unpack_bits
+from shardline.rpc.v1 import common_pb2, data_pb2
+from shardline.sharding import BucketSpec
+from shardline.wire.codecs import RAW, Codec, codec_for
+from shardline.wire.frames import digest, memory_of
+from shardline_ps.authority import unknown_features
+from shardline_ps.contributions import none_present
+from shardline_ps.shard import Gradient, Shard
+from shardline_ps.store import ParameterStore
+
+SEVERITY = (
+    Outcome.REFUSED,
+    Outcome.FENCED,
+    Outcome.WRONG_TIMELINE,
+    Outcome.NOT_CONFIGURED,
+    Outcome.STOPPED,
+    Outcome.OUT_OF_SEQUENCE,
+    Outcome.SPLIT,
+    Outcome.LATE_DROPPED,
+    Outcome.SKIPPED,
+    Outcome.COUNTED,
+    Outcome.STAGED,
+    Outcome.APPLIED,
+    Outcome.DUPLICATE,
+)
+"""Worst first: a push's outcome is its worst bucket's."""
+
+
+def outcome_to_proto(outcome: Outcome) -> common_pb2.Outcome.ValueType:
+    """The proto value of the same name."""
+    return common_pb2.Outcome.Value(f"OUTCOME_{outcome.name}")
+
+
+def outcome_name(outcome: int) -> str:
+    """Lower-case name, such as "counted" for OUTCOME_COUNTED."""
+    return common_pb2.Outcome.Name(common_pb2.Outcome.ValueType(outcome)).removeprefix("OUTCOME_").lower()
+
+
+def admit_data(store: ParameterStore, data: common_pb2.DataHeader, *, init: bool) -> Decision:
+    """Whether a data message may be looked at at all."""
+    unknown = unknown_features(list(data.required_features))
+    if unknown:
+        return Decision(Outcome.REFUSED, f"this ps can't do what the message requires: {', '.join(unknown)}")
+    if data.lane not in (common_pb2.LANE_UNSPECIFIED, common_pb2.LANE_GRPC):
+        return Decision(Outcome.REFUSED, f"lane number {data.lane} is not offered by this ps")
+    if data.stage:
+        return Decision(Outcome.REFUSED, f"the message is for pipeline stage {data.stage}; this job has none")
+    decision = store.authority.admit(
+        job=data.job,
+        timeline=data.timeline,
+        plan_id=data.plan_id,
+        task=data.task,
+        incarnation=data.incarnation,
+        init=init,
+    )
+    if decision.outcome is Outcome.SERVED and data.shard not in store.shards:
+        return Decision(Outcome.REFUSED, f"shard {data.shard} is not hosted here; this ps has {sorted(store.shards)}")
+    return decision
+
+
+@dataclass
+class _Slot:
+    """One bucket on its way in."""
+
+    number: int
+    spec: BucketSpec
+    codec: Codec
+    present: tuple[bool, ...]
+    memory: memoryview
+    filled: int = 0
+    chunks: int = 0
+
+
+@dataclass
+class _Push:
+    """One push on its way in."""
+
+    header: data_pb2.PushHeader
+    shard: Shard
+    hyper: Mapping[int, Mapping[str, float]]
+    generation: int
+    rejected: Decision | None = None
+    done: set[int] = field(default_factory=set)
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    staged: dict[int, Gradient] = field(default_factory=dict)
+    running: list[asyncio.Task[None]] = field(default_factory=list)
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+    started_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What a finished push came to, for the ack and the metrics."""
+
+    ack: data_pb2.PushAck
+    task: str
+    shard: int
+    codec: str
+    raw_bytes: int
+    wire_bytes: int
+    seconds: float
+
+
+class PushReceiver:
+    """Takes the frames of one stream; a stream may carry several pushes one after another.
+
+    async_reply: called under the shard's lock when an asynchronous push is applied, to copy what a pull of the same
+    call returns.
+    """
+
+    def __init__(self, store: ParameterStore, *, async_reply: Callable[[Shard], None] = lambda shard: None) -> None:
+        self._store = store
+        self._async_reply = async_reply
+        self._push: _Push | None = None
+        self._slot: _Slot | None = None
+
+    async def feed(self, frame: data_pb2.PushFrame) -> PushResult | None:
+        """Take one frame; returns the result when it ended a push. Raises ProtocolError or TensorError."""
+        if frame.HasField("header"):
+            self._begin(frame.header)
+        push = self._push
+        if push is None:
+            raise ProtocolError("a push starts with a header frame; this one has none")
+        if push.rejected is None:
+            if frame.HasField("bucket"):
+                self._begin_bucket(push, frame.bucket)
+            if frame.HasField("chunk"):
+                self._chunk(frame.chunk)
+            if frame.HasField("bucket_commit"):
+                self._end_bucket(push, frame.bucket_commit)
+        if frame.HasField("commit"):
+            return await self._commit(push, frame.commit)
+        return None
+
+    def _begin(self, header: data_pb2.PushHeader) -> None:
+        if self._push is not None:
+            raise ProtocolError("a new push began before the one before it was committed")
+        kind = header.kind or data_pb2.PUSH_KIND_GRADIENT
+        if kind not in (data_pb2.PUSH_KIND_GRADIENT, data_pb2.PUSH_KIND_INIT):
+            raise ProtocolError(f"push kind number {kind} is not offered by this ps")
+        decision = admit_data(self._store, header.data, init=kind == data_pb2.PUSH_KIND_INIT)
+        if decision.outcome is not Outcome.SERVED:
+            shard = next(iter(self._store.shards.values()), None)
+            self._push = _Push(header, shard, {}, self._store.generation, rejected=decision)  # type: ignore[arg-type]
+            return
+        shard = self._store.shard(header.data.shard)
+        if header.weight not in (0.0, 1.0):
+            raise ProtocolError(f"weight {header.weight}: this job sums uniformly; send 0 or 1")
+        push = _Push(header, shard, hyper_from_proto(header.hyper), self._store.generation)
+        self._push = push
+        if kind == data_pb2.PUSH_KIND_GRADIENT and shard.is_sync:
+            if header.block.count == 0:
+                raise ProtocolError("a synchronous push names its block of replicas")
+            shard.note_nonfinite(header.step, list(header.nonfinite_tensors))
+        for number in header.empty_buckets:
+            self._check_bucket(push, number)
+            push.done.add(number)
+            self._take(push, number, Gradient(None, none_present(shard.buckets[number].spec)))
+
+    def _check_bucket(self, push: _Push, number: int) -> BucketSpec:
+        buckets = push.shard.buckets
+        if number >= len(buckets):
+            raise TensorError(f"shard {push.shard.number} has {len(buckets)} buckets, the push names bucket {number}")
+        if number in push.done:
+            raise ProtocolError(f"shard {push.shard.number}: bucket {number} comes twice in one push")
+        return buckets[number].spec
+
+    def _begin_bucket(self, push: _Push, header: data_pb2.BucketHeader) -> None:
+        if self._slot is not None:
+            raise ProtocolError(f"bucket {header.bucket} began before bucket {self._slot.number} was committed")
+        spec = self._check_bucket(push, header.bucket)
+        where = f"shard {push.shard.number}, bucket {header.bucket}"
+        first = push.shard.buckets[header.bucket].names[0]
+        dtype = dtype_from_proto(header.dtype, where)
+        if dtype != spec.dtype or header.elements != spec.elements:
+            raise TensorError(
+                f"{where} ({first!r}): pushed as {header.elements} {dtype} elements, the plan says "
+                f"{spec.elements} {spec.dtype}; was the worker built from another model?"
+            )
+        init = push.header.kind == data_pb2.PUSH_KIND_INIT
+        codec = RAW if init else codec_for(push.header.codec, spec)
+        if not init and push.header.codec and push.header.codec != "raw" and self._store.configuration is not None:
+            wanted = self._store.configuration.codec
+            if push.header.codec != wanted:
+                raise ProtocolError(f"{where}: pushed with codec {push.header.codec!r}, the job's is {wanted!r}")
+        expected = codec.payload_bytes(spec.dtype, spec.elements)
+        if header.payload_bytes != expected:
+            raise TensorError(
+                f"{where} ({first!r}): payload of {header.payload_bytes} bytes announced, "
+                f"codec {codec.name} makes {expected}"
+            )
+        present = unpack_bits(header.present, len(spec.slices), where)
+        memory = memory_of(torch.empty(expected, dtype=torch.uint8)) if expected else memoryview(b"")
+        self._slot = _Slot(header.bucket, spec, codec, present, memory)
+
+    def _chunk(self, chunk: data_pb2.Chunk) -> None:
+        slot = self._slot
+        if slot is None or chunk.bucket != slot.number:
+            raise ProtocolError(f"chunk of bucket {chunk.bucket} without its bucket header")
+        end = chunk.offset + len(chunk.payload)
+        if chunk.offset != slot.filled or end > len(slot.memory):
+            raise ProtocolError(
+                f"bucket {slot.number}: chunk of {len(chunk.payload)} bytes at {chunk.offset}, expected one at "
+                f"{slot.filled} within {len(slot.memory)}; chunks neither overlap, repeat nor leave gaps"
+            )
+        slot.memory[chunk.offset : end] = chunk.payload
+        slot.filled = end
+        slot.chunks += 1
+
+    def _end_bucket(self, push: _Push, commit: data_pb2.BucketCommit) -> None:
+        slot = self._slot
+        if slot is None or commit.bucket != slot.number:
+            raise ProtocolError(f"bucket {commit.bucket} is committed without having begun")
+        if slot.filled != len(slot.memory) or commit.bytes != slot.filled or commit.chunks != slot.chunks:
+            raise ProtocolError(
+                f"bucket {slot.number}: committed with {commit.bytes} bytes in {commit.chunks} chunks, received "
+                f"{slot.filled} of {len(slot.memory)} in {slot.chunks}; nothing was changed"
+            )
+        if commit.digest and commit.digest != digest(slot.memory):
+            raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
+        self._slot = None
+        push.done.add(slot.number)
+        push.wire_bytes += slot.filled
+        push.raw_bytes += slot.spec.nbytes
+        values = slot.codec.decode(slot.memory, slot.spec.dtype, slot.spec.elements)
+        self._take(push, slot.number, Gradient(values, slot.present, commit.digest))
+
+    def _take(self, push: _Push, number: int, gradient: Gradient) -> None:
+        """Hand a whole bucket on: counted at once in synchronous mode, staged until commit otherwise."""
+        header = push.header
+        if header.kind == data_pb2.PUSH_KIND_INIT:
+            push.running.append(asyncio.create_task(self._initialize(push, number, gradient)))
+        elif push.shard.is_sync:
+            push.running.append(asyncio.create_task(self._contribute(push, number, gradient)))
+        else:
+            push.staged[number] = gradient
+
+    async def _initialize(self, push: _Push, number: int, gradient: Gradient) -> None:
+        values = gradient.values
+        if values is None:
+            raise ProtocolError(f"bucket {number}: first values can't be empty")
+        push.decisions[number] = await self._store.work(push.shard.initialize, number, values)
+
+    async def _contribute(self, push: _Push, number: int, gradient: Gradient) -> None:
+        header = push.header
+        block = Block(header.block.first, header.block.count)
+
+        def count() -> Decision:
+            if push.generation != self._store.generation:
+                return Decision(Outcome.WRONG_TIMELINE, "the ps was configured anew while this push came in")
+            return push.shard.contribute(number, header.step, block, gradient, hyper=push.hyper)
+
+        push.decisions[number] = await self._store.work(count)
+
+    async def _commit(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
+        self._push = None
+        if push.rejected is not None:
+            return self._result(push, push.rejected, 0)
+        if self._slot is not None:
+            raise ProtocolError(f"the push is committed while bucket {self._slot.number} is open")
+        header, shard = push.header, push.shard
+        if header.kind != data_pb2.PUSH_KIND_INIT and not shard.is_sync:
+            return await self._commit_async(push, commit)
+        missing = [bucket.number for bucket in shard.buckets if bucket.number not in push.done]
+        if missing:
+            await self.abandon(push)
+            raise ProtocolError(
+                f"shard {shard.number}: the push lacks buckets {missing[:8]}; a contribution counts in every bucket "
+                f"(name the ones it adds nothing to in empty_buckets)"
+            )
+        await asyncio.gather(*push.running)
+        decisions = [push.decisions[number] for number in sorted(push.decisions)]
+        worst = min(decisions, key=lambda decision: SEVERITY.index(decision.outcome))
+        return self._result(push, worst, 0)
+
+    async def _commit_async(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
+        header, shard = push.header, push.shard
+        if header.base_max > shard.step_max:
+            raise ProtocolError(f"base version {header.base_max} is ahead of the shard, which is at {shard.step_max}")
+        scale = commit.scale or 1.0
+        if not 0.0 < scale < float("inf"):
+            raise ProtocolError(f"scale {commit.scale} of the gradient is not a positive finite number")
+
+        def apply() -> tuple[Decision, int]:
+            if push.generation != self._store.generation:
+                return Decision(Outcome.WRONG_TIMELINE, "the ps was configured anew while this push came in"), 0
+            return shard.push_async(
+                header.data.task,
+                header.data.incarnation,
+                header.seq,
+                push.staged,
+                base_version=header.base_min,
+                scale=scale,
+                skip=commit.skip,
+                hyper=push.hyper,
+                then=lambda: self._async_reply(shard),
+            )
+
+        decision, lag = await self._store.work(apply)
+        return self._result(push, decision, lag)
+
+    def _result(self, push: _Push, decision: Decision, lag: int) -> PushResult:
+        shard, header = push.shard, push.header
+        ack = data_pb2.PushAck(
+            outcome=outcome_to_proto(decision.outcome),
+            reason=decision.reason,
+            staleness=lag,
+            timeline=self._store.authority.timeline,
+        )
+        if push.rejected is None:
+            ack.step, ack.version = shard.step_min, shard.version
+            if not shard.is_sync:
+                with shard.lock:
+                    record = shard.sequences.get(header.data.task)
+                    ack.next_seq = record.last_seq + 1 if record is not None else 1
+            for number, item in sorted(push.decisions.items()):
+                if item.outcome is not decision.outcome:
+                    ack.buckets.append(
+                        data_pb2.BucketAck(bucket=number, outcome=outcome_to_proto(item.outcome), reason=item.reason)
+                    )
+        self._store.count(push_raw=push.raw_bytes, push_wire=push.wire_bytes)
+        return PushResult(
+            ack=ack,
+            task=header.data.task,
+            shard=header.data.shard,
+            codec=header.codec or "raw",
+            raw_bytes=push.raw_bytes,
+            wire_bytes=push.wire_bytes,
+            seconds=time.monotonic() - push.started_s,
+        )
+
+    async def abandon(self, push: _Push | None = None) -> None:
+        """The stream ended: let whole buckets finish counting (they came in whole), drop the rest."""
+        push = push or self._push
+        self._slot = None
+        self._push = None
+        if push is not None and push.running:
+            await asyncio.gather(*push.running, return_exceptions=True)

@@ -1,0 +1,139 @@
+"""The process of a parameter server: serve, join, beat, end when the job ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+import torch
+
+from shardline.config import RoleConfig
+from shardline.errors import ShardlineError
+from shardline.metrics import Metrics
+from shardline.process import Termination, attach_launcher, memory_limit, resolve_device, tell_ready
+from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.rpc.server import RpcServer
+from shardline_ps.metering import Meter
+from shardline_ps.servicer import ParameterServer, register
+from shardline_ps.store import ParameterStore
+from shardline_ps.voters import Voters
+
+log = logging.getLogger("shardline.ps")
+SERVICES = ("shardline.rpc.v1.ParameterServer", "shardline.rpc.v1.Coordinator")
+
+
+class PsProcess:
+    """A ps with its server; the tie to a chief is optional (tests and benchmarks run without)."""
+
+    def __init__(self, config: RoleConfig) -> None:
+        self._config = config
+        # One bucket per thread: parallel over buckets, not inside of one.
+        torch.set_num_threads(1)
+        device = resolve_device(config.device, config.gpu_memory_fraction)
+        self.store = ParameterStore(
+            device=device,
+            pool_threads=max(2, os.cpu_count() or 1),
+            memory_limit_bytes=memory_limit(device, config.gpu_memory_fraction),
+        )
+        self.ended = threading.Event()
+        self.end_reason = ""
+        self.metrics = Metrics("ps", config.task)
+        self.meter = Meter(self.metrics, self.store)
+        self.voters = Voters(self.store, config.timeouts)
+        self.servicer = ParameterServer(
+            config.task, self.store, self.voters, on_stop=self._stop, on_push=self.meter.pushed
+        )
+        self.server = RpcServer(
+            config.cluster.address(config.task),
+            register=[register(self.servicer)],
+            service_names=SERVICES,
+            name=config.task,
+        )
+
+    def _stop(self, reason: str) -> None:
+        self.end_reason = reason
+        self.ended.set()
+
+    def start(self) -> str:
+        """Bind and serve; returns the address."""
+        self.voters.bind(self.server.loop)
+        return self.server.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+
+        async def close_voters() -> None:
+            await self.voters.close()
+
+        if self.server.address:
+            self.server.run(close_voters(), timeout_s=5.0)
+        self.server.close(grace_s=0.5)
+        self.store.close()
+        self.metrics.close()
+
+
+def run(config: RoleConfig) -> int:
+    """Serve until the chief ends the job; returns the exit code."""
+    termination = Termination()
+    termination.install()
+    attach_launcher(config)
+    process = PsProcess(config)
+    try:
+        address = process.start()
+        tell_ready(config, address)
+        metrics_address = process.metrics.serve(config.host, config.metrics_port)
+        log.info("serves at %s on %s, metrics at http://%s/metrics", address, process.store.device, metrics_address)
+        return _serve(config, process, termination, address, metrics_address)
+    finally:
+        process.close()
+
+
+def _serve(config: RoleConfig, process: PsProcess, termination: Termination, address: str, metrics_address: str) -> int:
+    failure: list[ShardlineError] = []
+
+    def obey(orders: Orders) -> None:
+        if orders.phase is Phase.ENDED:
+            process.end_reason = orders.reason
+            process.ended.set()
+        elif orders.fenced or link.lost is not None:
+            try:
+                link.check()
+            except ShardlineError as error:
+                failure.append(error)
+            process.ended.set()
+
+    link = ChiefLink(
+        config.cluster.chief,
+        config.timeouts,
+        role="ps",
+        index=config.index,
+        address=address,
+        metrics_address=metrics_address,
+        on_orders=obey,
+        ps_status=process.meter.observed(process.servicer.status),
+    )
+    try:
+        termination.call(process.ended.set)
+        link.join()
+        log.info("joined as %s, incarnation %#x", link.task, link.incarnation)
+        process.ended.wait()
+        if termination.event.is_set() and not process.end_reason and not failure:
+            return _leave(config, link, process)
+        if failure:
+            raise failure[0]
+        log.info("the job has ended: %s", process.end_reason or "done")
+        return 0
+    finally:
+        link.close()
+
+
+def _leave(config: RoleConfig, link: ChiefLink, process: PsProcess) -> int:
+    """SIGTERM: shards can't leave by themselves, so the chief ends the job with a checkpoint, then this ps goes."""
+    log.info("asked to end: the chief ends the job with a checkpoint first")
+    process.ended.clear()
+    link.leave()
+    if not process.ended.wait(config.timeouts.total_s):
+        log.error("the chief did not end the job within %.0f s; leaving without", config.timeouts.total_s)
+        return 1
+    return 0

@@ -1,0 +1,467 @@
+"""The gRPC face of a ps: parse, call, answer. Decisions are made elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from shardline.consistency.decision import Outcome
+from shardline.errors import FencedError, ProtocolError
+from shardline.image import BucketImage
+from shardline.rpc import errors as rpc_errors
+from shardline.rpc.client import Placement
+from shardline.rpc.convert import (
+    ImageAssembler,
+    consistency_from_proto,
+    image_parts,
+    plan_from_proto,
+    rule_from_proto,
+    schedule_from_proto,
+)
+from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
+from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
+from shardline_ps.puller import AsyncReply, pull
+from shardline_ps.receiver import PushReceiver, PushResult, admit_data, outcome_to_proto
+from shardline_ps.shard import Shard
+from shardline_ps.store import ParameterStore, PsConfiguration
+from shardline_ps.voters import Voters
+from shardline_ps.voting import Ballot
+
+log = logging.getLogger("shardline.ps")
+REPLY_QUEUE = 4
+"""Frames a call may have ready before a slow reader holds it back."""
+
+
+class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, parameter_server_pb2_grpc.CoordinatorServicer):
+    """Serves ParameterServer and Coordinator over one ParameterStore."""
+
+    def __init__(
+        self,
+        task: str,
+        store: ParameterStore,
+        voters: Voters,
+        *,
+        on_stop: Callable[[str], None],
+        on_push: Callable[[PushResult], None] = lambda result: None,
+    ) -> None:
+        self._task = task
+        self._store = store
+        self._voters = voters
+        self._on_stop = on_stop
+        self._on_push = on_push
+
+    # Data plane
+
+    @rpc_errors.unary
+    async def Push(self, request: AsyncIterator[Any], context: Any) -> data_pb2.PushReply:
+        """One contribution; acknowledged when all its buckets are counted or staged."""
+        receiver = PushReceiver(self._store)
+        result: PushResult | None = None
+        try:
+            async for message in request:
+                if result is not None:
+                    raise ProtocolError("Push carries one push; use PushPull for several")
+                result = await receiver.feed(message.frame)
+        finally:
+            await receiver.abandon()
+        if result is None:
+            raise ProtocolError("the push ended without a commit; nothing that is not acknowledged counts")
+        self._on_push(result)
+        return data_pb2.PushReply(ack=result.ack)
+
+    @rpc_errors.stream
+    async def Pull(self, request: data_pb2.PullRequest, context: Any) -> AsyncIterator[Any]:
+        """Buckets as they become ready."""
+        async for frame in pull(self._store, request):
+            yield parameter_server_pb2.PullReply(frame=frame)
+
+    @rpc_errors.stream
+    async def PushPull(self, request: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """Pushes and a pull in full duplex."""
+        replies: asyncio.Queue[Any] = asyncio.Queue(REPLY_QUEUE)
+
+        async def run() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    await self._read(request, replies, group)
+            except* Exception as errors:
+                await replies.put(_first(errors))
+            else:
+                await replies.put(None)
+
+        task = asyncio.create_task(run())
+        try:
+            while (reply := await replies.get()) is not None:
+                if isinstance(reply, Exception):
+                    raise reply
+                yield reply
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _read(self, request: AsyncIterator[Any], replies: asyncio.Queue[Any], group: asyncio.TaskGroup) -> None:
+        """Take the call's requests; a pull runs beside the pushes."""
+        fused: AsyncReply | None = None
+
+        def copy(shard: Shard) -> None:
+            if fused is not None:
+                fused.copy(shard)
+
+        receiver = PushReceiver(self._store, async_reply=copy)
+        try:
+            async for message in request:
+                if message.HasField("pull"):
+                    if self._is_async(message.pull) and message.pull.WhichOneof("want") == "latest":
+                        codec = self._store.configuration.codec if self._store.configuration else "raw"
+                        fused = AsyncReply(message.pull, codec)
+                        shard_number = message.pull.data.shard
+                    else:
+                        group.create_task(self._pull_into(message.pull, replies))
+                if message.HasField("push"):
+                    result = await receiver.feed(message.push)
+                    if result is not None:
+                        self._on_push(result)
+                        await replies.put(data_pb2.PushPullReply(ack=result.ack))
+                        if fused is not None:
+                            async for frame in fused.frames(self._store, self._store.shard(shard_number)):
+                                await replies.put(data_pb2.PushPullReply(pull=frame))
+                            fused = None
+        finally:
+            await receiver.abandon()
+
+    def _is_async(self, request: data_pb2.PullRequest) -> bool:
+        shard = self._store.shards.get(request.data.shard)
+        admitted = admit_data(self._store, request.data, init=False).outcome is Outcome.SERVED
+        return shard is not None and not shard.is_sync and admitted
+
+    async def _pull_into(self, request: data_pb2.PullRequest, replies: asyncio.Queue[Any]) -> None:
+        async for frame in pull(self._store, request):
+            await replies.put(data_pb2.PushPullReply(pull=frame))
+
+    @rpc_errors.unary
+    async def Progress(self, request: data_pb2.ProgressRequest, context: Any) -> data_pb2.ProgressReply:
+        """What the shard has counted of some replicas."""
+        store = self._store
+        decision = admit_data(store, request.data, init=False)
+        reply = data_pb2.ProgressReply(
+            outcome=outcome_to_proto(decision.outcome), reason=decision.reason, timeline=store.authority.timeline
+        )
+        if decision.outcome is not Outcome.SERVED:
+            return reply
+        shard = store.shard(request.data.shard)
+        for replica in request.replicas:
+            step = await store.work(shard.progress, replica)
+            reply.replicas.append(data_pb2.ReplicaProgress(replica=replica, step=step))
+        reply.step_min, reply.step_max, reply.version = shard.step_min, shard.step_max, shard.version
+        with shard.lock:
+            reply.last_seq = shard.sequence(request.data.task, request.data.incarnation).last_seq
+        return reply
+
+    # Commands of the chief
+
+    def _obey(self, term: parameter_server_pb2.Term) -> None:
+        decision = self._store.authority.obeys(Term(term.number, term.chief_uuid))
+        if decision.outcome is not Outcome.SERVED:
+            raise FencedError(f"{self._task}: {decision.reason}")
+
+    @rpc_errors.unary
+    async def Lead(self, request: parameter_server_pb2.LeadRequest, context: Any) -> parameter_server_pb2.LeadReply:
+        """Take a chief's command."""
+        authority = self._store.authority
+        held = authority.lead(Term(request.term.number, request.term.chief_uuid))
+        current = parameter_server_pb2.Term(number=authority.term.number, chief_uuid=authority.term.chief_uuid)
+        return parameter_server_pb2.LeadReply(held=held, current=current, timeline=authority.timeline)
+
+    @rpc_errors.unary
+    async def Configure(
+        self, request: parameter_server_pb2.ConfigureRequest, context: Any
+    ) -> parameter_server_pb2.ConfigureReply:
+        """Hold these shards. The same configuration again changes nothing."""
+        self._obey(request.term)
+        store = self._store
+        configuration = PsConfiguration(
+            job=request.job,
+            timeline=request.timeline,
+            plan=plan_from_proto(request.plan),
+            shards=tuple(request.shards),
+            rule=rule_from_proto(request.rule),
+            schedule=schedule_from_proto(request.schedule),
+            consistency=consistency_from_proto(request.consistency),
+            replicas=request.replicas,
+            cut_every=request.cut_every,
+            codec=request.codec or "raw",
+        )
+        changed = store.configure(configuration, asyncio.get_running_loop())
+        if changed:
+            self._wake_everybody()
+        if request.placement:
+            store.placement = placement_from_proto(request.placement)
+        if request.activate:
+            store.authority.active = True
+        return parameter_server_pb2.ConfigureReply(
+            hello=common_pb2.Hello(
+                protocol_minor=PROTOCOL_MINOR,
+                features=sorted(KNOWN_FEATURES),
+                codecs=["raw", "bf16", "fp16"],
+                lanes=[common_pb2.LANE_GRPC],
+            ),
+            changed=changed,
+            memory_bytes=store.held_bytes,
+        )
+
+    def _wake_everybody(self) -> None:
+        for signal in self._store.signals.values():
+            signal.notify()
+
+    @rpc_errors.unary
+    async def SetMembership(
+        self, request: parameter_server_pb2.SetMembershipRequest, context: Any
+    ) -> parameter_server_pb2.SetMembershipReply:
+        """Admit exactly these incarnations."""
+        self._obey(request.term)
+        authority = self._store.authority
+        before = dict(authority.members or {})
+        authority.members = {member.task: member.incarnation for member in request.members}
+        if request.placement:
+            self._store.placement = placement_from_proto(request.placement)
+        fenced = [task for task, number in before.items() if authority.members.get(task) != number]
+        return parameter_server_pb2.SetMembershipReply(fenced=len(fenced))
+
+    @rpc_errors.unary
+    async def Prepare(
+        self, request: parameter_server_pb2.PrepareRequest, context: Any
+    ) -> parameter_server_pb2.PrepareReply:
+        """Stop admitting; forget open contributions; the timeline is the new one."""
+        self._obey(request.term)
+        store = self._store
+        store.authority.active = False
+        store.authority.timeline = request.timeline
+        store.generation += 1
+        dropped = 0
+        for shard in store.shards.values():
+            dropped = max(dropped, await store.work(shard.drop_contributions))
+        self._wake_everybody()
+        return parameter_server_pb2.PrepareReply(dropped_contributions=dropped)
+
+    @rpc_errors.unary
+    async def Restore(self, request: AsyncIterator[Any], context: Any) -> parameter_server_pb2.RestoreReply:
+        """Replace one shard by the images of the stream, all or nothing."""
+        shard: Shard | None = None
+        assembler: ImageAssembler | None = None
+        images: list[BucketImage] = []
+        ended = False
+        async for frame in request:
+            if frame.HasField("head"):
+                self._obey(frame.head.term)
+                if frame.head.timeline != self._store.authority.timeline:
+                    raise ProtocolError(
+                        f"Restore is for timeline {frame.head.timeline:#x}, this ps is at "
+                        f"{self._store.authority.timeline:#x}"
+                    )
+                shard = self._store.shard(frame.head.shard)
+                # Values and at most a handful of states, each as large as the largest bucket in float64.
+                assembler = ImageAssembler(max_bytes=64 * max(b.spec.elements for b in shard.buckets) * 8 + (1 << 20))
+            if shard is None or assembler is None:
+                raise ProtocolError("Restore starts with its head")
+            header = frame.header if frame.HasField("header") else None
+            chunk = frame.chunk if frame.HasField("chunk") else None
+            if header is not None or chunk is not None:
+                image = assembler.feed(header, chunk)
+                if image is not None:
+                    images.append(image)
+            ended = ended or frame.HasField("end")
+        if shard is None or assembler is None or not ended or not assembler.idle:
+            raise ProtocolError("Restore ended early; the shard is unchanged")
+        await self._store.work(shard.restore, images)
+        return parameter_server_pb2.RestoreReply(step=shard.step_min, buckets=len(images))
+
+    @rpc_errors.unary
+    async def Activate(
+        self, request: parameter_server_pb2.ActivateRequest, context: Any
+    ) -> parameter_server_pb2.ActivateReply:
+        """Admit the timeline's messages; refused while shards are empty."""
+        self._obey(request.term)
+        authority = self._store.authority
+        if request.timeline != authority.timeline:
+            raise ProtocolError(
+                f"Activate is for timeline {request.timeline:#x}, this ps is at {authority.timeline:#x}"
+            )
+        empty = [number for number, shard in sorted(self._store.shards.items()) if not shard.initialized]
+        if not empty:
+            authority.active = True
+            self._wake_everybody()
+        return parameter_server_pb2.ActivateReply(empty_shards=empty)
+
+    @rpc_errors.unary
+    async def Promote(
+        self, request: parameter_server_pb2.PromoteRequest, context: Any
+    ) -> parameter_server_pb2.PromoteReply:
+        """Refused: this version has no standbys."""
+        self._obey(request.term)
+        raise ProtocolError(f"{self._task} holds no standby of shard {request.shard}; this version has no standbys")
+
+    @rpc_errors.unary
+    async def Cut(self, request: parameter_server_pb2.CutRequest, context: Any) -> parameter_server_pb2.CutReply:
+        """Cut all shards at a step, or at once in asynchronous mode."""
+        self._obey(request.term)
+        self._check_timeline(request.timeline, "Cut")
+        passed, highest = False, 0
+        for shard in self._store.shards.values():
+            late, top = await self._store.work(lambda s=shard: s.request_cut(request.step, stop=request.stop))
+            passed, highest = passed or late, max(highest, top)
+        if request.stop:
+            self._wake_everybody()
+        return parameter_server_pb2.CutReply(passed=passed, step_max=highest)
+
+    def _check_timeline(self, timeline: int, what: str) -> None:
+        current = self._store.authority.timeline
+        if timeline != current:
+            raise ProtocolError(f"{what} is for timeline {timeline:#x}, this ps is at {current:#x}")
+
+    @rpc_errors.stream
+    async def GetCut(self, request: parameter_server_pb2.GetCutRequest, context: Any) -> AsyncIterator[Any]:
+        """Send one shard's held cut."""
+        self._obey(request.term)
+        self._check_timeline(request.timeline, "GetCut")
+        shard = self._store.shard(request.shard)
+        images = shard.cuts.get(request.step)
+        if images is None:
+            held = [step for step, complete, _ in shard.cuts.status() if complete]
+            raise ProtocolError(f"shard {shard.number} holds no whole cut of step {request.step}; it holds {held}")
+        for image in images:
+            for header, chunk in image_parts(image):
+                yield parameter_server_pb2.GetCutFrame(header=header, chunk=chunk)
+                await asyncio.sleep(0)
+        with shard.lock:
+            sequences = [
+                parameter_server_pb2.WorkerSequence(task=task, incarnation=r.incarnation, last_seq=r.last_seq)
+                for task, r in sorted(shard.sequences.items())
+            ]
+        end = parameter_server_pb2.ImageEnd(buckets=len(images), sequences=sequences)
+        yield parameter_server_pb2.GetCutFrame(end=end)
+
+    @rpc_errors.unary
+    async def Release(
+        self, request: parameter_server_pb2.ReleaseRequest, context: Any
+    ) -> parameter_server_pb2.ReleaseReply:
+        """Forget cuts up to a step."""
+        self._obey(request.term)
+        released = sum(shard.cuts.release(request.step) for shard in self._store.shards.values())
+        return parameter_server_pb2.ReleaseReply(released=released)
+
+    @rpc_errors.unary
+    async def Stop(self, request: parameter_server_pb2.StopRequest, context: Any) -> parameter_server_pb2.StopReply:
+        """End the process."""
+        self._obey(request.term)
+        self._on_stop(request.reason)
+        return parameter_server_pb2.StopReply(task=self._task)
+
+    @rpc_errors.unary
+    async def Status(
+        self, request: parameter_server_pb2.PsStatusRequest, context: Any
+    ) -> parameter_server_pb2.PsStatusReply:
+        """Steps, versions, cuts, traffic."""
+        return await self._store.work(self.status)
+
+    def status(self) -> parameter_server_pb2.PsStatusReply:
+        """The status message; also sent with every heartbeat."""
+        store = self._store
+        authority = store.authority
+        reply = parameter_server_pb2.PsStatusReply(
+            task=self._task,
+            term=parameter_server_pb2.Term(number=authority.term.number, chief_uuid=authority.term.chief_uuid),
+            timeline=authority.timeline,
+            active=authority.active,
+            failure=store.failure,
+        )
+        for number, shard in sorted(store.shards.items()):
+            reply.shards.append(
+                parameter_server_pb2.ShardStatus(
+                    shard=number,
+                    step_min=shard.step_min,
+                    step_max=shard.step_max,
+                    version=shard.version,
+                    initialized=shard.initialized,
+                    cuts=[
+                        parameter_server_pb2.HeldCut(step=step, complete=complete, skipped=skipped)
+                        for step, complete, skipped in shard.cuts.status()
+                    ],
+                    pushes=shard.tally.pushes,
+                    staleness_sum=shard.tally.staleness_sum,
+                    staleness_max=shard.tally.staleness_max,
+                    skipped_steps=shard.tally.skipped_steps,
+                    waiting_for=shard.waiting_for() if shard.is_sync else (),
+                    bytes=shard.held_bytes,
+                    duplicate_mismatches=shard.tally.duplicate_mismatches,
+                )
+            )
+        with store.traffic_lock:
+            reply.traffic.CopyFrom(
+                parameter_server_pb2.Traffic(
+                    push_raw_bytes=store.traffic.push_raw,
+                    push_wire_bytes=store.traffic.push_wire,
+                    pull_raw_bytes=store.traffic.pull_raw,
+                    pull_wire_bytes=store.traffic.pull_wire,
+                )
+            )
+        return reply
+
+    # Coordinator
+
+    @rpc_errors.unary
+    async def Vote(self, request: parameter_server_pb2.VoteRequest, context: Any) -> parameter_server_pb2.VerdictReply:
+        """A shard's vote; answered with the verdict once all shards have voted."""
+        authority = self._store.authority
+        if not authority.configured or request.job != authority.job or request.timeline != authority.timeline:
+            return parameter_server_pb2.VerdictReply(
+                outcome=common_pb2.OUTCOME_WRONG_TIMELINE,
+                reason=f"the lead is at timeline {authority.timeline:#x}, the vote is of {request.timeline:#x}",
+            )
+        if 0 not in self._store.shards or len(request.quantum) != len(request.square_sum):
+            raise ProtocolError("this ps is not the lead, or the vote's quanta and sums differ in number")
+        ballot = Ballot(
+            sums=tuple(zip(request.quantum, request.square_sum, strict=True)),
+            nonfinite=tuple(request.nonfinite_tensors),
+        )
+        verdict = await self._voters.vote_here(request.timeline, request.step, request.shard, ballot)
+        if verdict is None:
+            return parameter_server_pb2.VerdictReply(outcome=common_pb2.OUTCOME_WAITING, step=request.step)
+        return parameter_server_pb2.VerdictReply(
+            outcome=common_pb2.OUTCOME_SKIPPED if verdict.skip else common_pb2.OUTCOME_APPLIED,
+            step=verdict.step,
+            scale=verdict.scale,
+            skip=verdict.skip,
+            norm=verdict.norm,
+            nonfinite_tensors=verdict.nonfinite,
+        )
+
+
+def placement_from_proto(messages: Any) -> tuple[Placement, ...]:
+    """Where shards are hosted."""
+    return tuple(Placement(shard=item.shard, task=item.task, address=item.address) for item in messages)
+
+
+def _first(errors: BaseExceptionGroup[Any]) -> Exception:
+    """The first plain error of a group of tasks."""
+    for error in errors.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            return _first(error)
+        if isinstance(error, Exception):
+            return error
+    return RuntimeError(str(errors))
+
+
+def register(servicer: ParameterServer) -> Callable[[grpc.aio.Server], None]:
+    """Adds both services to a server."""
+
+    def add(server: grpc.aio.Server) -> None:
+        parameter_server_pb2_grpc.add_ParameterServerServicer_to_server(servicer, server)
+        parameter_server_pb2_grpc.add_CoordinatorServicer_to_server(servicer, server)
+
+    return add

@@ -1,0 +1,494 @@
+"""One shard: its buckets, and what a contribution does to them. No network here; callers may be any threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardline.consistency import asynchronous, sync
+from shardline.consistency.decision import Decision, Outcome
+from shardline.errors import NonFiniteError, ProtocolError, TensorError
+from shardline.image import BucketImage
+from shardline.reduce import Block, mean_, quantum_key, square_sums
+from shardline.sharding import Plan
+from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind
+from shardline_ps.bucket import Bucket
+from shardline_ps.contributions import Partial, Present
+from shardline_ps.cuts import CutBook
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One bucket's part of a contribution. values: flat tensor, None where nothing is contributed."""
+
+    values: torch.Tensor | None
+    present: Present
+    digest: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardVote:
+    """What a shard says of its mean gradient at one step."""
+
+    step: int
+    sums: tuple[tuple[int, float], ...]
+    nonfinite: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Mean gradients of a step that waits for its verdict, one per bucket."""
+
+    step: int
+    epoch: int
+    totals: list[Partial]
+
+
+@dataclass
+class PushRecord:
+    """Asynchronous mode: what one incarnation of a worker has applied."""
+
+    incarnation: int
+    last_seq: int = 0
+    outcome: Outcome = Outcome.APPLIED
+    staleness: int = 0
+
+
+@dataclass
+class Tally:
+    """Counts for status and metrics. Guarded by the shard's lock."""
+
+    pushes: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    skipped_steps: int = 0
+    duplicate_mismatches: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSettings:
+    """What Configure says of every shard."""
+
+    plan: Plan
+    rule: RuleSpec
+    schedule: ScheduleSpec
+    consistency: ConsistencySpec
+    replicas: int
+    cut_every: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+class Shard:
+    """Buckets of one shard and the rules between them.
+
+    on_publish(bucket number) and on_complete(step) are called without locks held; they must not block. on_complete
+    says that all contributions of a voted step are there.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        settings: ShardSettings,
+        *,
+        on_publish: Callable[[int], None] = lambda bucket: None,
+        on_complete: Callable[[int], None] = lambda step: None,
+        on_barrier: Callable[[float], None] = lambda wait_s: None,
+    ) -> None:
+        self.number = number
+        self.settings = settings
+        spec = settings.plan.shards[number]
+        self.is_sync = settings.consistency.mode == "sync"
+        self.voted = settings.consistency.voted
+        self.buckets = [
+            Bucket(
+                number,
+                index,
+                bucket,
+                settings.plan.tensors,
+                settings.rule,
+                settings.schedule,
+                replicas=settings.replicas,
+                double=self.is_sync,
+                device=settings.device,
+            )
+            for index, bucket in enumerate(spec.buckets)
+        ]
+        # In asynchronous mode the chief says when; the shard copies itself at once.
+        self.cuts = CutBook(len(self.buckets), settings.cut_every if self.is_sync else 0)
+        self.lock = threading.Lock()
+        self.tally = Tally()
+        self.stop_step: int | None = None
+        self.sequences: dict[str, PushRecord] = {}
+        self._nonfinite: dict[int, set[str]] = {}
+        """Tensors that workers named as not finite, by step (policy "skip")."""
+        self._on_publish = on_publish
+        self._on_complete = on_complete
+        self._on_barrier = on_barrier
+        self._opened_s: float | None = None
+        """When the first contribution to bucket 0's open step came."""
+        self._completed: set[int] = set()
+        self._epoch = 0
+        """Counts rollbacks and restores, so that a verdict of before changes nothing."""
+
+    # Reading
+
+    @property
+    def step_min(self) -> int:
+        """Lowest step over the buckets; the shard's open step."""
+        return min(bucket.step for bucket in self.buckets)
+
+    @property
+    def step_max(self) -> int:
+        """Highest step over the buckets."""
+        return max(bucket.step for bucket in self.buckets)
+
+    @property
+    def version(self) -> int:
+        """Optimizer applications that every bucket has seen."""
+        return min(bucket.version for bucket in self.buckets)
+
+    @property
+    def initialized(self) -> bool:
+        """Every bucket has values."""
+        return all(bucket.initialized for bucket in self.buckets)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of values, optimizer state, partial sums and cuts."""
+        return sum(bucket.nbytes + bucket.contributions.held_bytes for bucket in self.buckets) + self.cuts.held_bytes
+
+    def progress(self, replica: int) -> int:
+        """Step the replica has to work on, as far as this shard knows."""
+        steps = []
+        for bucket in self.buckets:
+            with bucket.lock:
+                steps.append(sync.progress(bucket.step, replica in bucket.contributions.counted))
+        return min(steps)
+
+    def waiting_for(self) -> list[int]:
+        """Replicas that the lowest open step lacks in some bucket."""
+        lowest = self.step_min
+        missing: set[int] = set()
+        for bucket in self.buckets:
+            with bucket.lock:
+                if bucket.step == lowest:
+                    missing.update(bucket.contributions.missing())
+        return sorted(missing)
+
+    # First values
+
+    def initialize(self, bucket: int, values: torch.Tensor) -> Decision:
+        """Set one bucket's first values; a second time changes nothing."""
+        held = self.buckets[bucket]
+        with held.lock:
+            fresh = held.initialize(values)
+        self._on_publish(bucket)
+        return Decision(Outcome.COUNTED if fresh else Outcome.DUPLICATE)
+
+    # Synchronous
+
+    def admit(self, bucket: int, step: int, block: Block) -> Decision:
+        """What would become of a contribution; asked before its bytes are decoded."""
+        held = self.buckets[bucket]
+        with held.lock:
+            return self._admit(held, step, block)
+
+    def _admit(self, held: Bucket, step: int, block: Block) -> Decision:
+        if self.stop_step is not None and step >= self.stop_step:
+            return Decision(Outcome.STOPPED, f"the job stops at step {self.stop_step}")
+        return sync.admit_push(
+            step,
+            held.contributions.counted,
+            block,
+            bucket_step=held.step,
+            replicas=self.settings.replicas,
+        )
+
+    def contribute(
+        self,
+        bucket: int,
+        step: int,
+        block: Block,
+        gradient: Gradient,
+        *,
+        hyper: Mapping[int, Mapping[str, float]] | None = None,
+    ) -> Decision:
+        """Count a whole contribution of one bucket; applies the step where it was the last one (EAGER).
+
+        The gradient's tensor is the shard's from now on. Raises TensorError or NonFiniteError, the bucket unchanged.
+        """
+        held = self.buckets[bucket]
+        self._check(held, block, gradient)
+        published = False
+        with held.lock:
+            decision = self._admit(held, step, block)
+            if decision.outcome is Outcome.DUPLICATE:
+                if step == held.step and held.contributions.digest_differs(block, gradient.digest):
+                    decision = self._mismatch(held, step, block)
+                return decision
+            if decision.outcome is not Outcome.COUNTED:
+                return decision
+            values = gradient.values.to(held.device) if gradient.values is not None else None
+            if bucket == 0:
+                self._time_barrier(held, block)
+            held.contributions.add(block, values, gradient.present, gradient.digest)
+            if hyper and block.first == 0:
+                held.hyper = hyper.get(held.group)
+            if held.contributions.complete and not self.voted:
+                total = held.contributions.take()
+                if total.values is not None and held.spec.kind is TensorKind.PARAM:
+                    mean_(total.values, self.settings.replicas)
+                held.apply(total)
+                self._cut_if_wanted(held)
+                published = True
+        with self.lock:
+            self.tally.pushes += bucket == 0
+        if published:
+            self._on_publish(bucket)
+        if self.voted:
+            self._complete(step)
+            return Decision(Outcome.STAGED)
+        return decision
+
+    def _time_barrier(self, held: Bucket, block: Block) -> None:
+        """Tell how long the step's first contribution waited for its last; bucket 0 stands for the shard."""
+        now_s = time.monotonic()
+        if self._opened_s is None or not held.contributions.counted:
+            self._opened_s = now_s
+        if len(held.contributions.counted) + block.count == self.settings.replicas:
+            self._on_barrier(now_s - self._opened_s)
+
+    def _mismatch(self, held: Bucket, step: int, block: Block) -> Decision:
+        with self.lock:
+            self.tally.duplicate_mismatches += 1
+        return Decision(
+            Outcome.DUPLICATE,
+            f"replicas {block} sent other bits for step {step}, bucket {held.number} ({held.names[0]}) than before; "
+            f"the first ones count. Do all workers have one kind of machine and the same number of threads?",
+        )
+
+    def _check(self, held: Bucket, block: Block, gradient: Gradient) -> None:
+        """What a contribution may hold, by the kind of bucket."""
+        values = gradient.values
+        if values is None:
+            return
+        if held.spec.kind is TensorKind.FROZEN:
+            raise TensorError(f"{held.names[0]!r} is frozen (requires_grad is False): it takes no gradient")
+        if held.spec.kind is TensorKind.BUFFER:
+            if block.first != 0:
+                raise TensorError(f"buffer {held.names[0]!r} comes from replica 0, not from replicas {block}")
+            return
+        if self.settings.consistency.nan_policy == "stop" and not is_finite(values):
+            names = nonfinite_names(held, values)
+            raise NonFiniteError(
+                f"shard {self.number}: gradient of {', '.join(names)} from replicas {block} has NaN or infinity; "
+                f"nothing was changed. Lower the learning rate, clip gradients, or set nan_policy='skip'"
+            )
+
+    def _cut_if_wanted(self, held: Bucket) -> None:
+        """Copy the bucket if its new step is to be cut: after the step is reached, before the next is applied."""
+        if self.cuts.wanted(held.step):
+            self.cuts.store(held.image())
+
+    # Voted
+
+    def note_nonfinite(self, step: int, names: Collection[str]) -> None:
+        """Tensors a worker found not finite, for the vote."""
+        if names:
+            with self.lock:
+                self._nonfinite.setdefault(step, set()).update(names)
+
+    def _complete(self, step: int) -> None:
+        """Tell once when every bucket has all contributions of the step."""
+        for bucket in self.buckets:
+            with bucket.lock:
+                if bucket.step != step or not bucket.contributions.complete:
+                    return
+        with self.lock:
+            if step in self._completed:
+                return
+            self._completed.add(step)
+        self._on_complete(step)
+
+    def vote(self, step: int) -> tuple[ShardVote, Staged]:
+        """The mean gradient of a complete step with its square sums. Its replicas stay counted until the verdict."""
+        sums: list[tuple[int, float]] = []
+        with self.lock:
+            nonfinite = set(self._nonfinite.pop(step, set()))
+            epoch = self._epoch
+        totals = []
+        for bucket in self.buckets:
+            with bucket.lock:
+                total = Partial(None, ()) if bucket.step != step else bucket.contributions.take()
+            totals.append(total)
+            if total.values is None or bucket.spec.kind is not TensorKind.PARAM:
+                continue
+            mean_(total.values, self.settings.replicas)
+            for piece, present in zip(bucket.spec.slices, total.present, strict=True):
+                if not present:
+                    continue
+                tensor = self.settings.plan.tensors[piece.tensor]
+                part = total.values[piece.offset : piece.end]
+                if not is_finite(part):
+                    nonfinite.add(tensor.name)
+                for quantum, value in square_sums(part, tensor, piece):
+                    sums.append((quantum_key(self.settings.plan, piece.tensor, quantum), value))
+        vote = ShardVote(step=step, sums=tuple(sums), nonfinite=tuple(sorted(nonfinite)))
+        return vote, Staged(step, epoch, totals)
+
+    def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
+        """Apply or skip a voted step in every bucket; nothing where the shard was restored since the vote."""
+        step = staged.step
+        for bucket, total in zip(self.buckets, staged.totals, strict=True):
+            with bucket.lock:
+                if bucket.step != step or staged.epoch != self._epoch:
+                    continue
+                factor = scale if bucket.spec.kind is TensorKind.PARAM else 1.0
+                bucket.apply(total, scale=factor, skip=skip)
+                self._cut_if_wanted(bucket)
+            self._on_publish(bucket.number)
+        with self.lock:
+            self._completed.discard(step)
+            self.tally.skipped_steps += skip
+
+    # Asynchronous
+
+    def sequence(self, task: str, incarnation: int) -> PushRecord:
+        """Record of an incarnation; a new incarnation starts at 0. Lock held."""
+        known = self.sequences.get(task)
+        if known is None or known.incarnation != incarnation:
+            known = self.sequences[task] = PushRecord(incarnation)
+        return known
+
+    def push_async(
+        self,
+        task: str,
+        incarnation: int,
+        seq: int,
+        gradients: Mapping[int, Gradient],
+        *,
+        base_version: int,
+        scale: float = 1.0,
+        skip: bool = False,
+        hyper: Mapping[int, Mapping[str, float]] | None = None,
+        then: Callable[[], None] = lambda: None,
+    ) -> tuple[Decision, int]:
+        """Apply one worker's whole push to all buckets, once; returns the decision and the staleness.
+
+        then() runs under the shard's lock after the decision, for a reply that no other push comes between.
+        """
+        for number, gradient in gradients.items():
+            self._check(self.buckets[number], Block(0, 1), gradient)
+        with self.lock:
+            record = self.sequence(task, incarnation)
+            decision = asynchronous.admit_push(seq, last_seq=record.last_seq, skip=skip)
+            if self.stop_step is not None and self.buckets[0].step >= self.stop_step:
+                decision = Decision(Outcome.STOPPED, f"the job stops at version {self.stop_step}")
+            lag = record.staleness
+            if decision.outcome in (Outcome.APPLIED, Outcome.SKIPPED):
+                record.last_seq = seq
+                record.outcome = decision.outcome
+                if decision.outcome is Outcome.APPLIED:
+                    lag = record.staleness = asynchronous.staleness(self.version, base_version)
+                    self.tally.pushes += 1
+                    self.tally.staleness_sum += lag
+                    self.tally.staleness_max = max(self.tally.staleness_max, lag)
+                    self._apply_async(gradients, scale, hyper or {})
+            then()
+        for bucket in self.buckets:
+            self._on_publish(bucket.number)
+        return decision, lag
+
+    def _apply_async(
+        self, gradients: Mapping[int, Gradient], scale: float, hyper: Mapping[int, Mapping[str, float]]
+    ) -> None:
+        for bucket in self.buckets:
+            gradient = gradients.get(bucket.number)
+            total = Partial(None, ())
+            if gradient is not None and gradient.values is not None:
+                total = Partial(gradient.values.to(bucket.device), gradient.present)
+            with bucket.lock:
+                bucket.apply_async(total, scale=scale, hyper=hyper.get(bucket.group))
+
+    # Cuts, restore, stop
+
+    def request_cut(self, step: int, *, stop: bool) -> tuple[bool, int]:
+        """Cut at `step`; returns (passed, highest step). With stop, nothing goes past it."""
+        if not self.is_sync:
+            self._cut_now(step)
+            if stop:
+                self.stop_step = 0
+            return False, self.step_max
+        # Registered first: a bucket that reaches the step in between then copies itself.
+        self.cuts.request(step)
+        if stop:
+            self.stop_step = step
+        highest = self.step_max
+        for bucket in self.buckets:
+            with bucket.lock:
+                if bucket.step > step:
+                    return True, highest
+                if bucket.step == step and bucket.initialized:
+                    self.cuts.store(bucket.image())
+        return False, highest
+
+    def _cut_now(self, step: int) -> None:
+        with self.lock:
+            images = []
+            for bucket in self.buckets:
+                with bucket.lock:
+                    images.append(bucket.image())
+        self.cuts.store_all(step, images)
+
+    def restore(self, images: Sequence[BucketImage]) -> None:
+        """Replace all buckets. Raises ProtocolError where one is missing, named twice or at another step."""
+        numbers = [image.bucket for image in images]
+        if sorted(numbers) != list(range(len(self.buckets))):
+            raise ProtocolError(f"shard {self.number} has {len(self.buckets)} buckets, the images are of {numbers}")
+        if self.is_sync and len({image.step for image in images}) > 1:
+            raise ProtocolError(f"shard {self.number}: images of different steps make no consistent cut")
+        self.cuts.clear()
+        self._epoch += 1
+        for image in images:
+            bucket = self.buckets[image.bucket]
+            with bucket.lock:
+                bucket.restore(image)
+        with self.lock:
+            self._nonfinite.clear()
+            self._completed.clear()
+            self.sequences.clear()
+        for bucket in self.buckets:
+            self._on_publish(bucket.number)
+
+    def drop_contributions(self) -> int:
+        """Forget what open steps have gathered (a new timeline); returns the number of replicas dropped."""
+        dropped = 0
+        self._epoch += 1
+        for bucket in self.buckets:
+            with bucket.lock:
+                dropped = max(dropped, len(bucket.contributions.counted))
+                bucket.contributions.clear()
+        with self.lock:
+            self._nonfinite.clear()
+            self._completed.clear()
+        return dropped
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether a float tensor has neither NaN nor infinity; one pass over memory, integers always are."""
+    if values.numel() == 0 or not (values.is_floating_point() or values.is_complex()):
+        return True
+    return bool(torch.isfinite(torch.linalg.vector_norm(values, ord=float("inf"))))
+
+
+def nonfinite_names(bucket: Bucket, values: torch.Tensor) -> list[str]:
+    """Tensors of the bucket whose slice isn't finite."""
+    found = []
+    for name, piece in zip(bucket.names, bucket.spec.slices, strict=True):
+        if not is_finite(values[piece.offset : piece.end]) and repr(name) not in found:
+            found.append(repr(name))
+    return found

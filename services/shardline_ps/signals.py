@@ -1,0 +1,43 @@
+"""Wakes coroutines when a bucket changes; notify() may come from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Signal:
+    """Edge-triggered: wait() returns at the next notify(). Waiters check their condition again themselves."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def notify(self) -> None:
+        """Wake everybody who waits now."""
+        self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+    def arm(self) -> asyncio.Future[None]:
+        """A future that the next notify() resolves. Arm before checking the condition, so that nothing is missed."""
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._waiters.add(waiter)
+        return waiter
+
+    def disarm(self, waiter: asyncio.Future[None]) -> None:
+        """Forget a future that is no longer waited for."""
+        self._waiters.discard(waiter)
+
+    async def wait(self, waiter: asyncio.Future[None], timeout_s: float) -> bool:
+        """Wait for an armed future; False when the timeout ran out."""
+        try:
+            await asyncio.wait_for(waiter, timeout_s)
+        except TimeoutError:
+            return False
+        finally:
+            self.disarm(waiter)
+        return True

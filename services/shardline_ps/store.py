@@ -1,0 +1,197 @@
+"""What a ps process holds: its authority, its shards, and the pool in which all tensor work happens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from shardline.errors import ProtocolError, UsageError
+from shardline.rpc.client import Placement
+from shardline.sharding import Plan
+from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec
+from shardline.update import check_tensors
+from shardline.wire.codecs import check_codec
+from shardline_ps.authority import Authority
+from shardline_ps.shard import Shard, ShardSettings
+from shardline_ps.signals import Signal
+
+log = logging.getLogger("shardline.ps")
+T = TypeVar("T")
+
+
+@dataclass
+class TrafficTally:
+    """Bytes since the process started, by direction; raw = before the codec."""
+
+    push_raw: int = 0
+    push_wire: int = 0
+    pull_raw: int = 0
+    pull_wire: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PsConfiguration:
+    """What Configure says; equal ones change nothing."""
+
+    job: str
+    timeline: int
+    plan: Plan
+    shards: tuple[int, ...]
+    rule: RuleSpec
+    schedule: ScheduleSpec
+    consistency: ConsistencySpec
+    replicas: int
+    cut_every: int
+    codec: str
+
+
+class ParameterStore:
+    """Shards of one ps. Configuration changes on the server's loop; tensor work runs in `pool`.
+
+    memory_limit_bytes bounds what Configure may allocate; None = no bound.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device,
+        pool_threads: int,
+        memory_limit_bytes: int | None = None,
+    ) -> None:
+        self.device = device
+        self.memory_limit_bytes = memory_limit_bytes
+        self.authority = Authority()
+        self.shards: dict[int, Shard] = {}
+        self.signals: dict[tuple[int, int], Signal] = {}
+        self.configuration: PsConfiguration | None = None
+        self.placement: tuple[Placement, ...] = ()
+        self.traffic = TrafficTally()
+        self.traffic_lock = threading.Lock()
+        self.failure = ""
+        self.generation = 0
+        """Counts configurations, so that work of an older one is recognised."""
+        self.pool = ThreadPoolExecutor(max_workers=pool_threads, thread_name_prefix="apply")
+        self.on_complete: Callable[[int, int], None] = lambda shard, step: None
+        """(shard, step): all contributions of a voted step are there. Called from pool threads."""
+        self.on_pulled: Callable[[str, str, int, int, float], None] = lambda peer, codec, raw, wire, seconds: None
+        """(peer, codec, raw bytes, wire bytes, seconds) of a finished pull."""
+        self.on_applied: Callable[[int, float], None] = lambda shard, wait_s: None
+        """(shard, seconds from the first contribution to the last) of a synchronous step's first bucket."""
+
+    async def work(self, function: Callable[..., T], *args: object) -> T:
+        """Run tensor work in the pool; it must never wait for another task."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args))
+
+    def configure(self, configuration: PsConfiguration, loop: asyncio.AbstractEventLoop) -> bool:
+        """Make the shards of a configuration; False where it is in force already (values are kept then).
+
+        Raises ProtocolError or UsageError, the old configuration left as it was.
+        """
+        if self.configuration == configuration:
+            return False
+        plan = configuration.plan
+        for number in configuration.shards:
+            if number >= len(plan.shards):
+                raise ProtocolError(f"Configure places shard {number} here, the plan has {len(plan.shards)} shards")
+        if configuration.replicas < 1:
+            raise ProtocolError("Configure says 0 replicas; a job has at least 1")
+        check_codec(configuration.codec)
+        check_tensors(configuration.rule, plan.tensors)
+        needed = sum(plan.shards[number].nbytes for number in configuration.shards)
+        if configuration.consistency.mode == "sync":
+            needed *= 2
+        if self.memory_limit_bytes is not None and needed > self.memory_limit_bytes:
+            raise UsageError(
+                f"the shards of this ps need at least {needed:,} bytes on {self.device}, the limit is "
+                f"{self.memory_limit_bytes:,}; use more parameter servers, or raise --gpu-memory-fraction"
+            )
+        settings = ShardSettings(
+            plan=plan,
+            rule=configuration.rule,
+            schedule=configuration.schedule,
+            consistency=configuration.consistency,
+            replicas=configuration.replicas if configuration.consistency.mode == "sync" else 1,
+            cut_every=configuration.cut_every,
+            device=self.device,
+        )
+        shards = {number: self._make_shard(number, settings) for number in configuration.shards}
+        self.signals = {
+            (number, bucket.number): Signal(loop) for number, shard in shards.items() for bucket in shard.buckets
+        }
+        self.shards = shards
+        self.configuration = configuration
+        self.generation += 1
+        self.authority.configured = True
+        self.authority.active = False
+        self.authority.job = configuration.job
+        self.authority.plan_id = plan.plan_id
+        self.authority.timeline = configuration.timeline
+        log.info(
+            "holds shards %s of %d: %d buckets, %.1f MB of parameters, %s",
+            list(configuration.shards),
+            len(plan.shards),
+            len(self.signals),
+            sum(plan.shards[number].nbytes for number in configuration.shards) / 1e6,
+            configuration.rule.name,
+        )
+        return True
+
+    def _make_shard(self, number: int, settings: ShardSettings) -> Shard:
+        return Shard(
+            number,
+            settings,
+            on_publish=lambda bucket: self._notify(number, bucket),
+            on_complete=lambda step: self.on_complete(number, step),
+            on_barrier=lambda wait_s: self.on_applied(number, wait_s),
+        )
+
+    def _notify(self, shard: int, bucket: int) -> None:
+        signal = self.signals.get((shard, bucket))
+        if signal is not None:
+            signal.notify()
+
+    def shard(self, number: int) -> Shard:
+        """The shard of this number; raises ProtocolError where this ps doesn't host it."""
+        try:
+            return self.shards[number]
+        except KeyError:
+            raise ProtocolError(f"shard {number} is not hosted here; this ps has {sorted(self.shards)}") from None
+
+    def count(self, *, push_raw: int = 0, push_wire: int = 0, pull_raw: int = 0, pull_wire: int = 0) -> None:
+        """Add to the traffic figures."""
+        with self.traffic_lock:
+            self.traffic.push_raw += push_raw
+            self.traffic.push_wire += push_wire
+            self.traffic.pull_raw += pull_raw
+            self.traffic.pull_wire += pull_wire
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of everything the shards hold."""
+        return sum(shard.held_bytes for shard in self.shards.values())
+
+    def held_by_kind(self) -> dict[str, int]:
+        """The same by kind: parameters with optimizer state, partial sums, cuts."""
+        shards = list(self.shards.values())
+        return {
+            "parameters": sum(bucket.nbytes for shard in shards for bucket in shard.buckets),
+            "staged": sum(bucket.contributions.held_bytes for shard in shards for bucket in shard.buckets),
+            "cuts": sum(shard.cuts.held_bytes for shard in shards),
+        }
+
+    def close(self) -> None:
+        """End the pool."""
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def numbers(values: Sequence[int], limit: int = 8) -> str:
+    """A short list for a sentence."""
+    shown = ", ".join(str(value) for value in values[:limit])
+    return shown + (f" and {len(values) - limit} more" if len(values) > limit else "")

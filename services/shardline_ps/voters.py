@@ -1,0 +1,135 @@
+"""Takes voted steps from "all contributions are there" to "applied": vote, ask the lead, apply."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+
+import grpc
+
+from shardline.config import Timeouts
+from shardline.rpc.channel import channel_options
+from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
+from shardline_ps.shard import ShardVote
+from shardline_ps.store import ParameterStore
+from shardline_ps.voting import Ballot, Lead, Verdict
+
+log = logging.getLogger("shardline.ps")
+
+
+class Voters:
+    """One per ps. on_complete() may be called from any thread; the rest is on the server's loop."""
+
+    def __init__(self, store: ParameterStore, timeouts: Timeouts) -> None:
+        self._store = store
+        self._timeouts = timeouts
+        self._lead = Lead()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take voted steps on this loop."""
+        self._loop = loop
+        self._store.on_complete = self.on_complete
+
+    def on_complete(self, shard: int, step: int) -> None:
+        """All contributions of a step are at a shard."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._start, shard, step)
+
+    def _start(self, shard: int, step: int) -> None:
+        task = asyncio.get_running_loop().create_task(self._decide(shard, step))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a voted step failed: %s", error, exc_info=error)
+            self._store.failure = f"a voted step failed: {error}"
+
+    async def _decide(self, number: int, step: int) -> None:
+        store = self._store
+        timeline, generation = store.authority.timeline, store.generation
+        shard = store.shard(number)
+        vote, staged = await store.work(shard.vote, step)
+        verdict = await self._ask(timeline, generation, number, vote)
+        if verdict is not None:
+            await store.work(lambda: shard.apply_verdict(staged, scale=verdict.scale, skip=verdict.skip))
+
+    async def _ask(self, timeline: int, generation: int, shard: int, vote: ShardVote) -> Verdict | None:
+        """The lead's verdict; asked for until there is one or the timeline ends (None)."""
+        ballot = Ballot(sums=vote.sums, nonfinite=vote.nonfinite)
+        started_s = time.monotonic()
+        told = False
+        while generation == self._store.generation:
+            verdict = await self._ask_once(timeline, vote.step, shard, ballot)
+            if verdict is not None:
+                return verdict
+            silent_s = time.monotonic() - started_s
+            if silent_s > self._timeouts.suspect_s and not told:
+                told = True
+                log.warning("shard %d: no verdict on step %d for %.0f s; asking on", shard, vote.step, silent_s)
+        return None
+
+    async def _ask_once(self, timeline: int, step: int, shard: int, ballot: Ballot) -> Verdict | None:
+        if 0 in self._store.shards:
+            return await self.vote_here(timeline, step, shard, ballot)
+        address = next((item.address for item in self._store.placement if item.shard == 0), None)
+        if address is None:
+            await asyncio.sleep(self._timeouts.heartbeat_s)
+            return None
+        if address not in self._channels:
+            self._channels[address] = grpc.aio.insecure_channel(address, options=channel_options(self._timeouts))
+        stub = parameter_server_pb2_grpc.CoordinatorStub(self._channels[address])
+        assert self._store.configuration is not None
+        request = parameter_server_pb2.VoteRequest(
+            job=self._store.configuration.job,
+            timeline=timeline,
+            step=step,
+            shard=shard,
+            quantum=[quantum for quantum, _ in ballot.sums],
+            square_sum=[value for _, value in ballot.sums],
+            nonfinite_tensors=ballot.nonfinite,
+        )
+        try:
+            reply = await stub.Vote(request, timeout=self._timeouts.rpc_s)
+        except grpc.aio.AioRpcError as error:
+            log.debug("vote on step %d at %s: %s", step, address, error.code().name)
+            await asyncio.sleep(0.05 + 0.2 * random.random())
+            return None
+        if reply.outcome not in (common_pb2.OUTCOME_APPLIED, common_pb2.OUTCOME_SKIPPED):
+            await asyncio.sleep(0.05)
+            return None
+        return Verdict(
+            step=reply.step,
+            scale=reply.scale,
+            skip=reply.skip,
+            norm=reply.norm,
+            nonfinite=tuple(reply.nonfinite_tensors),
+        )
+
+    async def vote_here(self, timeline: int, step: int, shard: int, ballot: Ballot) -> Verdict | None:
+        """Vote at this ps, which is the lead."""
+        configuration = self._store.configuration
+        assert configuration is not None
+        return await self._lead.vote(
+            timeline,
+            step,
+            shard,
+            ballot,
+            shards=range(len(configuration.plan.shards)),
+            clip_norm=configuration.consistency.clip_norm,
+            skip_nonfinite=configuration.consistency.nan_policy == "skip",
+            timeout_s=self._timeouts.server_wait_s,
+        )
+
+    async def close(self) -> None:
+        """End running votes and close channels."""
+        for task in list(self._tasks):
+            task.cancel()
+        for channel in self._channels.values():
+            await channel.close()

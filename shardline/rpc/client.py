@@ -1,0 +1,347 @@
+"""The chief's commands to a parameter server, and everybody's questions to the chief."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import torch
+
+from shardline.config import Timeouts
+from shardline.errors import CheckpointError, FencedError, ProtocolError
+from shardline.image import BucketImage
+from shardline.rpc.channel import Peer
+from shardline.rpc.convert import (
+    ImageAssembler,
+    consistency_to_proto,
+    dtype_from_proto,
+    image_parts,
+    job_from_proto,
+    plan_from_proto,
+    plan_to_proto,
+    rule_to_proto,
+    schedule_to_proto,
+)
+from shardline.rpc.errors import from_status
+from shardline.rpc.status import ChiefStatus, PsStatus
+from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
+from shardline.sharding import Plan
+from shardline.spec import DTYPES, ConsistencySpec, JobSpec, RuleSpec, ScheduleSpec
+from shardline.wire.frames import tensor_from_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which ps hosts a shard, and where it answers."""
+
+    shard: int
+    task: str
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """What a ps needs to hold its shards."""
+
+    job: str
+    timeline: int
+    plan: Plan
+    shards: tuple[int, ...]
+    rule: RuleSpec
+    schedule: ScheduleSpec
+    consistency: ConsistencySpec
+    replicas: int
+    cut_every: int
+    placement: tuple[Placement, ...] = ()
+    codec: str = "raw"
+    activate: bool = False
+
+
+def placement_to_proto(placement: Iterable[Placement]) -> list[parameter_server_pb2.Placement]:
+    """Placement messages."""
+    return [
+        parameter_server_pb2.Placement(shard=item.shard, task=item.task, address=item.address) for item in placement
+    ]
+
+
+class PsControl:
+    """Commands of the chief to one ps; every call has a deadline and is safe to repeat."""
+
+    def __init__(self, task: str, address: str, timeouts: Timeouts, *, term: int, chief_uuid: str) -> None:
+        self.peer = Peer(task, address, timeouts)
+        self._stub = parameter_server_pb2_grpc.ParameterServerStub(self.peer.channel)
+        self._term = parameter_server_pb2.Term(number=term, chief_uuid=chief_uuid)
+        self._timeouts = timeouts
+
+    def lead(self) -> int:
+        """Take command; returns the timeline the ps is at. Raises FencedError where a newer chief commands it."""
+        reply = self.peer.call(self._stub.Lead, parameter_server_pb2.LeadRequest(term=self._term), what="Lead")
+        if not reply.held:
+            raise FencedError(
+                f"{self.peer} obeys a chief of term {reply.current.number}; this one has term {self._term.number}"
+            )
+        return int(reply.timeline)
+
+    def configure(self, configuration: Configuration) -> int:
+        """Give the ps its shards; returns the bytes it will hold."""
+        request = parameter_server_pb2.ConfigureRequest(
+            term=self._term,
+            job=configuration.job,
+            timeline=configuration.timeline,
+            plan=plan_to_proto(configuration.plan),
+            shards=configuration.shards,
+            rule=rule_to_proto(configuration.rule),
+            schedule=schedule_to_proto(configuration.schedule),
+            consistency=consistency_to_proto(configuration.consistency),
+            replicas=configuration.replicas,
+            cut_every=configuration.cut_every,
+            placement=placement_to_proto(configuration.placement),
+            codec=configuration.codec,
+            activate=configuration.activate,
+        )
+        return int(self.peer.call(self._stub.Configure, request, what="Configure").memory_bytes)
+
+    def set_membership(self, timeline: int, members: Mapping[str, int], placement: Iterable[Placement] = ()) -> int:
+        """Replace the table of living incarnations by task; returns how many were fenced."""
+        request = parameter_server_pb2.SetMembershipRequest(
+            term=self._term,
+            timeline=timeline,
+            members=[parameter_server_pb2.Member(task=task, incarnation=n) for task, n in sorted(members.items())],
+            placement=placement_to_proto(placement),
+        )
+        return int(self.peer.call(self._stub.SetMembership, request, what="SetMembership").fenced)
+
+    def prepare(self, timeline: int) -> None:
+        """Stop admitting and drop open contributions; the timeline is the new one."""
+        request = parameter_server_pb2.PrepareRequest(term=self._term, timeline=timeline)
+        self.peer.call(self._stub.Prepare, request, what="Prepare")
+
+    def activate(self, timeline: int) -> None:
+        """Admit pushes and pulls of this timeline."""
+        request = parameter_server_pb2.ActivateRequest(term=self._term, timeline=timeline)
+        reply = self.peer.call(self._stub.Activate, request, what="Activate")
+        if reply.empty_shards:
+            raise ProtocolError(
+                f"{self.peer} has no values for shards {list(reply.empty_shards)}; restore or set them first"
+            )
+
+    def cut(self, timeline: int, step: int, *, stop: bool = False) -> tuple[bool, int]:
+        """Ask for a cut at `step`; returns (passed, highest step): passed means too late, ask for a higher one."""
+        request = parameter_server_pb2.CutRequest(term=self._term, timeline=timeline, step=step, stop=stop)
+        reply = self.peer.call(self._stub.Cut, request, what="Cut")
+        return bool(reply.passed), int(reply.step_max)
+
+    def get_cut(self, timeline: int, shard: int, step: int, *, max_bytes: int) -> Iterator[BucketImage]:
+        """The held cut of one shard, bucket by bucket. max_bytes bounds one bucket's image."""
+        request = parameter_server_pb2.GetCutRequest(term=self._term, timeline=timeline, shard=shard, step=step)
+        assembler = ImageAssembler(max_bytes=max_bytes)
+        start_s = time.monotonic()
+        ended = False
+        try:
+            for frame in self._stub.GetCut(request, timeout=self._timeouts.total_s * 10):
+                header = frame.header if frame.HasField("header") else None
+                chunk = frame.chunk if frame.HasField("chunk") else None
+                if header is not None or chunk is not None:
+                    image = assembler.feed(header, chunk)
+                    if image is not None:
+                        yield image
+                ended = ended or frame.HasField("end")
+        except grpc.RpcError as error:
+            waited_s = time.monotonic() - start_s
+            raise from_status(error, peer=str(self.peer), what=f"GetCut of step {step}", waited_s=waited_s) from error
+        if not ended or not assembler.idle:
+            raise ProtocolError(f"{self.peer}: the cut of shard {shard} at step {step} ended early")
+
+    def restore(self, timeline: int, shard: int, step: int, version: int, images: Iterable[BucketImage]) -> None:
+        """Replace one shard by these images."""
+
+        def frames() -> Iterator[parameter_server_pb2.RestoreFrame]:
+            yield parameter_server_pb2.RestoreFrame(
+                head=parameter_server_pb2.RestoreHead(
+                    term=self._term, timeline=timeline, shard=shard, step=step, version=version
+                )
+            )
+            count = 0
+            for image in images:
+                count += 1
+                for header, chunk in image_parts(image):
+                    yield parameter_server_pb2.RestoreFrame(header=header, chunk=chunk)
+            yield parameter_server_pb2.RestoreFrame(end=parameter_server_pb2.ImageEnd(buckets=count))
+
+        start_s = time.monotonic()
+        failure: list[Exception] = []
+
+        def guarded() -> Iterator[parameter_server_pb2.RestoreFrame]:
+            # gRPC reports an exception of the request iterator as CANCELLED; keep the cause.
+            try:
+                yield from frames()
+            except Exception as error:
+                failure.append(error)
+                raise
+
+        try:
+            self._stub.Restore(guarded(), timeout=self._timeouts.total_s * 10)
+        except grpc.RpcError as error:
+            if failure:
+                raise failure[0] from error
+            waited_s = time.monotonic() - start_s
+            raise from_status(
+                error, peer=str(self.peer), what=f"Restore of shard {shard}", waited_s=waited_s
+            ) from error
+
+    def release(self, timeline: int, step: int) -> None:
+        """Forget a cut."""
+        request = parameter_server_pb2.ReleaseRequest(term=self._term, timeline=timeline, step=step)
+        self.peer.call(self._stub.Release, request, what="Release")
+
+    def stop(self, reason: str) -> None:
+        """End the ps process."""
+        request = parameter_server_pb2.StopRequest(term=self._term, reason=reason)
+        self.peer.call(self._stub.Stop, request, what="Stop", timeout_s=min(5.0, self._timeouts.rpc_s))
+
+    def status(self) -> PsStatus:
+        """Steps, versions, held cuts and traffic of the ps."""
+        reply = self.peer.call(self._stub.Status, parameter_server_pb2.PsStatusRequest(), what="Status")
+        return PsStatus.from_proto(reply)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self.peer.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobView:
+    """What the chief tells a task about the job."""
+
+    job: JobSpec
+    plan: Plan
+    placement: tuple[Placement, ...]
+    timeline: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """Global batches [first, first + count) to train on; count 0 = nothing now, ask again after retry_after_s."""
+
+    number: int
+    first: int
+    count: int
+    retry_after_s: float = 0.0
+    ended: bool = False
+    """No batch will ever come again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Named tensors of a committed checkpoint."""
+
+    step: int
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class ChiefClient:
+    """Questions to the chief; every call has a deadline and is safe to repeat."""
+
+    def __init__(self, address: str, timeouts: Timeouts | None = None) -> None:
+        self.timeouts = timeouts or Timeouts()
+        self.peer = Peer("chief", address, self.timeouts)
+        self.stub = chief_pb2_grpc.ChiefStub(self.peer.channel)
+
+    def get_job(self, task: str, incarnation: int) -> JobView:
+        """Job, plan and placement in force."""
+        request = chief_pb2.GetJobRequest(task=task, incarnation=incarnation)
+        reply = self.peer.call(self.stub.GetJob, request, what="GetJob")
+        placement = tuple(Placement(shard=p.shard, task=p.task, address=p.address) for p in reply.placement)
+        return JobView(
+            job=job_from_proto(reply.job),
+            plan=plan_from_proto(reply.plan),
+            placement=placement,
+            timeline=reply.timeline,
+        )
+
+    def lease(self, task: str, incarnation: int, done: Sequence[int]) -> Lease:
+        """Asynchronous mode: report finished leases, get the next batches."""
+        request = chief_pb2.LeaseRequest(task=task, incarnation=incarnation, done=done)
+        reply = self.peer.call(self.stub.Lease, request, what="Lease")
+        outcome = common_pb2.Outcome.Name(reply.outcome)
+        if outcome == "OUTCOME_FENCED":
+            raise FencedError(f"{task}: {reply.reason}")
+        return Lease(
+            number=reply.lease,
+            first=reply.first,
+            count=reply.count,
+            retry_after_s=reply.retry_after_s,
+            ended=outcome == "OUTCOME_STOPPED",
+        )
+
+    def report(
+        self, task: str, incarnation: int, step: int, metrics: Mapping[str, float], seconds: float, failure: str = ""
+    ) -> bool:
+        """Evaluation metrics of a checkpoint; returns whether it is the best so far."""
+        request = chief_pb2.ReportRequest(
+            task=task, incarnation=incarnation, step=step, metrics=dict(metrics), seconds=seconds, failure=failure
+        )
+        return bool(self.peer.call(self.stub.Report, request, what="Report").best)
+
+    def fetch_parameters(self, step: int | None = None) -> Parameters:
+        """Parameters and buffers of a committed checkpoint (None = newest), by name."""
+        request = chief_pb2.FetchCutRequest(step=step, params_only=True)
+        start_s = time.monotonic()
+        found: dict[str, torch.Tensor] = {}
+        head: chief_pb2.NamedTensor | None = None
+        buffer = bytearray()
+        filled = 0
+        at_step = -1
+
+        def finish() -> None:
+            if head is None:
+                return
+            if filled != len(buffer):
+                raise CheckpointError(f"{self.peer} sent {filled} of {len(buffer)} bytes of {head.name!r}")
+            dtype = dtype_from_proto(head.dtype, head.name)
+            found[head.name] = tensor_from_bytes(buffer, dtype).reshape(tuple(head.shape))
+
+        try:
+            for frame in self.stub.FetchCut(request, timeout=self.timeouts.total_s * 10):
+                if at_step < 0:
+                    at_step = frame.step
+                if frame.HasField("tensor"):
+                    finish()
+                    head = frame.tensor
+                    buffer, filled = bytearray(_tensor_bytes_of(head)), 0
+                if frame.payload:
+                    end = frame.offset + len(frame.payload)
+                    if head is None or frame.offset != filled or end > len(buffer):
+                        raise CheckpointError(f"{self.peer} sent a checkpoint with a gap or an overlap")
+                    buffer[frame.offset : end] = frame.payload
+                    filled = end
+        except grpc.RpcError as error:
+            waited_s = time.monotonic() - start_s
+            raise from_status(error, peer=str(self.peer), what="FetchCut", waited_s=waited_s) from error
+        finish()
+        return Parameters(step=at_step, tensors=found)
+
+    def status(self) -> ChiefStatus:
+        """Job, tasks, rates."""
+        reply = self.peer.call(self.stub.Status, chief_pb2.ChiefStatusRequest(), what="Status")
+        return ChiefStatus.from_proto(reply)
+
+    def stop(self, reason: str) -> int:
+        """Ask the chief to end the job with a checkpoint; returns the step it will stop at."""
+        reply = self.peer.call(self.stub.Stop, chief_pb2.StopJobRequest(reason=reason), what="Stop")
+        return int(reply.stop_step)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self.peer.close()
+
+
+def _tensor_bytes_of(head: chief_pb2.NamedTensor) -> int:
+    size = DTYPES[dtype_from_proto(head.dtype, head.name)].itemsize
+    for length in head.shape:
+        size *= length
+    if size != head.payload_bytes:
+        raise CheckpointError(f"tensor {head.name!r} of {size} bytes is announced with {head.payload_bytes}")
+    return size

@@ -1,0 +1,69 @@
+"""Shardline's errors to gRPC statuses and back, in one place each way."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from shardline.errors import InternalError, ProtocolError, ShardlineError, UnreachableError
+
+log = logging.getLogger("shardline.rpc")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+    if isinstance(error, ShardlineError):
+        await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error))
+    # What we did not foresee is our defect: the caller gets no internals, the log gets everything.
+    log.exception("unexpected error in a call from %s", context.peer())
+    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__} in this call; see the log of the task asked")
+    raise AssertionError("abort always raises")
+
+
+def unary(method: Callable[[Any, Any, Any], Awaitable[Any]]) -> Callable[[Any, Any, Any], Awaitable[Any]]:
+    """Translate errors of an async handler with one reply."""
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: Any, context: Any) -> Any:
+        try:
+            return await method(self, request, context)
+        except (grpc.aio.AbortError, grpc.RpcError):
+            raise
+        except Exception as error:
+            await _abort(context, error)
+
+    return handler
+
+
+def stream(method: Callable[[Any, Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any, Any], AsyncIterator[Any]]:
+    """Translate errors of an async handler with a stream of replies."""
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for reply in method(self, request, context):
+                yield reply
+        except (grpc.aio.AbortError, grpc.RpcError):
+            raise
+        except Exception as error:
+            await _abort(context, error)
+
+    return handler
+
+
+def from_status(error: grpc.RpcError, *, peer: str, what: str, waited_s: float) -> ShardlineError:
+    """The Shardline error for a failed call; `peer` is "ps/0 at host:port"."""
+    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    details = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        return UnreachableError(
+            f"{peer} did not answer {what} within {waited_s:.1f} s ({code.name.lower()}: {details}); "
+            f"is it running, and is the address right?"
+        )
+    if code is grpc.StatusCode.INTERNAL:
+        return InternalError(f"{peer} failed in {what}: {details}")
+    return ProtocolError(f"{peer} refused {what}: {details} ({code.name.lower()})")

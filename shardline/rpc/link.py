@@ -1,0 +1,380 @@
+"""A task's tie to its chief: join, heartbeats, orders."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import random
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import grpc
+import torch
+
+from shardline.config import Timeouts
+from shardline.errors import FencedError, MismatchError, UnreachableError
+from shardline.rpc.channel import RETRIED
+from shardline.rpc.client import ChiefClient
+from shardline.rpc.convert import job_to_proto
+from shardline.rpc.v1 import chief_pb2, common_pb2, parameter_server_pb2
+from shardline.spec import JobSpec
+
+log = logging.getLogger("shardline.link")
+
+PROTOCOL_MINOR = 1
+FEATURES = ("sync", "async", "voted", "cut", "restore")
+
+
+class Phase(enum.Enum):
+    """Where the job is; names of proto Phase."""
+
+    WAITING = 1
+    INIT = 2
+    RUNNING = 3
+    STOPPING = 4
+    ENDED = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What the chief wants of this task now."""
+
+    version: int = 0
+    phase: Phase = Phase.WAITING
+    timeline: int = 0
+    replicas: tuple[int, ...] = ()
+    init: bool = False
+    stop_step: int = 0
+    """Nothing goes past this step; 0 = not decided."""
+    exit_code: int = 0
+    reason: str = ""
+    checkpoint_step: int = -1
+    final_step: int = -1
+    workers: int = 0
+    first_step: int = 0
+    fenced: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One finished step of one replica."""
+
+    step: int
+    replica: int
+    loss: float
+    samples: int
+    compute_s: float = 0.0
+    exchange_s: float = 0.0
+    staleness: int = 0
+
+
+def machine_fingerprint(threads: int, device: str) -> dict[str, str]:
+    """What the last bits of a gradient depend on (PROTOCOL 1.10, E)."""
+    facts = {
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(threads),
+        "device": device.split(":")[0],
+    }
+    if device.startswith("cuda") and torch.cuda.is_available():
+        facts["device"] = torch.cuda.get_device_name(torch.device(device))
+    return facts
+
+
+class ChiefLink:
+    """Joins the chief, sends heartbeats from a thread, and hands out its orders.
+
+    on_orders is called on the heartbeat thread whenever orders change; it must not block.
+    """
+
+    def __init__(
+        self,
+        chief_address: str,
+        timeouts: Timeouts,
+        *,
+        role: str,
+        index: int | None,
+        address: str = "",
+        metrics_address: str = "",
+        job: JobSpec | None = None,
+        machine: Mapping[str, str] | None = None,
+        on_orders: Callable[[Orders], None] | None = None,
+        ps_status: Callable[[], parameter_server_pb2.PsStatusReply] | None = None,
+        traffic: Callable[[], tuple[int, int, int, int]] | None = None,
+    ) -> None:
+        self.client = ChiefClient(chief_address, timeouts)
+        self.timeouts = timeouts
+        self.task = role if index is None else f"{role}/{index}"
+        self.incarnation = 0
+        self.term = 0
+        self._role = role
+        self._index = index
+        self._address = address
+        self._metrics_address = metrics_address
+        self._job = job
+        self._machine = dict(machine or {})
+        self._stable_id = uuid.uuid4().hex
+        self._on_orders = on_orders
+        self._ps_status = ps_status
+        self._traffic = traffic
+        self._lock = threading.Condition()
+        self._orders = Orders()
+        self._reports: deque[StepReport] = deque(maxlen=4096)
+        self._step = 0
+        self._leaving = False
+        self._finished = False
+        self._failure: tuple[str, int] | None = None
+        self._failure_sent = threading.Event()
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._call: grpc.Call | None = None
+        self._thread: threading.Thread | None = None
+        self._last_heard_s = time.monotonic()
+        self.lost: UnreachableError | None = None
+        self.figures: dict[str, float] = {}
+
+    # Joining
+
+    def join(self) -> None:
+        """Join, asking again while the chief isn't there or says so, until the join deadline.
+
+        Raises UnreachableError, MismatchError (refused for good) or FencedError.
+        """
+        deadline_s = time.monotonic() + self.timeouts.join_s
+        request = chief_pb2.JoinRequest(
+            hello=common_pb2.Hello(
+                protocol_minor=PROTOCOL_MINOR,
+                features=FEATURES,
+                codecs=["raw"],
+                lanes=[common_pb2.LANE_GRPC],
+                machine=self._machine,
+            ),
+            role=self._role,
+            index=self._index,
+            stable_id=self._stable_id,
+            address=self._address,
+            metrics_address=self._metrics_address,
+            protocol_minor=PROTOCOL_MINOR,
+        )
+        if self._job is not None:
+            request.job.CopyFrom(job_to_proto(self._job))
+        reason = ""
+        while True:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or self._closed.is_set():
+                raise UnreachableError(
+                    f"{self.task}: {self.client.peer} did not admit this task within "
+                    f"{self.timeouts.join_s:.0f} s: {reason}"
+                )
+            reply = self.client.peer.call(self.client.stub.Join, request, what="Join", timeout_s=left_s)
+            if reply.accepted:
+                break
+            reason = reply.reason
+            if not reply.retry:
+                raise MismatchError(f"{self.task}: the chief refused this task: {reply.reason}")
+            log.info("%s: not admitted yet: %s", self.task, reply.reason)
+            self._closed.wait(min(0.2 + 0.3 * random.random(), max(0.0, left_s)))
+        self.task = reply.task
+        self.incarnation = reply.incarnation
+        self.term = reply.term
+        self._last_heard_s = time.monotonic()
+        self._thread = threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    # What the task tells
+
+    def set_step(self, step: int) -> None:
+        """Latest step, told with the next beat."""
+        self._step = step
+
+    def report(self, report: StepReport) -> None:
+        """A finished step, told with the next beat."""
+        self._reports.append(report)
+
+    def beat_now(self) -> None:
+        """Send a beat without waiting for the interval."""
+        self._wake.set()
+
+    def leave(self) -> None:
+        """Tell the chief that this task was asked to end."""
+        self._leaving = True
+        self.beat_now()
+
+    def finish(self) -> None:
+        """Tell the chief that this task has done its part."""
+        self._finished = True
+        self.beat_now()
+
+    def fail(self, sentence: str, code: int, *, timeout_s: float = 5.0) -> None:
+        """Tell the chief why this task can't go on; waits until the beat is written or the timeout ends."""
+        self._failure = (sentence, code)
+        self.beat_now()
+        if not self._failure_sent.wait(timeout_s):
+            log.warning("%s: could not tell the chief within %.1f s: %s", self.task, timeout_s, sentence)
+
+    # What the chief says
+
+    @property
+    def orders(self) -> Orders:
+        """Latest orders."""
+        return self._orders
+
+    def wait(self, predicate: Callable[[Orders], bool], timeout_s: float | None = None) -> bool:
+        """Wait until the orders satisfy the predicate; False when the timeout ran out.
+
+        Raises UnreachableError when the chief stays away for longer than the timeout of the cluster, FencedError
+        when this incarnation was replaced.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._lock:
+            while not predicate(self._orders):
+                self.check()
+                left_s = self.timeouts.heartbeat_s if deadline_s is None else deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._lock.wait(min(left_s, self.timeouts.heartbeat_s))
+            return True
+
+    def check(self) -> None:
+        """Raise if the tie is cut for good."""
+        if self._orders.fenced:
+            raise FencedError(f"{self.task}: incarnation {self.incarnation:#x} was replaced; {self._orders.reason}")
+        if self.lost is not None:
+            raise self.lost
+
+    # Thread
+
+    def _beats(self, ended: threading.Event) -> Iterator[chief_pb2.Beat]:
+        # A generator of a broken stream must not take reports that the next stream could still send.
+        while not (self._closed.is_set() or ended.is_set()):
+            yield self._beat()
+            if self._failure is not None:
+                self._failure_sent.set()
+            self._wake.wait(self.timeouts.heartbeat_s)
+            self._wake.clear()
+
+    def _beat(self) -> chief_pb2.Beat:
+        reports: list[chief_pb2.StepReport] = []
+        while self._reports and len(reports) < 1024:
+            item = self._reports.popleft()
+            reports.append(
+                chief_pb2.StepReport(
+                    step=item.step,
+                    replica=item.replica,
+                    loss=item.loss,
+                    samples=item.samples,
+                    compute_s=item.compute_s,
+                    exchange_s=item.exchange_s,
+                    staleness=item.staleness,
+                )
+            )
+        beat = chief_pb2.Beat(
+            task=self.task,
+            incarnation=self.incarnation,
+            step=self._step,
+            leaving=self._leaving,
+            finished=self._finished,
+            steps=reports,
+            orders_seen=self._orders.version,
+            figures=self.figures,
+        )
+        if self._failure is not None:
+            beat.failure, beat.failure_code = self._failure
+        if self._ps_status is not None:
+            beat.ps.CopyFrom(self._ps_status())
+        if self._traffic is not None:
+            push_raw, push_wire, pull_raw, pull_wire = self._traffic()
+            beat.traffic.CopyFrom(
+                parameter_server_pb2.Traffic(
+                    push_raw_bytes=push_raw,
+                    push_wire_bytes=push_wire,
+                    pull_raw_bytes=pull_raw,
+                    pull_wire_bytes=pull_wire,
+                )
+            )
+        return beat
+
+    def _beat_forever(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._stream()
+            except grpc.RpcError as error:
+                code = error.code() if isinstance(error, grpc.Call) else None
+                if self._closed.is_set():
+                    return
+                silent_s = time.monotonic() - self._last_heard_s
+                if code not in RETRIED and code not in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN):
+                    self._lose(UnreachableError(f"{self.task}: {self.client.peer} refused heartbeats: {error}"))
+                    return
+                if silent_s > self.timeouts.total_s:
+                    self._lose(
+                        UnreachableError(
+                            f"{self.task}: no word from {self.client.peer} for {silent_s:.0f} s (limit "
+                            f"{self.timeouts.total_s:.0f} s); this task ends. Is the chief still running?"
+                        )
+                    )
+                    return
+            # Jitter, so that a whole cluster does not return in the same instant.
+            self._closed.wait(self.timeouts.heartbeat_s * (0.25 + 0.5 * random.random()))
+
+    def _stream(self) -> None:
+        ended = threading.Event()
+        call = self.client.stub.Heartbeat(self._beats(ended), timeout=3600.0)
+        self._call = call
+        try:
+            for message in call:
+                self._last_heard_s = time.monotonic()
+                self._obey(_orders_from_proto(message))
+        finally:
+            ended.set()
+            self._wake.set()
+
+    def _obey(self, orders: Orders) -> None:
+        with self._lock:
+            if orders.version < self._orders.version and not orders.fenced:
+                return
+            changed = orders != self._orders
+            self._orders = orders
+            self._lock.notify_all()
+        if changed and self._on_orders is not None:
+            self._on_orders(orders)
+
+    def _lose(self, error: UnreachableError) -> None:
+        with self._lock:
+            self.lost = error
+            self._lock.notify_all()
+        log.error("%s", error)
+        if self._on_orders is not None:
+            self._on_orders(self._orders)
+
+    def close(self) -> None:
+        """Send a last beat and end."""
+        self._closed.set()
+        self._wake.set()
+        if self._call is not None:
+            self._call.cancel()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+        self.client.close()
+
+
+def _orders_from_proto(message: chief_pb2.Orders) -> Orders:
+    return Orders(
+        version=message.version,
+        phase=Phase(message.phase) if message.phase else Phase.WAITING,
+        timeline=message.timeline,
+        replicas=tuple(message.replicas),
+        init=message.init,
+        stop_step=message.stop_step,
+        exit_code=message.exit_code,
+        reason=message.reason,
+        checkpoint_step=message.checkpoint_step,
+        final_step=message.final_step,
+        workers=message.workers,
+        first_step=message.first_step,
+        fenced=message.fenced,
+    )

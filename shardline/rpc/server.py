@@ -1,0 +1,150 @@
+"""A gRPC server with health and reflection, on an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from shardline.errors import InternalError, UsageError
+
+log = logging.getLogger("shardline.rpc")
+T = TypeVar("T")
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Limit of one message, refused before memory is taken. Tensor bytes travel in chunks of a few MB."""
+
+SERVER_OPTIONS: Sequence[tuple[str, int]] = (
+    # Without this a second process binds the same port in silence, and the two share the calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_metadata_size", 64 << 10),
+)
+
+
+class RpcServer:
+    """Serves async servicers at one address.
+
+    register: functions that add their servicer to the grpc.aio server, called on the loop.
+    service_names: full names for health and reflection, such as "shardline.rpc.v1.Chief".
+    The health service answers NOT_SERVING until set_serving(True).
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        register: Sequence[Callable[[grpc.aio.Server], None]] = (),
+        service_names: Sequence[str] = (),
+        name: str = "rpc",
+    ) -> None:
+        self._requested = address
+        self._register = tuple(register)
+        self._names = tuple(service_names)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name=f"{name}-loop", daemon=True)
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self.address = ""
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
+        """Run a coroutine on the loop from another thread and wait for it."""
+        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise InternalError(f"the server at {self._requested} did not finish within {timeout_s} s") from None
+
+    def start(self) -> str:
+        """Bind and serve; returns the bound host:port. Raises UsageError where the port is in use."""
+        self._thread.start()
+        try:
+            self.address = self.run(self._start(), timeout_s=30.0)
+        except BaseException:
+            self._stop_loop()
+            raise
+        return self.address
+
+    async def _start(self) -> str:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        for register in self._register:
+            register(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME),
+            server,
+        )
+        host, _, port = self._requested.rpartition(":")
+        try:
+            bound = server.add_insecure_port(self._requested)
+        except RuntimeError as error:
+            bound = 0
+            cause = str(error)
+        else:
+            cause = "bind failed"
+        if bound == 0:
+            raise UsageError(
+                f"can't listen on {self._requested} ({cause}): is another process using port {port}, "
+                f"and does {host} belong to this machine?"
+            )
+        await server.start()
+        self._server = server
+        await self._set(True)
+        return f"{host}:{bound}"
+
+    async def _set(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+    def close(self, grace_s: float = 1.0) -> None:
+        """Stop taking calls, give running ones grace_s seconds, end the loop. May be called twice."""
+        if not self._thread.is_alive():
+            return
+        if self._server is not None:
+            server = self._server
+            self._server = None
+
+            async def stop() -> None:
+                await self._health.enter_graceful_shutdown()
+                await server.stop(grace_s)
+
+            try:
+                self.run(stop(), timeout_s=grace_s + 5.0)
+            except InternalError:
+                log.warning("calls at %s did not end within %.1f s and are dropped", self.address, grace_s + 5.0)
+        self._stop_loop()
+
+    def _stop_loop(self) -> None:
+        async def drain() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        try:
+            self.run(drain(), timeout_s=5.0)
+        except InternalError:
+            log.warning("tasks of the server at %s did not end", self.address)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=5.0)
+        if self._thread.is_alive():
+            log.warning("the loop of the server at %s did not end", self.address)
+        else:
+            self.loop.close()

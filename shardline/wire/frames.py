@@ -1,0 +1,45 @@
+"""Tensors to bytes and back, without copies where memory allows it."""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+
+from shardline.errors import ProtocolError
+from shardline.spec import DTYPES
+
+Buffer = bytes | bytearray | memoryview
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The little-endian bytes of a CPU tensor as a view of its memory (a copy where it is not contiguous).
+
+    Works for every dtype, 0-d and empty tensors. The view is valid as long as the tensor is unchanged.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return memoryview(b"")
+    return memory_of(flat.view(torch.uint8))
+
+
+def memory_of(octets: torch.Tensor) -> memoryview:
+    """The memory of a contiguous 1-d uint8 CPU tensor, writable."""
+    return memoryview(octets.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers; its stubs say so from 3.12 on
+
+
+def tensor_from_bytes(data: Buffer, dtype: str) -> torch.Tensor:
+    """1-d tensor over (not a copy of) writable bytes, a copy of read-only ones; ProtocolError on a partial element."""
+    size = DTYPES[dtype].itemsize
+    if len(data) % size:
+        raise ProtocolError(f"{len(data)} bytes are no whole number of {dtype} elements ({size} bytes each)")
+    if len(data) == 0:
+        return torch.empty(0, dtype=DTYPES[dtype])
+    view = memoryview(data)
+    if view.readonly:
+        view = memoryview(bytearray(view))
+    return torch.frombuffer(view, dtype=torch.uint8).view(DTYPES[dtype])
+
+
+def digest(data: Buffer) -> int:
+    """xxh3-64 of encoded bytes; never 0, which means "not sent"."""
+    return xxhash.xxh3_64_intdigest(data) or 1
