@@ -1,0 +1,128 @@
+"""shardline status|stop|export: look at a running cluster, end it, take a checkpoint home."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from shardline.cli import options
+from shardline.cluster import ClusterSpec, from_tf_config, read_spec
+from shardline.config import Timeouts
+from shardline.errors import ClusterSpecError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shardline.rpc.client import ChiefClient
+    from shardline.rpc.status import ChiefStatus, TaskStatus
+
+short_timeout = options.option("--timeout", type=float, default=15.0, help="Seconds; the call waits a third of it.")
+
+
+def _spec(cluster: str | None) -> ClusterSpec:
+    tf_config = os.environ.get("TF_CONFIG")
+    if cluster:
+        return read_spec(cluster)
+    if tf_config:
+        return from_tf_config(tf_config).spec
+    raise ClusterSpecError("no cluster given; use --cluster FILE, SHARDLINE_CLUSTER or TF_CONFIG")
+
+
+def _client(cluster: str | None, timeout: float) -> ChiefClient:
+    timeouts = Timeouts(total_s=timeout)
+    address = _spec(cluster).chief
+    from shardline.rpc.client import ChiefClient
+
+    return ChiefClient(address, timeouts)
+
+
+@click.command(short_help="Show the tasks of a running cluster.")
+@options.cluster
+@short_timeout
+def status(cluster: str | None, timeout: float) -> int:
+    """Print a table of tasks, versions and rates."""
+    client = _client(cluster, timeout)
+    try:
+        found = client.status()
+    finally:
+        client.close()
+    from rich.console import Console
+
+    console = Console()
+    for text in headline(found):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    # A pipe has no width: the table is then as wide as it needs to be.
+    console.print(table(found), width=None if console.is_terminal else 200)
+    return 0
+
+
+def headline(found: ChiefStatus) -> list[str]:
+    """The job in a line or two."""
+    from shardline.cli.progress import line
+
+    lines = [f"{found.job or 'job'} ({found.consistency}): {found.phase}, {line(found)}"]
+    if found.checkpoint_step >= 0:
+        lines.append(f"checkpoint: step {found.checkpoint_step}, {found.checkpoint_path}")
+    lines += [f"  {event}" for event in found.events[-5:]]
+    return lines
+
+
+def versions(task: TaskStatus) -> str:
+    """Versions of a ps's shards, such as "0:120 2:118"; empty for other tasks."""
+    return " ".join(f"{shard.shard}:{shard.version}" for shard in task.shards)
+
+
+def table(found: ChiefStatus) -> Table:
+    """One row per task."""
+    from rich.table import Table
+
+    rows = Table(box=None, pad_edge=False)
+    for name in ("task", "state", "incarnation", "address", "metrics"):
+        rows.add_column(name, no_wrap=True)
+    for name in ("step", "shard:version", "push MB/s", "pull MB/s", "heard"):
+        rows.add_column(name, justify="right", no_wrap=True)
+    for task in found.tasks:
+        rows.add_row(
+            task.task,
+            task.state,
+            # term << 32 | counter: shown as people count.
+            f"{task.incarnation >> 32}.{task.incarnation & 0xFFFFFFFF}",
+            task.address,
+            task.metrics_address,
+            str(task.step),
+            versions(task),
+            f"{task.push_bytes_per_s / 1e6:.2f}",
+            f"{task.pull_bytes_per_s / 1e6:.2f}",
+            f"{task.last_heard_s:.1f} s ago",
+        )
+    return rows
+
+
+@click.command(short_help="End a running job with a checkpoint.")
+@options.cluster
+@click.option("--reason", default="asked to stop by `shardline stop`", help="For the logs.")
+@short_timeout
+def stop(cluster: str | None, reason: str, timeout: float) -> int:
+    """Ask the chief to end the job with a checkpoint; all tasks then end by themselves."""
+    client = _client(cluster, timeout)
+    try:
+        step = client.stop(reason)
+    finally:
+        client.close()
+    print(f"the job ends at step {step}")
+    return 0
+
+
+@click.command(short_help="Write a checkpoint as one plain PyTorch file.")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path), metavar="OUT.safetensors|OUT.pt")
+def export(checkpoint: Path, out: Path) -> int:
+    """Write the parameters of CHECKPOINT as one state_dict that loads in PyTorch without Shardline."""
+    from shardline.checkpoint import export as write
+
+    write(checkpoint, out)
+    print(out)
+    return 0

@@ -1,0 +1,438 @@
+"""A whole cluster on this machine, each task an OS process of its own.
+
+    with LocalCluster(LaunchOptions(job=Path("job.py"), ps=2, workers=2, out=Path("runs/x"))) as cluster:
+        cluster.kill("worker/1")
+        code = cluster.wait(timeout_s=60)
+
+No port is chosen beforehand: the chief binds a free one and tells it over an inherited pipe, the others bind theirs and
+tell the chief at Join. Every task is the leader of a session of its own, so a terminal's Ctrl-C doesn't reach it, and
+holds the reading end of a pipe that closes when the launcher dies, whatever the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from shardline.cli.roles import COMMANDS
+from shardline.cluster import ClusterSpec, parse_task
+from shardline.config import Timeouts
+from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError, exit_code_name
+
+START_FLOOR_S = 60.0
+"""A task may take this long to import torch and the job on a busy machine, however short --timeout is."""
+MAX_RESTARTS = 3
+RESTARTED_ROLES = ("ps", "worker", "evaluator")
+HOPELESS_CODES = (2, 5, 6, 7)
+"""A bad job, NaN, a bad checkpoint, a replaced incarnation: the same process would end the same way."""
+TAIL_BYTES = 8192
+LIFE_FD = "SHARDLINE_LIFE_FD"
+"""How a script learns of the pipe that ends with the launcher; tasks get --life-fd."""
+
+# glibc gives multi-megabyte messages back to the system at every free unless told otherwise; that costs 20-40 %.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+# A task's flags come from its command line alone: SHARDLINE_METRICS_PORT and the like were the launcher's to read.
+NOT_INHERITED = {"TF_CONFIG", LIFE_FD} | {
+    str(parameter.envvar) for command in COMMANDS for parameter in command.params if parameter.envvar
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What to run. job is the job file, or the training script where script is True."""
+
+    job: Path
+    out: Path
+    ps: int = 1
+    workers: int = 1
+    evaluators: int = 0
+    overrides: tuple[tuple[str, str], ...] = ()
+    resume: bool = False
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    device: str = "cpu"
+    """Of workers, evaluators and a chief that trains."""
+    ps_device: str = "cpu"
+    gpu_memory_fraction: float | None = None
+    chief_trains: bool = False
+    inexact: bool = False
+    script: bool = False
+    script_args: tuple[str, ...] = ()
+    restart: bool = True
+    """Start a task that died again, at most MAX_RESTARTS times each."""
+
+    def __post_init__(self) -> None:
+        if self.ps < 1:
+            raise UsageError(f"--ps is {self.ps}; at least one parameter server must hold the parameters")
+        if self.workers < 0 or self.evaluators < 0:
+            raise UsageError("--workers and --evaluators can't be negative")
+        if self.workers == 0 and not self.chief_trains:
+            raise UsageError("--workers is 0; nobody would train (or let the chief do it: --chief-trains)")
+        if self.script and (self.evaluators or self.chief_trains):
+            raise UsageError("--script goes with workers only: --evaluators and --chief-trains need a job file")
+
+    def spec(self, chief: str = "127.0.0.1:0") -> ClusterSpec:
+        """The cluster, each task but the chief on a free port."""
+        counts = {"ps": self.ps, "worker": self.workers, "evaluator": self.evaluators}
+        tasks = {role: ("127.0.0.1:0",) * count for role, count in counts.items() if count}
+        return ClusterSpec({"chief": (chief,), **tasks})
+
+
+def task_command(options: LaunchOptions, task: str, *, ready_fd: int | None, life_fd: int) -> list[str]:
+    """Command line of a task."""
+    role, _ = parse_task(task)
+    if options.script and role == "worker":
+        return [sys.executable, str(options.job), *options.script_args]
+    device = options.ps_device if role == "ps" else options.device
+    # -P: the working directory's own modules (a person's queue.py) must not hide the standard library's.
+    command = [sys.executable, "-P", "-m", "shardline", role, "--cluster", str(cluster_path(options.out))]
+    command += ["--task", task, "--out", str(options.out), "--timeout", str(options.timeouts.total_s)]
+    command += ["--device", device, "--host", "127.0.0.1", "--metrics-port", "0", "--life-fd", str(life_fd)]
+    if not options.script:
+        command += ["--job", str(options.job)]
+    if options.gpu_memory_fraction is not None:
+        command += ["--gpu-memory-fraction", str(options.gpu_memory_fraction)]
+    if ready_fd is not None:
+        command += ["--ready-fd", str(ready_fd)]
+    if role == "chief" and options.resume:
+        command.append("--resume")
+    if role == "chief" and options.chief_trains:
+        command.append("--chief-trains")
+    if options.inexact:
+        command.append("--inexact")
+    for name, value in options.overrides:
+        command += ["--set", f"{name}={value}"]
+    return command
+
+
+def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a task; the number of threads is left to the job."""
+    settings = {name: value for name, value in base.items() if name not in NOT_INHERITED}
+    settings.update(ALLOCATOR)
+    settings["PYTHONUNBUFFERED"] = "1"
+    if options.script and parse_task(task)[0] == "worker":
+        settings["SHARDLINE_CLUSTER"] = str(cluster_path(options.out))
+        settings["SHARDLINE_TASK"] = task
+        settings["SHARDLINE_TIMEOUT"] = str(options.timeouts.total_s)
+        settings["SHARDLINE_DEVICE"] = options.device
+        settings[LIFE_FD] = str(life_fd)
+        for name, value in options.overrides:
+            settings[f"SHARDLINE_{name.upper()}"] = value
+    return settings
+
+
+def cluster_path(out: Path) -> Path:
+    """Where the cluster's addresses are written."""
+    return out / "cluster.json"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A task's process has ended."""
+
+    task: str
+    code: int
+    """Exit code; -N where signal N killed it."""
+    restarted: bool
+    reason: str
+    """Sentence for the person: how it ended and what happens next."""
+
+
+def describe_code(code: int) -> str:
+    """How a process ended, for messages."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+    return f"ended with exit code {code} ({exit_code_name(code)})"
+
+
+def may_restart(role: str, code: int, restarts: int) -> tuple[bool, str]:
+    """Whether a task that ended is started again, and why (not)."""
+    if code == 0:
+        return False, "its part is done"
+    if role not in RESTARTED_ROLES:
+        return False, "the job ends with it"
+    if code in HOPELESS_CODES:
+        return False, "it would end the same way again"
+    if restarts >= MAX_RESTARTS:
+        return False, f"it was restarted {restarts} times already"
+    return True, f"restart {restarts + 1} of {MAX_RESTARTS}"
+
+
+@dataclass
+class _Child:
+    process: subprocess.Popen[bytes]
+    watcher: threading.Thread | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    code: int | None = None
+
+
+class LaunchError(ShardlineError):
+    """The chief ended before the cluster was up; `code` is its exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class LocalCluster:
+    """Starts, watches, restarts and ends the processes of one cluster. Thread-safe.
+
+    `events` gets an Ended for each process that ends; nobody has to read it.
+    """
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self.options = options
+        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.chief_address = ""
+        self._lock = threading.RLock()
+        self._children: dict[str, _Child] = {}
+        self._restarts: dict[str, int] = {}
+        self._stopping = False
+        self._held: set[str] = set()
+        self._life_read, self._life_write = os.pipe()
+
+    def __enter__(self) -> LocalCluster:
+        try:
+            self.start()
+        except BaseException:
+            self.stop(grace_s=0.0)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+    # Starting
+
+    def start(self) -> None:
+        """Start the chief, learn its address, start the others. Raises LaunchError where the chief ends instead."""
+        try:
+            (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
+            self._write_spec(self.options.spec())
+        except OSError as error:
+            raise UsageError(f"--out {self.options.out} can't be written: {error.strerror}") from None
+        if not self.options.resume:
+            for old in (self.options.out / "logs").glob("*.log"):
+                old.unlink()
+        ready_read, ready_write = os.pipe()
+        try:
+            try:
+                self._spawn("chief/0", ready_fd=ready_write)
+            finally:
+                # Only the chief may hold the writing end, or its death would not end the pipe.
+                os.close(ready_write)
+            self.chief_address = self._read_address(ready_read)
+        finally:
+            os.close(ready_read)
+        self._write_spec(self.options.spec(self.chief_address))
+        for task in self.tasks():
+            if task != "chief/0":
+                self._spawn(task)
+
+    def _write_spec(self, spec: ClusterSpec) -> None:
+        path = cluster_path(self.options.out)
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(spec.to_json(), encoding="utf-8")
+        temporary.replace(path)
+
+    def _read_address(self, fd: int) -> str:
+        limit_s = max(START_FLOOR_S, self.options.timeouts.join_s)
+        deadline_s = time.monotonic() + limit_s
+        line = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(fd, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline_s - time.monotonic())):
+                    raise TaskLostError(
+                        f"chief/0 told no address within {limit_s:.0f} s; see {self.log_path('chief/0')}"
+                    )
+                data = os.read(fd, 256)
+                if not data:
+                    code = self.wait_exit("chief/0", timeout_s=10.0)
+                    raise LaunchError(self.last_words("chief/0") or f"chief/0 {describe_code(code)}", code)
+                line += data
+        return line.decode().strip()
+
+    def _spawn(self, task: str, *, ready_fd: int | None = None) -> None:
+        life_fd = self._life_read
+        command = task_command(self.options, task, ready_fd=ready_fd, life_fd=life_fd)
+        with self._lock, self.log_path(task).open("ab") as log:
+            if self._stopping:
+                return
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=task_environment(self.options, task, life_fd=life_fd, base=os.environ),
+                pass_fds=[fd for fd in (life_fd, ready_fd) if fd is not None],
+                start_new_session=True,
+            )
+            child = _Child(process)
+            self._children[task] = child
+            child.watcher = threading.Thread(target=self._watch, args=(task, child), name=f"watch-{task}", daemon=True)
+            child.watcher.start()
+
+    # Watching
+
+    def _watch(self, task: str, child: _Child) -> None:
+        pid = child.process.pid
+        # The process stays a zombie until it is reaped under the lock, so its pid can't be another's when we signal it.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            # What the task itself started and left behind ends with it.
+            _signal_group(pid, signal.SIGKILL)
+            code = child.process.wait()
+            child.code = code
+            restarted, reason = self._after(task, code)
+            child.ended.set()
+        self.events.put(Ended(task, code, restarted, f"{task} {describe_code(code)}: {reason}"))
+
+    def _after(self, task: str, code: int) -> tuple[bool, str]:
+        chief = self._children["chief/0"]
+        if self._stopping or (task != "chief/0" and chief.code is not None):
+            return False, "the job has ended"
+        if not self.options.restart or task in self._held:
+            return False, "it is not restarted"
+        restart, reason = may_restart(parse_task(task)[0], code, self._restarts.get(task, 0))
+        if not restart:
+            return False, reason
+        self._restarts[task] = self._restarts.get(task, 0) + 1
+        try:
+            self._spawn(task)
+        except OSError as error:
+            return False, f"it can't be restarted: {error.strerror}"
+        return True, reason
+
+    def _child(self, task: str) -> _Child:
+        with self._lock:
+            if task not in self._children:
+                known = ", ".join(self._children) or "none yet"
+                raise InternalError(f"no process was started for task {task}; started: {known}")
+            return self._children[task]
+
+    def tasks(self) -> tuple[str, ...]:
+        """Names of all tasks."""
+        return self.options.spec().task_names()
+
+    def pid(self, task: str) -> int:
+        """Process id of a task's newest process."""
+        return self._child(task).process.pid
+
+    def running(self) -> tuple[str, ...]:
+        """Tasks whose process is there."""
+        with self._lock:
+            return tuple(task for task, child in self._children.items() if child.code is None)
+
+    def log_path(self, task: str) -> Path:
+        """What a task wrote to its standard output and error, of all its processes."""
+        return self.options.out / "logs" / f"{task.replace('/', '-')}.log"
+
+    def log_tail(self, task: str, lines: int = 10) -> list[str]:
+        """Last lines of a task's output."""
+        try:
+            with self.log_path(task).open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                return log.read().decode(errors="replace").splitlines()[-lines:]
+        except OSError:
+            return []
+
+    def last_words(self, task: str) -> str:
+        """The sentence a task ended with, without its "shardline: "; empty where it left none."""
+        for line in reversed(self.log_tail(task)):
+            if line.startswith("shardline: "):
+                return line.removeprefix("shardline: ")
+        return ""
+
+    def wait_exit(self, task: str, *, timeout_s: float) -> int:
+        """Wait for the end of a task's present process; returns its code. Raises TaskLostError after timeout_s."""
+        child = self._child(task)
+        if not child.ended.wait(timeout_s) or child.code is None:
+            raise TaskLostError(f"{task} has not ended within {timeout_s:.0f} s")
+        return child.code
+
+    def wait(self, *, timeout_s: float) -> int:
+        """Wait until the job has ended; returns the chief's exit code. Raises TaskLostError after timeout_s."""
+        return self.wait_exit("chief/0", timeout_s=timeout_s)
+
+    def wait_all(self, *, timeout_s: float) -> tuple[str, ...]:
+        """Wait until every process has ended by itself; returns the tasks still there after timeout_s."""
+        self._wait_all(time.monotonic() + timeout_s)
+        return self.running()
+
+    # Ending
+
+    def _signal(self, task: str, number: signal.Signals, *, group: bool) -> None:
+        with self._lock:
+            child = self._child(task)
+            if child.code is not None:
+                return
+            if group:
+                _signal_group(child.process.pid, number)
+            else:
+                os.kill(child.process.pid, number)
+
+    def interrupt(self) -> None:
+        """Ask the chief to end the job with a checkpoint; it tells all others."""
+        self._signal("chief/0", signal.SIGTERM, group=False)
+
+    def kill(self, task: str, *, restart: bool = True) -> None:
+        """SIGKILL a task and what it started; it is restarted as any dead task is, unless restart is False."""
+        with self._lock:
+            child = self._child(task)
+            (self._held.discard if restart else self._held.add)(task)
+            self._signal(task, signal.SIGKILL, group=True)
+        if not child.ended.wait(10.0):
+            raise InternalError(f"{task} (pid {child.process.pid}) is still there 10 s after SIGKILL")
+
+    def restart(self, task: str) -> None:
+        """Start a task again, killing its process first where it is there. Doesn't count as one of its restarts."""
+        if task == "chief/0":
+            raise InternalError("the chief can't be restarted alone: the others know the address of the one that died")
+        self.kill(task, restart=False)
+        with self._lock:
+            self._held.discard(task)
+            self._spawn(task)
+
+    def stop(self, *, grace_s: float = 5.0) -> None:
+        """End every process: SIGTERM, after grace_s SIGKILL. All are gone on return. May be called twice."""
+        with self._lock:
+            self._stopping = True
+            for task in self.running():
+                self._signal(task, signal.SIGTERM, group=False)
+        if grace_s > 0:
+            self._wait_all(time.monotonic() + grace_s)
+        for task in self.running():
+            self._signal(task, signal.SIGKILL, group=True)
+        self._wait_all(time.monotonic() + 10.0)
+        left = self.running()
+        with self._lock:
+            for fd in (self._life_read, self._life_write):
+                if fd >= 0:
+                    os.close(fd)
+            self._life_read = self._life_write = -1
+        if left:
+            raise InternalError(f"{', '.join(left)} can't be ended; pids {[self.pid(task) for task in left]}")
+
+    def _wait_all(self, deadline_s: float) -> None:
+        with self._lock:
+            children = list(self._children.values())
+        for child in children:
+            child.ended.wait(max(0.0, deadline_s - time.monotonic()))
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)

@@ -1,0 +1,87 @@
+"""The shardline command: parse, run, and end with one sentence and an exit code where something is wrong."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from shardline import errors
+from shardline.cli.cluster_commands import export, status, stop
+from shardline.cli.options import JOB_ARGS
+from shardline.cli.roles import COMMANDS
+from shardline.cli.train import train
+
+
+def exit_codes() -> str:
+    """The exit codes, from shardline.errors, one per line."""
+    classes: dict[int, type[errors.ShardlineError]] = {1: errors.InternalError}
+    for cls in vars(errors).values():
+        if isinstance(cls, type) and issubclass(cls, errors.ShardlineError):
+            classes.setdefault(cls.exit_code, cls)
+    lines = ["  0  Done."]
+    for code, cls in sorted(classes.items()):
+        lines.append(f"{code:>3}  {(cls.__doc__ or '').splitlines()[0]}")
+    lines.append("130  Interrupted (Ctrl-C).")
+    lines.append("143  Terminated (SIGTERM).")
+    return "\n".join(lines)
+
+
+@click.group(
+    epilog=f"\b\nExit codes:\n{exit_codes()}",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+@click.version_option(package_name="shardline", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Train PyTorch models on parameter servers.
+
+    Flags may be given as SHARDLINE_* environment variables. What follows "--" is passed to the job file, as
+    SHARDLINE_JOB_ARGS, or to the script.
+    """
+
+
+for command in (train, *COMMANDS, status, stop, export):
+    cli.add_command(command)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. Errors made on purpose print one sentence, others a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--" in arguments:
+        cut = arguments.index("--")
+        os.environ[JOB_ARGS] = shlex.join(arguments[cut + 1 :])
+        del arguments[cut:]
+    try:
+        code = cli.main(arguments, prog_name="shardline", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return errors.UsageError.exit_code
+    except click.Abort:
+        return 128 + signal.SIGINT
+    except click.ClickException as error:
+        return _refuse(_sentence(error), errors.UsageError.exit_code)
+    except errors.ShardlineError as error:
+        return _refuse(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception:
+        traceback.print_exc()
+        return errors.InternalError.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _sentence(error: click.ClickException) -> str:
+    text = error.format_message().rstrip(".")
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        return f"{text}; see: {error.ctx.command_path} --help"
+    return text
+
+
+def _refuse(sentence: str, code: int) -> int:
+    print(f"shardline: {sentence}", file=sys.stderr, flush=True)
+    return code

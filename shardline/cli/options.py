@@ -1,0 +1,160 @@
+"""Flags that several commands share, and the settings they make.
+
+Precedence is flag > SHARDLINE_* > TF_CONFIG or file > default. Nothing here imports torch: --help must be quick.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from shardline.cluster import Membership, locate, parse_address
+from shardline.config import RoleConfig, Timeouts
+from shardline.errors import ClusterSpecError, JobError, UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+JOB_ARGS = "SHARDLINE_JOB_ARGS"
+"""Environment variable with what the command line had after "--", for the job file (shlex.split reads it)."""
+
+
+def variable(name: str) -> str:
+    """Environment variable of a flag: --gpu-memory-fraction is SHARDLINE_GPU_MEMORY_FRACTION."""
+    return f"SHARDLINE_{name.lstrip('-').upper().replace('-', '_')}"
+
+
+def option(name: str, *declarations: str, **settings: Any) -> Callable[[F], F]:
+    """A click option that SHARDLINE_<NAME> sets as well."""
+    settings.setdefault("show_default", settings.get("default") is not None and not settings.get("is_flag"))
+    return click.option(name, *declarations, envvar=variable(name), show_envvar=True, **settings)
+
+
+def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """One decorator of several, shown in --help in this order."""
+
+    def decorate(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def check_device(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    """Refuse what is no device name; whether the device exists is the task's to say."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise click.BadParameter(f"{value!r} is no device; use cpu, cuda or cuda:N")
+    return value
+
+
+def check_fraction(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    """Refuse what is no share of a device's memory."""
+    if value is not None and not 0.0 < value <= 1.0:
+        raise click.BadParameter(f"{value} is no fraction of a device's memory; use a number above 0, at most 1")
+    return value
+
+
+def check_settings(
+    _context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]
+) -> tuple[tuple[str, str], ...]:
+    """FIELD=VALUE texts as pairs."""
+    pairs = []
+    for text in value:
+        field, equals, setting = text.partition("=")
+        if not equals or not field.isidentifier():
+            raise click.BadParameter(f"{text!r} is not FIELD=VALUE, such as batch_size=64")
+        pairs.append((field, setting))
+    return tuple(pairs)
+
+
+job_fields = together(
+    option("--steps", type=click.IntRange(min=1), help="Train this many steps instead of the job's."),
+    option("--consistency", type=click.Choice(["sync", "async"]), help="Overrides the job's."),
+    option("--seed", type=click.IntRange(min=0), help="Overrides the job's."),
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="FIELD=VALUE",
+        callback=check_settings,
+        help="Override another field of the job; may be repeated.",
+    ),
+)
+
+device = option("--device", default="cpu", callback=check_device, help="cpu, cuda or cuda:N.")
+gpu_memory_fraction = option(
+    "--gpu-memory-fraction",
+    type=float,
+    callback=check_fraction,
+    help="Share of the device's memory this task may take.",
+)
+timeout = option(
+    "--timeout", type=float, default=60.0, help="Seconds; all deadlines and heartbeat intervals derive from it."
+)
+cluster = option("--cluster", metavar="FILE", help="cluster.json; without it TF_CONFIG.")
+resume = option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out. (chief)")
+chief_trains = option("--chief-trains", is_flag=True, help="The chief trains too, as in TensorFlow. (chief)")
+inexact = option(
+    "--inexact", is_flag=True, help="Allow machines whose gradients differ in the last bits in one synchronous job."
+)
+
+
+def overrides(
+    steps: int | None, consistency: str | None, seed: int | None, settings: tuple[tuple[str, str], ...]
+) -> tuple[tuple[str, str], ...]:
+    """Job fields given on the command line; refuses one given twice."""
+    named = (("steps", steps), ("consistency", consistency), ("seed", seed))
+    pairs = tuple((field, str(value)) for field, value in named if value is not None) + settings
+    fields = [field for field, _ in pairs]
+    for field in fields:
+        if fields.count(field) > 1:
+            raise UsageError(f"the job field {field!r} is set {fields.count(field)} times; set it once")
+    return pairs
+
+
+def existing_job(path: Path | None) -> Path | None:
+    """The job file; raises JobError where there is none."""
+    if path is not None and not path.is_file():
+        raise JobError(f"there is no job file {path}")
+    return path
+
+
+def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> RoleConfig:
+    """Settings of a role's process from its parsed flags; TF_CONFIG is taken from `environ`."""
+    place = locate(
+        role,
+        cluster=flags["cluster"],
+        task=flags["task"],
+        tf_config=environ.get("TF_CONFIG") or None,
+        host=flags["host"],
+    )
+    _check_chief_port(place, ready_fd=flags["ready_fd"])
+    return RoleConfig(
+        role=role,
+        index=place.index,
+        cluster=place.spec,
+        job=existing_job(flags["job"]),
+        out=flags["out"],
+        resume=flags["resume"],
+        timeouts=Timeouts(total_s=flags["timeout"]),
+        device=flags["device"],
+        gpu_memory_fraction=flags["gpu_memory_fraction"],
+        metrics_port=flags["metrics_port"],
+        host=flags["host"],
+        chief_trains=flags["chief_trains"],
+        inexact=flags["inexact"],
+        overrides=overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
+        ready_fd=flags["ready_fd"],
+        life_fd=flags["life_fd"],
+    )
+
+
+def _check_chief_port(place: Membership, *, ready_fd: int | None) -> None:
+    chief = place.spec.chief
+    if parse_address(chief)[1] == 0 and (place.role != "chief" or ready_fd is None):
+        raise ClusterSpecError(f"chief/0 is {chief} in the cluster spec; it needs a fixed port, so that others find it")

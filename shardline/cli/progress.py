@@ -1,0 +1,137 @@
+"""What `shardline train` shows while it runs: a progress bar on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from shardline.rpc.status import ChiefStatus
+
+LINE_EVERY_S = 3.0
+
+
+def waiting_text(status: ChiefStatus) -> str:
+    """What the job does while it takes no steps, such as "waiting for ps/1"; empty where it trains."""
+    if status.phase == "waiting":
+        missing = [task.task for task in status.tasks if task.state not in ("alive", "left")]
+        return f"waiting for {', '.join(missing)}" if missing else "waiting for tasks"
+    return {"init": "setting parameters", "stopping": "stopping", "ended": "ended"}.get(status.phase, "")
+
+
+def figures(status: ChiefStatus) -> str:
+    """Loss, speed and evaluation in one short text; what isn't known yet is left out."""
+    parts = []
+    if math.isfinite(status.loss) and status.step > status.first_step:
+        parts.append(f"loss {status.loss:.4f}")
+    if status.steps_per_s > 0:
+        parts.append(f"{status.steps_per_s:.1f} steps/s")
+        parts.append(f"{status.bytes_per_s / 1e6:.1f} MB/s")
+    parts += [f"{name} {value:.4g}" for name, value in sorted(status.last_metrics.items())]
+    return "  ".join(parts)
+
+
+def line(status: ChiefStatus) -> str:
+    """One line such as "step 120/400  loss 0.3100  52.1 steps/s  3.4 MB/s  ETA 5 s"."""
+    total = f"/{status.steps}" if status.steps else ""
+    parts = [f"step {status.step}{total}", figures(status), waiting_text(status)]
+    left = status.steps - status.step
+    if left > 0 and status.steps_per_s > 0:
+        parts.append(f"ETA {left / status.steps_per_s:.0f} s")
+    return "  ".join(part for part in parts if part)
+
+
+class Display(Protocol):
+    """Shows what is going on."""
+
+    def update(self, status: ChiefStatus) -> None:
+        """Show the newest status."""
+
+    def say(self, sentence: str) -> None:
+        """Print a line that stays."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
+
+
+class LineDisplay:
+    """Plain lines, at most one in LINE_EVERY_S seconds, and one at the end."""
+
+    def __init__(self, console: Console, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._now_s = now_s
+        self._next_s = 0.0
+        self._pending: str | None = None
+
+    def update(self, status: ChiefStatus) -> None:
+        """Print the status if the last line is old enough, else keep it for the end."""
+        text = line(status)
+        if self._now_s() < self._next_s:
+            self._pending = text
+            return
+        self._next_s = self._now_s() + LINE_EVERY_S
+        self._pending = None
+        self.say(text)
+
+    def say(self, sentence: str) -> None:
+        """Print a line."""
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> LineDisplay:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._pending is not None:
+            self.say(self._pending)
+            self._pending = None
+
+
+class BarDisplay:
+    """A progress bar that is redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", markup=False),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._bar = self._progress.add_task("starting", total=None, figures="")
+
+    def update(self, status: ChiefStatus) -> None:
+        """Redraw."""
+        self._progress.update(
+            self._bar,
+            description=waiting_text(status) or "training",
+            completed=status.step,
+            total=status.steps or None,
+            figures=figures(status),
+        )
+
+    def say(self, sentence: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> BarDisplay:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._progress.stop()
+
+
+def make_display(console: Console) -> Display:
+    """The display that fits where the console writes to."""
+    return BarDisplay(console) if console.is_terminal else LineDisplay(console)

@@ -1,0 +1,76 @@
+"""shardline ps|worker|chief|evaluator: one task on this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardline import lifeline, log
+from shardline.cli import options
+from shardline.cluster import ROLES
+from shardline.config import RoleConfig
+from shardline.errors import UsageError
+
+ENTRY_POINTS = "shardline.roles"
+
+ABOUT = {
+    "ps": "Hold shards of the parameters and apply every update. Knows no model: --job is accepted and not read.",
+    "worker": "Train replicas of the job.",
+    "chief": "Admit the other tasks, write checkpoints and logs, end the job.",
+    "evaluator": "Score every checkpoint.",
+}
+
+Run = Callable[[RoleConfig], int]
+
+role_options = options.together(
+    options.cluster,
+    options.option("--task", metavar="ROLE/INDEX", help="This task, such as ps/0; may be left out where there is one."),
+    options.option("--job", type=click.Path(path_type=Path), metavar="JOB.py", help="File that defines the job."),
+    options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Checkpoints, logs and metrics."),
+    options.resume,
+    options.timeout,
+    options.device,
+    options.gpu_memory_fraction,
+    options.option("--metrics-port", type=click.IntRange(0, 65_535), default=0, help="0 = a free one."),
+    options.option("--host", default="127.0.0.1", help="Interface that the metrics page binds to."),
+    options.chief_trains,
+    options.inexact,
+    options.job_fields,
+    click.option("--ready-fd", type=int, hidden=True),
+    click.option("--life-fd", type=int, hidden=True),
+)
+
+
+def find_role(role: str) -> Run:
+    """The function behind a role, from the entry points of what is installed."""
+    found = tuple(importlib.metadata.entry_points(group=ENTRY_POINTS, name=role))
+    if not found:
+        raise UsageError(f"no installed package runs the role {role!r}; install Shardline: pip install -e .")
+    run: Run = found[0].load()
+    return run
+
+
+def run_role(role: str, flags: dict[str, Any]) -> int:
+    """Run one task until the job ends; returns its exit code."""
+    config = options.role_config(role, flags)
+    if config.life_fd is not None:
+        lifeline.watch(config.life_fd)
+    json_path = config.out / "logs" / f"{role}-{config.index}.jsonl" if config.out is not None else None
+    log.setup(config.task, json_path=json_path)
+    return find_role(role)(config)
+
+
+def role_command(role: str) -> click.Command:
+    """The click command of a role."""
+
+    def run(**flags: Any) -> int:
+        return run_role(role, flags)
+
+    return click.command(role, help=ABOUT[role], short_help=ABOUT[role].split(".")[0] + ".")(role_options(run))
+
+
+COMMANDS = tuple(role_command(role) for role in ROLES)

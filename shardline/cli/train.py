@@ -1,0 +1,334 @@
+"""shardline train: a whole cluster on this machine, from the first process to the last."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardline.cli import options
+from shardline.cli.launcher import Ended, LaunchError, LaunchOptions, LocalCluster
+from shardline.config import Timeouts
+from shardline.errors import ShardlineError, UsageError, exit_code_name
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardline.cli.progress import Display
+    from shardline.rpc.status import ChiefStatus
+
+POLL_S = 0.5
+POLL_TIMEOUT_S = 6.0
+"""--timeout of the progress bar's own calls: a chief that is slow to answer costs a picture, not the job."""
+EPILOG = "What follows -- is passed on: to the script, or to the job file as SHARDLINE_JOB_ARGS."
+
+
+@click.command(epilog=EPILOG, options_metavar="[OPTIONS]", short_help="Run a whole cluster on this machine.")
+@click.argument("job", metavar="JOB.py", type=click.Path(path_type=Path))
+@options.option("--ps", type=click.IntRange(min=1), default=1, help="Parameter servers.")
+@options.option("--workers", type=click.IntRange(min=0), default=1, help="Workers.")
+@options.option("--evaluators", type=click.IntRange(min=0), default=0, help="Evaluators.")
+@options.job_fields
+@options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/JOB-DATE-TIME.")
+@options.resume
+@options.option(
+    "--summary", type=click.Path(path_type=Path), metavar="FILE", help="Copy the run's summary (JSON) here."
+)
+@options.option("--script", is_flag=True, help="JOB.py is a training script that calls shardline.connect().")
+@options.device
+@options.option("--ps-device", default="cpu", callback=options.check_device, help="Device of the parameter servers.")
+@options.gpu_memory_fraction
+@options.chief_trains
+@options.inexact
+@options.timeout
+@click.option("--restart/--no-restart", default=True, help="Start tasks that died again, 3 times each.  [default: on]")
+def train(**flags: Any) -> int:
+    """Train JOB.py on a cluster of separate processes on this machine.
+
+    Ctrl-C ends the job with a checkpoint; a second one ends it at once.
+    """
+    summary: Path | None = flags.pop("summary")
+    return run(launch_options(flags), summary=summary)
+
+
+def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
+    """Options of the local cluster from parsed flags; refuses what would overwrite an earlier run."""
+    job: Path = flags["job"]
+    options.existing_job(job)
+    out: Path | None = flags["out"]
+    if out is None:
+        if flags["resume"]:
+            raise UsageError("--resume needs --out, the folder of the run to go on with")
+        out = Path("runs") / f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    used = (out / "chief").is_dir()
+    if used and not flags["resume"]:
+        raise UsageError(f"--out {out} holds an earlier run; go on with it by --resume, or use another folder")
+    if flags["resume"] and not used:
+        raise UsageError(f"--resume: {out} holds no earlier run")
+    return LaunchOptions(
+        job=job.absolute(),
+        out=out.absolute(),
+        ps=flags["ps"],
+        workers=flags["workers"],
+        evaluators=flags["evaluators"],
+        overrides=options.overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
+        resume=flags["resume"],
+        timeouts=Timeouts(total_s=flags["timeout"]),
+        device=flags["device"],
+        ps_device=flags["ps_device"],
+        gpu_memory_fraction=flags["gpu_memory_fraction"],
+        chief_trains=flags["chief_trains"],
+        inexact=flags["inexact"],
+        script=flags["script"],
+        script_args=tuple(shlex.split(os.environ.get(options.JOB_ARGS, ""))),
+        restart=flags["restart"],
+    )
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """The launcher got a signal."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Polled:
+    """The chief has answered."""
+
+    status: ChiefStatus
+
+
+class _Early(BaseException):
+    """A signal came before the cluster was up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals(events: queue.SimpleQueue[object] | None) -> Iterator[None]:
+    """SIGINT and SIGTERM put a Signalled into `events`, or raise _Early where there are none yet."""
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if events is None:
+            raise _Early(number)
+        events.put(Signalled(number))
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Poller:
+    """Asks the chief for its status, from a thread of its own, and puts the answers into a queue."""
+
+    def __init__(self, address: str, events: queue.SimpleQueue[object]) -> None:
+        self._address = address
+        self._events = events
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="status-poller", daemon=True)
+
+    def __enter__(self) -> _Poller:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        self._thread.join(timeout=POLL_TIMEOUT_S)
+
+    def end(self) -> None:
+        """Ask no more; a call under way ends meanwhile."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        # Imports torch, by way of the tensors in other calls; the cluster is starting meanwhile.
+        from shardline.rpc.client import ChiefClient
+
+        client = ChiefClient(self._address, Timeouts(total_s=POLL_TIMEOUT_S))
+        try:
+            while not self._ended.wait(POLL_S):
+                # A chief that is busy or has just ended is no news: the end of its process is what counts.
+                with contextlib.suppress(ShardlineError):
+                    self._events.put(Polled(client.status()))
+        finally:
+            client.close()
+
+
+def run(launch: LaunchOptions, *, summary: Path | None = None) -> int:
+    """Run the cluster to its end; returns the exit code: the chief's, or 130 / 143 after a signal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    cluster = LocalCluster(launch)
+    try:
+        with contextlib.ExitStack() as stack:
+            with _signals(None):
+                stack.enter_context(cluster)
+            return _Run(cluster, console).to_the_end(summary)
+    except _Early as early:
+        return 128 + early.number
+    except LaunchError as error:
+        _show_failure(cluster, str(error), error.code)
+        return error.code
+
+
+class _Run:
+    """One run of a cluster that is up: what is shown, and what a signal does."""
+
+    def __init__(self, cluster: LocalCluster, console: Console) -> None:
+        self._cluster = cluster
+        self._console = console
+        # Reaching the last step, the last cut and its score may each take a share of --timeout.
+        self._limit_s = 2 * cluster.options.timeouts.total_s
+        self._signal: int | None = None
+        self._deadline_s = float("inf")
+        self._last: ChiefStatus | None = None
+
+    def to_the_end(self, summary: Path | None) -> int:
+        from shardline.cli.progress import make_display
+
+        events = self._cluster.events
+        with _signals(events), _Poller(self._cluster.chief_address, events) as poller:
+            with make_display(self._console) as display:
+                display.say(f"logs: {self._cluster.options.out / 'logs'}")
+                code = self._loop(display)
+            poller.end()
+            if code is None:
+                self._cluster.stop()
+                self._console.print("ended at once; the last checkpoint stays", highlight=False)
+            else:
+                self._finish(code, summary)
+        if self._signal is not None:
+            return 128 + self._signal
+        return _exit_code(code if code is not None else 1)
+
+    def _loop(self, display: Display) -> int | None:
+        """Until the chief has ended: its code. None where the person or the deadline ends it at once."""
+        while True:
+            try:
+                event = self._cluster.events.get(timeout=max(0.0, min(self._deadline_s - time.monotonic(), 3600.0)))
+            except queue.Empty:
+                if time.monotonic() < self._deadline_s:
+                    continue
+                display.say(f"the chief did not end within {self._limit_s:.0f} s")
+                return None
+            if isinstance(event, Ended):
+                if event.task == "chief/0":
+                    return event.code
+                self._show_end(event, display)
+            elif isinstance(event, Signalled):
+                if self._signal is not None:
+                    return None
+                self._signal = event.number
+                self._deadline_s = time.monotonic() + self._limit_s
+                display.say("ending with a checkpoint; press Ctrl-C again to end at once")
+                self._cluster.interrupt()
+            elif isinstance(event, Polled):
+                self._last = event.status
+                display.update(event.status)
+
+    def _show_end(self, event: Ended, display: Display) -> None:
+        if event.code == 0:
+            return
+        display.say(event.reason)
+        words = self._cluster.last_words(event.task)
+        for text in [words] if words else self._cluster.log_tail(event.task, 5):
+            display.say(f"  {event.task}: {text}")
+
+    def _await_others(self) -> None:
+        deadline_s = time.monotonic() + self._cluster.options.timeouts.dead_s
+        while self._cluster.running():
+            try:
+                event = self._cluster.events.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                return
+            if isinstance(event, Signalled):
+                self._signal = self._signal or event.number
+                return
+
+    def _finish(self, code: int, summary: Path | None) -> None:
+        self._await_others()
+        late = self._cluster.running()
+        self._cluster.stop()
+        if late:
+            self._console.print(f"ended {', '.join(late)}, still there after the chief's end", highlight=False)
+        if code != 0:
+            _show_failure(self._cluster, self._cluster.last_words("chief/0"), code)
+        found = read_summary(self._cluster.options.out)
+        if found is not None and summary is not None:
+            summary.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(summary_path(self._cluster.options.out), summary)
+        if code == 0:
+            for text in report(self._cluster.options.out, found, self._last):
+                print(text)
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+def _show_failure(cluster: LocalCluster, words: str, code: int) -> None:
+    if not words:
+        for text in cluster.log_tail("chief/0"):
+            print(f"chief/0: {text}", file=sys.stderr)
+        words = f"the chief ended with exit code {code} ({exit_code_name(code)})"
+    print(f"shardline: {words}", file=sys.stderr)
+    print(f"shardline: logs are in {cluster.options.out / 'logs'}", file=sys.stderr)
+
+
+def summary_path(out: Path) -> Path:
+    """Where the chief writes the summary."""
+    return out / "summary.json"
+
+
+def read_summary(out: Path) -> dict[str, Any] | None:
+    """The run's summary; None where the chief wrote none. Raises ShardlineError where it can't be read."""
+    try:
+        found = json.loads(summary_path(out).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ShardlineError(f"the summary {summary_path(out)} can't be read: {error}") from None
+    return found if isinstance(found, dict) else None
+
+
+def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | None) -> list[str]:
+    """What a finished run prints: how it went and where its results are."""
+    found = dict(summary or {})
+    lines = []
+    if "steps" in found and "seconds" in found:
+        lines.append(
+            f"{found['steps']} steps in {found['seconds']:.1f} s ({found.get('steps_per_s', 0.0):.1f} steps/s)"
+        )
+    metrics = found.get("last_metrics") or (dict(last.last_metrics) if last is not None else {})
+    if metrics:
+        lines.append("evaluation: " + ", ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items())))
+    checkpoint = found.get("checkpoint") or (last.checkpoint_path if last is not None else "")
+    places = {
+        "checkpoint": checkpoint,
+        "logs": out / "logs",
+        "metrics": out / "metrics.jsonl",
+        "tensorboard": out / "tensorboard",
+        "summary": summary_path(out),
+    }
+    lines += [f"{name + ':':<12} {place}" for name, place in places.items() if place and Path(place).exists()]
+    return lines
