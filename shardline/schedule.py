@@ -1,0 +1,125 @@
+"""Learning-rate schedules as values that travel: lr of a group = its own lr * factor(schedule, step). Pure.
+
+    schedule = cosine(warmup_steps=100)  # total_steps comes from the job
+
+With w = warmup_steps, s = step - w and T = total_steps - w, all kinds warm up linearly and then start at 1:
+
+    step < w    factor = (step + 1) / w              1/w at step 0, 1 at the last warm-up step
+    constant    factor = 1
+    step        factor = gamma ** (s // step_size)   torch's StepLR
+    linear      factor = 1 + (final_factor - 1) * min(s / T, 1)                        torch's LinearLR from 1
+    cosine      factor = final_factor + (1 - final_factor) * (1 + cos(pi * min(s / T, 1))) / 2
+                                                     torch's CosineAnnealingLR, eta_min = final_factor * lr
+
+`step` is the job's step in synchronous mode and the shard's version in asynchronous mode (PROTOCOL 1.1). The product is
+taken in Python floats, as torch's LambdaLR does, so the learning rates are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from shardline.errors import JobError
+from shardline.spec import ScheduleSpec
+
+KINDS = ("constant", "step", "linear", "cosine")
+"""Kinds of schedule, by ScheduleSpec.kind."""
+
+
+def constant(warmup_steps: int = 0) -> ScheduleSpec:
+    """Factor 1 after the warm-up. Raises JobError for a negative or non-integer count."""
+    return check(ScheduleSpec(kind="constant", warmup_steps=warmup_steps))
+
+
+def step(step_size: int, gamma: float, warmup_steps: int = 0) -> ScheduleSpec:
+    """Factor times gamma every step_size steps. Raises JobError unless step_size >= 1 and 0 < gamma <= 1."""
+    return check(ScheduleSpec(kind="step", step_size=step_size, gamma=gamma, warmup_steps=warmup_steps))
+
+
+def linear(total_steps: int = 0, final_factor: float = 0.0, warmup_steps: int = 0) -> ScheduleSpec:
+    """A straight line from 1 to final_factor at total_steps, then final_factor.
+
+    total_steps: warm-up included; 0 = the job's steps, filled in by complete().
+    Raises JobError for values out of range.
+    """
+    return check(
+        ScheduleSpec(kind="linear", total_steps=total_steps, final_factor=final_factor, warmup_steps=warmup_steps)
+    )
+
+
+def cosine(total_steps: int = 0, final_factor: float = 0.0, warmup_steps: int = 0) -> ScheduleSpec:
+    """Half a cosine from 1 to final_factor at total_steps, then final_factor.
+
+    total_steps: warm-up included; 0 = the job's steps, filled in by complete().
+    Raises JobError for values out of range.
+    """
+    return check(
+        ScheduleSpec(kind="cosine", total_steps=total_steps, final_factor=final_factor, warmup_steps=warmup_steps)
+    )
+
+
+def check(spec: ScheduleSpec) -> ScheduleSpec:
+    """The same spec; raises JobError where a field is out of range. total_steps may still be 0."""
+    if spec.kind not in KINDS:
+        raise JobError(f"schedule is {spec.kind!r}; it must be one of {', '.join(KINDS)}")
+    for name in ("warmup_steps", "total_steps", "step_size"):
+        value = getattr(spec, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise JobError(f"{spec.kind} schedule: {name} is {value!r}; it must be a whole number >= 0")
+    for name in ("gamma", "final_factor"):
+        value = getattr(spec, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise JobError(f"{spec.kind} schedule: {name} is {value!r}; it must be a finite number")
+    if spec.kind == "step":
+        if spec.step_size < 1:
+            raise JobError(
+                "step schedule: step_size is 0; say after how many steps the learning rate falls, at least 1"
+            )
+        if not 0.0 < spec.gamma <= 1.0:
+            raise JobError(f"step schedule: gamma is {spec.gamma}; it must be above 0 and at most 1")
+    if spec.kind in ("linear", "cosine"):
+        if spec.final_factor < 0.0:
+            raise JobError(f"{spec.kind} schedule: final_factor is {spec.final_factor}; it must be >= 0")
+        if 0 < spec.total_steps <= spec.warmup_steps:
+            raise JobError(
+                f"{spec.kind} schedule: {spec.warmup_steps} warm-up steps leave nothing of {spec.total_steps} "
+                "total_steps; total_steps includes the warm-up"
+            )
+    return spec
+
+
+def complete(spec: ScheduleSpec, steps: int) -> ScheduleSpec:
+    """The spec with total_steps filled in from the job's steps where the kind needs it and it is 0.
+
+    Raises JobError where neither says how long the training is, or the spec is out of range.
+    """
+    if spec.kind not in ("linear", "cosine") or spec.total_steps:
+        return check(spec)
+    if steps < 1:
+        raise JobError(
+            f"{spec.kind} schedule: nothing says how many steps it takes; give total_steps, or steps of the job"
+        )
+    return check(dataclasses.replace(spec, total_steps=steps))
+
+
+def factor(spec: ScheduleSpec, step: int) -> float:
+    """What the learning rate is multiplied by at `step` (from 0); the formulas are at the top of this module.
+
+    Raises JobError for a linear or cosine schedule without total_steps; see complete().
+    """
+    if step < spec.warmup_steps:
+        return (step + 1) / spec.warmup_steps
+    since = step - spec.warmup_steps
+    if spec.kind == "constant":
+        return 1.0
+    if spec.kind == "step":
+        return float(spec.gamma ** (since // spec.step_size))
+    if spec.kind not in KINDS or spec.total_steps <= spec.warmup_steps:
+        raise JobError(
+            f"{spec.kind} schedule with {spec.total_steps} total_steps can't be followed; complete() it first"
+        )
+    done = min(since / (spec.total_steps - spec.warmup_steps), 1.0)
+    if spec.kind == "linear":
+        return 1.0 + (spec.final_factor - 1.0) * done
+    return spec.final_factor + (1.0 - spec.final_factor) * (1.0 + math.cos(math.pi * done)) / 2.0
