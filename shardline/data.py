@@ -1,0 +1,344 @@
+"""Which samples a replica sees, and its random numbers: pure functions of (seed, epoch, step, replica, microbatch).
+
+So neither a restart nor the number of machines changes what is computed. PROTOCOL 1.4.3.
+
+    source = BatchSource(job)
+    batch = source.batch(step=7, replica=1, microbatch=0)
+
+A step takes G = replicas x accumulate x batch_size samples. Replicas own neighbouring blocks of batch_size samples, so
+that all replicas' batches of a step, joined, are the batch of one process with the batch size G.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import hashlib
+import random
+import struct
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from shardline.errors import JobError, ShardlineError
+
+if TYPE_CHECKING:
+    from shardline.job import Job
+
+_LIBRARY = str(Path(__file__).parent)
+
+Batch = Any
+"""What a job's collate makes of samples; only its loss function knows."""
+
+
+@contextmanager
+def calling(what: str) -> Iterator[None]:
+    """Turn what a person's code raises into a JobError that names it and the line; the original stays its cause."""
+    try:
+        yield
+    except ShardlineError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [f for f in frames if not f.filename.startswith(_LIBRARY) and "site-packages" not in f.filename]
+        where = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
+        raise JobError(f"{what} raised {type(error).__name__}: {error}{where}") from error
+
+
+def derive(seed: int, *numbers: int) -> int:
+    """A seed in [0, 2^63) for one place of the job, such as (step, replica, microbatch).
+
+    BLAKE2b over the numbers, so that neighbouring places get unrelated seeds, and that two places of different kinds
+    ((epoch, index) and (step, replica, microbatch)) never share one.
+    """
+    packed = struct.pack(f"<{1 + len(numbers)}q", seed, *numbers)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def seed_everything(value: int) -> None:
+    """Seed the default generators of torch (CUDA's too, once CUDA is in use), numpy and random; value in [0, 2^63)."""
+    # torch.manual_seed formats a stack trace per call while CUDA is not initialised (80 us); this is called per sample.
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    random.seed(value)
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, samples: int) -> npt.NDArray[np.int64]:
+    """Order in which an epoch visits the samples: a permutation of range(samples), int64, read-only.
+
+    The stable order of PCG64's raw numbers. numpy keeps a bit generator's raw stream over its versions, and doesn't
+    promise so of its own shuffles.
+    """
+    keys = np.random.PCG64(derive(seed, epoch)).random_raw(samples)
+    order = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    order.flags.writeable = False
+    return order
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOrder:
+    """Which indices of a map-style data set each (step, replica, microbatch) takes.
+
+    Every epoch is another permutation; the samples that don't fill a whole step at its end are left out (others in each
+    epoch). In asynchronous mode replicas is 1 and `step` is the number of the batch.
+    Raises JobError where the data set is too small for one step.
+    """
+
+    seed: int
+    samples: int
+    replicas: int
+    accumulate: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if self.samples < self.step_samples:
+            raise JobError(
+                f"the data set has {self.samples} samples, one step needs {self.step_samples} ({self.replicas} "
+                f"replicas x {self.accumulate} microbatches x batch_size {self.batch_size}); lower batch_size, "
+                "replicas or accumulate, or give more data"
+            )
+
+    @property
+    def step_samples(self) -> int:
+        """Samples that all replicas together take in a step."""
+        return self.replicas * self.accumulate * self.batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole steps in one pass over the data."""
+        return self.samples // self.step_samples
+
+    def epoch(self, step: int) -> int:
+        """Epoch that a step belongs to, from 0."""
+        return step // self.steps_per_epoch
+
+    def indices(self, step: int, replica: int, microbatch: int) -> npt.NDArray[np.int64]:
+        """Indices into the data set of one microbatch: int64, batch_size of them."""
+        order = epoch_order(self.seed, self.epoch(step), self.samples)
+        block = block_number(
+            step % self.steps_per_epoch, replica, microbatch, replicas=self.replicas, accumulate=self.accumulate
+        )
+        return order[block * self.batch_size : (block + 1) * self.batch_size]
+
+
+def block_number(step: int, replica: int, microbatch: int, *, replicas: int, accumulate: int) -> int:
+    """Position of a microbatch among all of the job's: by step, then replica, then microbatch.
+
+    Raises ValueError for a place that the job doesn't have.
+    """
+    if not (step >= 0 and 0 <= replica < replicas and 0 <= microbatch < accumulate):
+        raise ValueError(
+            f"no microbatch {microbatch} of replica {replica} in step {step}: a step has {replicas} replicas x "
+            f"{accumulate} microbatches"
+        )
+    return (step * replicas + replica) * accumulate + microbatch
+
+
+class BatchSource:
+    """Batches of a job by their place, for whoever runs its replicas. Not thread-safe; reseeds the global generators.
+
+    Map-style data: any place at any time. The generators are seeded by (seed, epoch, index) before dataset[index], so
+    that random augmentation doesn't depend on who fetches a sample. A torch TensorDataset (or a Subset of one) with the
+    default collate is indexed by the whole batch.
+
+    Iterable data: one endless stream, pass after pass, a batch may span two; the generators are seeded by
+    (seed, pass, position) before each sample, and `set_epoch(pass)` is called before each pass where the data set has
+    it. Every replica reads over the samples of the others; going back costs reading a pass from its start.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._source: _Indexed | _Tensors | _Streamed
+        collate = job.collate or default_collate
+        if not job.samples:
+            self._source = _Streamed(job, collate)
+            return
+        order = job.data_order()
+        tensors = None if job.collate else _plain_tensors(job.data)
+        self._source = _Indexed(order, job.data, collate) if tensors is None else _Tensors(order, *tensors)
+
+    def batch(self, step: int, replica: int, microbatch: int) -> Batch:
+        """The collated batch_size samples of one microbatch, on the device where the data set keeps them.
+
+        In asynchronous mode `step` is the number of the batch and replica is 0. Raises JobError for an iterable that
+        yields nothing, or a data set that raises, naming the sample; ValueError for a place that the job doesn't have.
+        """
+        return self._source.batch(step, replica, microbatch)
+
+
+@dataclass(frozen=True)
+class _Indexed:
+    """Batches of a map-style data set, sample by sample."""
+
+    order: DataOrder
+    data: Any
+    collate: Callable[[list[Any]], Batch]
+
+    def batch(self, step: int, replica: int, microbatch: int) -> Batch:
+        epoch = self.order.epoch(step)
+        return self.collate([self._sample(epoch, int(i)) for i in self.order.indices(step, replica, microbatch)])
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        seed_everything(derive(self.order.seed, epoch, index))
+        with calling(f"dataset[{index}] (of {self.order.samples})"):
+            return self.data[index]
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """Batches of a TensorDataset, or of Subsets of one, cut out of its tensors at once."""
+
+    order: DataOrder
+    tensors: tuple[torch.Tensor, ...]
+    rows: npt.NDArray[np.int64] | None
+    """Row of the tensors by index of the data set; None where they are the same."""
+
+    def batch(self, step: int, replica: int, microbatch: int) -> list[torch.Tensor]:
+        indices = self.order.indices(step, replica, microbatch)
+        rows = torch.from_numpy(indices.copy() if self.rows is None else self.rows[indices])
+        return [tensor[rows.to(tensor.device)] for tensor in self.tensors]
+
+
+def _plain_tensors(data: Any) -> tuple[tuple[torch.Tensor, ...], npt.NDArray[np.int64] | None] | None:
+    """(tensors, rows) of data that is nothing but rows of tensors; None for data to be asked sample by sample."""
+    rows: npt.NDArray[np.int64] | None = None
+    while isinstance(data, Subset) and type(data).__getitem__ is Subset.__getitem__:
+        outer = np.asarray(data.indices, dtype=np.int64)
+        rows = outer if rows is None else outer[rows]
+        data = data.dataset
+    if isinstance(data, TensorDataset) and type(data).__getitem__ is TensorDataset.__getitem__:
+        return tuple(data.tensors), rows
+    return None
+
+
+_END = object()
+
+
+class _Streamed:
+    """Batches of an iterable data set: block k is samples [k * batch_size, (k + 1) * batch_size) of its stream.
+
+    starts[e] is the number, in the stream, of the first sample of pass e, as far as passes have been read: what lets an
+    earlier batch be found again without reading from the very first pass.
+    """
+
+    def __init__(self, job: Job, collate: Callable[[list[Any]], Batch]) -> None:
+        self._job = job
+        self._collate = collate
+        self._starts = [0]
+        self._epoch = 0
+        self._next = 0
+        self._samples: Iterator[Any] | None = None
+
+    def batch(self, step: int, replica: int, microbatch: int) -> Batch:
+        job = self._job
+        block = block_number(step, replica, microbatch, replicas=job.contributors, accumulate=job.accumulate)
+        first = block * job.batch_size
+        known = bisect.bisect_right(self._starts, first) - 1
+        if self._samples is None or first < self._next or known > self._epoch:
+            self._open(known)
+        while self._next < first:
+            self._read()
+        return self._collate([self._read() for _ in range(job.batch_size)])
+
+    def _open(self, epoch: int) -> None:
+        self._epoch, self._next = epoch, self._starts[epoch]
+        seed_everything(derive(self._job.seed, epoch))
+        data = self._job.one_pass()
+        if hasattr(data, "set_epoch"):
+            data.set_epoch(epoch)
+        with calling("iter(dataset)"):
+            self._samples = iter(data)
+
+    def _read(self) -> Any:
+        assert self._samples is not None
+        while True:
+            position = self._next - self._starts[self._epoch]
+            # Before every sample, also those of others: a shuffle buffer inside the iterable draws at each of them.
+            seed_everything(derive(self._job.seed, self._epoch, position))
+            with calling(f"the iterable data set, at sample {position} of pass {self._epoch},"):
+                sample = next(self._samples, _END)
+            if sample is not _END:
+                self._next += 1
+                return sample
+            self._turn(position)
+
+    def _turn(self, length: int) -> None:
+        """Go on to the next pass after one of `length` samples."""
+        epoch = self._epoch
+        if length == 0:
+            raise JobError(
+                f"the iterable data set yields nothing in pass {epoch}"
+                + (", though it did before; its __iter__ must start anew each time" if epoch else "; it has no samples")
+            )
+        if epoch + 1 == len(self._starts):
+            self._starts.append(self._next)
+        elif self._starts[epoch + 1] != self._next:
+            before = self._starts[epoch + 1] - self._starts[epoch]
+            raise JobError(
+                f"the iterable data set yields {length} samples in pass {epoch}, where it had yielded {before} before; "
+                "a pass must be a function of set_epoch and of the seeded random generators"
+            )
+        self._open(epoch + 1)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with every tensor in it on `device`; lists, tuples, dicts and objects with .to() are followed."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def replica_gradients(model: nn.Module, job: Job, source: BatchSource, step: int, replica: int) -> tuple[float, int]:
+    """Compute one replica's gradients of one step into the parameters' .grad; returns (mean loss, number of samples).
+
+    .grad is the mean over the microbatches; None where a parameter took no part. The model's buffers change as the
+    forward passes change them. In asynchronous mode `step` is the number of the batch and replica is 0. The one path
+    by which the worker, the training chief and shardline.testing.reference compute. The loss may be NaN: what follows
+    from it is the caller's rule.
+    Raises JobError where the job's loss raises, or isn't a scalar that depends on the parameters.
+    """
+    model.zero_grad(set_to_none=True)
+    device = next(model.parameters()).device
+    total = 0.0
+    for microbatch in range(job.accumulate):
+        batch = to_device(source.batch(step, replica, microbatch), device)
+        # After the batch, whose fetching uses the same generators.
+        seed_everything(derive(job.seed, step, replica, microbatch))
+        with calling(f"loss(model, batch), in step {step} of replica {replica},"):
+            loss = job.loss(model, batch)
+        _check_loss(loss)
+        (loss / job.accumulate).backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total / job.accumulate, job.batch_size * job.accumulate
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise JobError(f"loss(model, batch) returned {type(loss).__name__}; it must return a scalar tensor")
+    if loss.numel() != 1:
+        raise JobError(
+            f"loss(model, batch) returned a tensor of shape {tuple(loss.shape)}; it must be a scalar, the mean over "
+            "the batch: end it with .mean()"
+        )
+    if not loss.requires_grad:
+        raise JobError(
+            "loss(model, batch) doesn't depend on the model's parameters (no gradient flows); compute it from "
+            "model(...), outside of torch.no_grad()"
+        )

@@ -1,0 +1,455 @@
+"""The job: what a person writes in JOB.py, how such a file is loaded, and what of it travels.
+
+    import shardline
+
+    job = shardline.Job(
+        model=make_model,                    # () -> nn.Module
+        loss=loss,                           # (model, batch) -> scalar mean loss
+        dataset=make_dataset,                # a map-style or iterable data set, or a function that makes one
+        evaluate=evaluate,                   # (model) -> {"accuracy": 0.98}
+        optimizer="SGD",
+        optimizer_args={"lr": 0.1, "momentum": 0.9},
+        batch_size=32,
+        replicas=2,
+        steps=600,
+    )
+
+Every process of a cluster that computes reads this file; the parameter servers never see it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import hashlib
+import importlib.util
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from shardline.data import Batch, DataOrder, calling, seed_everything
+from shardline.errors import JobError, ShardlineError
+from shardline.model import model_tensors
+from shardline.schedule import complete, constant
+from shardline.spec import ConsistencySpec, JobSpec, ScheduleSpec
+from shardline.update import check_tensors, rule, rule_from_optimizer
+
+__all__ = ["Job", "load_job", "lowest_is_best", "model_tensors"]
+
+_LOW_WORDS = ("loss", "error", "perplexity", "bits")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training run. Frozen; checked when it is made, JobError naming the field, its value and the remedy."""
+
+    model: Callable[[], nn.Module]
+    """Makes the model, in training mode. The generators are seeded before, so that all processes start equal."""
+    loss: Callable[[nn.Module, Batch], torch.Tensor]
+    """Mean loss of a batch: a scalar tensor."""
+    dataset: Any
+    """Samples: an object with len() and [index], or an iterable one, or a function without arguments that makes it."""
+    optimizer: str | type[torch.optim.Optimizer]
+    """A class of torch.optim, or its name."""
+    batch_size: int
+    """Samples of one microbatch of one replica."""
+    steps: int
+    """Steps to train; in asynchronous mode, batches of all workers together."""
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
+    """Scores the model; called in evaluation mode and without gradients."""
+    optimizer_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the optimizer class, such as {"lr": 0.1, "momentum": 0.9, "fused": True}."""
+    param_groups: Callable[[nn.Module], Sequence[Mapping[str, Any]]] | None = None
+    """Parameter groups in torch's shape: [{"params": [...], "lr": 0.01}, ...]; a parameter in none stays as it is."""
+    schedule: ScheduleSpec = field(default_factory=constant)
+    """Learning-rate factor by step (by version in asynchronous mode); total_steps 0 = `steps`."""
+    replicas: int = 1
+    """Logical replicas, whatever the number of workers that run them; not used in asynchronous mode."""
+    accumulate: int = 1
+    """Microbatches whose gradients a replica averages in a step."""
+    seed: int = 0
+    consistency: str = "sync"
+    """"sync": every step is one update from all replicas. "async": every worker's gradient is an update of its own."""
+    clip_norm: float = 0.0
+    """Global gradient norm above which gradients are scaled down; 0 = off."""
+    nan_policy: str = "stop"
+    """At a NaN or infinity in a loss or gradient: "stop" the job, or "skip" the step."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 = only before the first step and after the last."""
+    checkpoint_keep: int = 3
+    """Newest checkpoints that stay on disk, the best one not counted; 0 = all."""
+    best_metric: str = ""
+    """Metric by which the best checkpoint is chosen; "" = the first one that `evaluate` returns."""
+    best_mode: str = ""
+    """"max" or "min"; "" = "min" where the metric's name contains loss, error, perplexity or bits, else "max"."""
+    threads: int = 1
+    """Intra-op threads of one replica; the last bits of gradients depend on it."""
+    collate: Callable[[list[Any]], Batch] | None = None
+    """Makes a batch of a list of samples; None = torch's default_collate."""
+    name: str = ""
+    """Name in logs and checkpoints; "" = from the file."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "loss"):
+            _require(callable(getattr(self, name)), name, getattr(self, name), "give a function")
+        for name in ("evaluate", "param_groups", "collate"):
+            value = getattr(self, name)
+            _require(value is None or callable(value), name, value, "give a function, or None")
+        for name, lowest in _LOWEST.items():
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            _require(whole and lowest <= value < 2**63, name, value, f"give a whole number >= {lowest}")
+        _require(isinstance(self.name, str), "name", self.name, "give a string")
+        _require(isinstance(self.best_metric, str), "best_metric", self.best_metric, "give a metric's name")
+        _require(self.best_mode in ("", "max", "min"), "best_mode", self.best_mode, "it must be 'max' or 'min'")
+        _require(isinstance(self.optimizer_args, Mapping), "optimizer_args", self.optimizer_args, "give a dict")
+        _require(
+            isinstance(self.schedule, ScheduleSpec),
+            "schedule",
+            self.schedule,
+            "use shardline.schedule.constant, step, linear or cosine",
+        )
+        _require(isinstance(self.clip_norm, int | float), "clip_norm", self.clip_norm, "give a number")
+        complete(self.schedule, self.steps)
+        self.consistency_spec()
+        _check_dataset(self.dataset)
+        # Names a wrong class or argument at the job file's line, before any process starts.
+        rule(self.optimizer, groups=(dict(self.optimizer_args),))
+
+    @property
+    def contributors(self) -> int:
+        """Replicas whose gradients make one update: `replicas`, or 1 in asynchronous mode."""
+        return 1 if self.consistency == "async" else self.replicas
+
+    @functools.cached_property
+    def data(self) -> Any:
+        """The data set itself, made once by the factory where `dataset` is one, with the generators seeded by `seed`.
+
+        Raises JobError where the factory raises, or makes no data set.
+        """
+        if not _is_factory(self.dataset):
+            return self.dataset
+        seed_everything(self.seed)
+        with calling("dataset()"):
+            made = self.dataset()
+        if _is_factory(made):
+            raise JobError(
+                f"dataset() returned {_short(made)}, which is no data set: give it len() and [index], or iter()"
+            )
+        _check_dataset(made, "dataset()", one_shot=True)
+        return made
+
+    @property
+    def samples(self) -> int:
+        """Length of a map-style data set; 0 for an iterable one. Raises JobError for one of length 0."""
+        data = self.data
+        if not _is_map_style(data):
+            return 0
+        if len(data) == 0:
+            raise JobError(f"the data set ({type(data).__name__}) has no samples; its len() is 0")
+        return len(data)
+
+    def one_pass(self) -> Iterable[Any]:
+        """The iterable data set, ready to be read from its start; what a generator function makes is made anew."""
+        data = self.data
+        return self.dataset() if _is_one_shot(data) else data  # type: ignore[no-any-return]
+
+    def data_order(self) -> DataOrder:
+        """Order of a map-style data set; JobError where it is too small for one step."""
+        return DataOrder(
+            seed=self.seed,
+            samples=self.samples,
+            replicas=self.contributors,
+            accumulate=self.accumulate,
+            batch_size=self.batch_size,
+        )
+
+    def build_model(self) -> nn.Module:
+        """A new model with the initial values that every process of this job builds: a function of the seed alone."""
+        # Beside seed_everything also torch's own function: it reaches a CUDA that the factory itself initialises.
+        torch.manual_seed(self.seed)
+        seed_everything(self.seed)
+        with calling("model()"):
+            model = self.model()
+        if not isinstance(model, nn.Module):
+            raise JobError(f"model() returned {_short(model)}; it must return a torch.nn.Module")
+        return model
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The plain torch.optim object over the model's own parameters.
+
+        Raises JobError where torch refuses the arguments or the parameter groups.
+        """
+        cls = getattr(torch.optim, self.optimizer) if isinstance(self.optimizer, str) else self.optimizer
+        groups: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not groups:
+            raise JobError("the model has no parameters that require a gradient, so there is nothing to train")
+        if self.param_groups is not None:
+            with calling("param_groups(model)"):
+                groups = [dict(group) for group in self.param_groups(model)]
+        try:
+            optimizer: torch.optim.Optimizer = cls(groups, **self.optimizer_args)
+        except (TypeError, ValueError) as error:
+            raise JobError(f"torch.optim.{cls.__name__} refuses optimizer_args or param_groups: {error}") from error
+        return optimizer
+
+    def consistency_spec(self) -> ConsistencySpec:
+        """Who may proceed and what counts."""
+        return ConsistencySpec(mode=self.consistency, clip_norm=float(self.clip_norm), nan_policy=self.nan_policy)
+
+    def spec(self, model: nn.Module) -> JobSpec:
+        """The job's identity, for a model that build_model made.
+
+        Raises JobError for a model or a data set that can't be trained on.
+        """
+        optimizer = self.build_optimizer(model)
+        found = rule_from_optimizer(optimizer)
+        tensors = model_tensors(model, optimizer.param_groups, rule=found.name)
+        check_tensors(found, tensors)
+        if self.samples:
+            self.data_order()
+        return JobSpec(
+            name=self.name,
+            tensors=tensors,
+            rule=found,
+            schedule=complete(self.schedule, self.steps),
+            consistency=self.consistency_spec(),
+            replicas=self.contributors,
+            batch_size=self.batch_size,
+            accumulate=self.accumulate,
+            seed=self.seed,
+            steps=self.steps,
+            checkpoint_every=self.checkpoint_every,
+            checkpoint_keep=self.checkpoint_keep,
+            threads=self.threads,
+            best_metric=self.best_metric,
+            best_is_lowest=self.best_mode == "min" or (not self.best_mode and lowest_is_best(self.best_metric)),
+            samples=self.samples,
+        )
+
+    def score(self, model: nn.Module) -> dict[str, float]:
+        """What `evaluate` says of the model, as floats; {} where the job has none.
+
+        Runs in evaluation mode and without gradients, and leaves every module's mode as it was.
+        Raises JobError where evaluate raises, returns no dict of numbers, or lacks best_metric.
+        """
+        if self.evaluate is None:
+            return {}
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.no_grad(), calling("evaluate(model)"):
+                found = self.evaluate(model)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        if not isinstance(found, Mapping) or not found:
+            raise JobError(
+                f'evaluate(model) returned {_short(found)}; it must return a dict such as {{"accuracy": 0.97}}'
+            )
+        try:
+            scores = {str(name): float(value) for name, value in found.items()}
+        except (TypeError, ValueError) as error:
+            raise JobError(f"evaluate(model) returned a metric that is no number: {error}") from error
+        if self.best_metric and self.best_metric not in scores:
+            raise JobError(f"best_metric is {self.best_metric!r}, but evaluate(model) returns {', '.join(scores)}")
+        return scores
+
+    def best(self, scores: Mapping[str, float]) -> tuple[str, bool]:
+        """(metric by which checkpoints are compared, whether its lowest value is best) for scores of score()."""
+        metric = self.best_metric or next(iter(scores))
+        return metric, self.best_mode == "min" or (not self.best_mode and lowest_is_best(metric))
+
+
+_LOWEST = {
+    "batch_size": 1,
+    "steps": 1,
+    "replicas": 1,
+    "accumulate": 1,
+    "seed": 0,
+    "checkpoint_every": 0,
+    "checkpoint_keep": 0,
+    "threads": 1,
+}
+
+
+def lowest_is_best(metric: str) -> bool:
+    """Whether a metric of this name is better when lower."""
+    return any(word in metric.lower() for word in _LOW_WORDS)
+
+
+def _require(holds: bool, name: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise JobError(f"Job.{name} is {_short(value)}; {remedy}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _is_map_style(data: object) -> bool:
+    # An IterableDataset inherits a __getitem__ that only raises.
+    cls = type(data)
+    return hasattr(cls, "__getitem__") and hasattr(cls, "__len__") and not isinstance(data, IterableDataset)
+
+
+def _is_factory(data: object) -> bool:
+    if isinstance(data, type):
+        return True
+    return callable(data) and not hasattr(type(data), "__getitem__") and not hasattr(type(data), "__iter__")
+
+
+def _is_one_shot(data: object) -> bool:
+    return not _is_map_style(data) and hasattr(type(data), "__next__")
+
+
+def _check_dataset(data: object, where: str = "dataset", *, one_shot: bool = False) -> None:
+    if isinstance(data, DataLoader):
+        raise JobError(
+            f"Job.{where} is a DataLoader; give its data set, and its batch_size and collate_fn as the job's "
+            "batch_size and collate (the job fixes the order of the data)"
+        )
+    if _is_factory(data) or _is_map_style(data):
+        return
+    _require(hasattr(type(data), "__iter__"), where, data, "give an object with len() and [index], or with iter()")
+    if _is_one_shot(data) and not one_shot:
+        raise JobError(
+            f"Job.{where} is {_short(data)}, which can be read only once; give the function that makes it, or an "
+            "object whose __iter__ starts anew"
+        )
+
+
+_OVERRIDES: Mapping[str, type[int] | type[float] | type[str]] = {
+    **dict.fromkeys(_LOWEST, int),
+    "clip_norm": float,
+    **dict.fromkeys(("consistency", "nan_policy", "best_metric", "best_mode", "name"), str),
+}
+"""Job fields that a command line can set, and how their text is read."""
+
+
+def load_job(path: Path, overrides: Iterable[tuple[str, str]] = ()) -> Job:
+    """The `job` that a Python file defines, with fields replaced by `overrides`, such as ("steps", "200").
+
+    The file runs as a module of a name of its own, never one that another module could have. Its folder comes first on
+    sys.path from then on, as with `python FILE`, so that it can import its siblings, then and later.
+    Raises JobError, in a sentence, for no such file, a file that raises or defines no shardline.Job, and an override
+    that is unknown or can't be.
+    """
+    path = Path(path)
+    _check_path(path)
+    job = getattr(_run_file(path), "job", None)
+    if not isinstance(job, Job):
+        raise JobError(f"{path}: `job` is {_short(job)}; it must be a shardline.Job(...)")
+    changes: dict[str, Any] = {}
+    if not job.name:
+        changes["name"] = path.resolve().parent.name if path.stem == "job" else path.stem
+    for name, text in overrides:
+        changes.update([_override(name, text)])
+    return dataclasses.replace(job, **changes)
+
+
+def _override(name: str, text: str) -> tuple[str, int | float | str]:
+    key = name.replace("-", "_")
+    kind = _OVERRIDES.get(key)
+    if kind is None:
+        raise JobError(f"no job field {name!r} can be set from outside; these can: {', '.join(_OVERRIDES)}")
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if kind is not str and value != value:
+        wanted = "a whole number" if kind is int else "a number"
+        raise JobError(f"{key} is set to {text!r}; it must be {wanted}")
+    return key, value
+
+
+def _check_path(path: Path) -> None:
+    if path.is_dir():
+        inside = ", ".join(sorted(p.name for p in path.glob("*.py"))) or "no .py file"
+        raise JobError(f"{path} is a folder; name the job file in it (it holds {inside})")
+    if not path.exists():
+        if not path.parent.is_dir():
+            raise JobError(f"no job file {path}: there is no folder {path.parent}")
+        names = sorted(p.name for p in path.parent.iterdir() if p.suffix == ".py")
+        near = difflib.get_close_matches(path.name, names, n=3) or names[:5]
+        hint = f"; did you mean {' or '.join(near)}?" if near else "; there is no .py file in that folder"
+        raise JobError(f"no job file {path}{hint}")
+    if path.suffix != ".py":
+        raise JobError(f"{path} is not a .py file; a job file is Python that defines `job = shardline.Job(...)`")
+
+
+def _run_file(path: Path) -> object:
+    """The module that the file makes; its code runs only where it can define `job` at all."""
+    resolved = path.resolve()
+    try:
+        tree = ast.parse(resolved.read_bytes(), filename=str(resolved))
+    except OSError as error:
+        raise JobError(f"job file {path} can't be read: {error.strerror}") from error
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise JobError(f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {error}") from error
+    if not _may_define_job(tree):
+        raise JobError(
+            f"{path} defines no `job`, so nothing of it was run; add `job = shardline.Job(...)`, or start a plain "
+            f"training script with `shardline train --script {path}`"
+        )
+    folder = str(resolved.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = f"shardline_job_{resolved.stem}_{hashlib.blake2b(str(resolved).encode(), digest_size=6).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    assert spec is not None and spec.loader is not None  # a .py file has both
+    module = importlib.util.module_from_spec(spec)
+    # Registered before it runs, as an import does: dataclasses and typing look their module up by name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(name, None)
+        raise JobError(_what_it_raised(path, resolved, error)) from error
+    if not hasattr(module, "job"):
+        raise JobError(f"{path} ran to its end without defining `job`; add `job = shardline.Job(...)` at its top level")
+    return module
+
+
+def _may_define_job(tree: ast.Module) -> bool:
+    """Whether anything outside of functions and classes could bind the name `job`."""
+    todo: list[ast.AST] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Name) and node.id == "job" and isinstance(node.ctx, ast.Store):
+            return True
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            if any(alias.name == "*" or (alias.asname or alias.name) == "job" for alias in node.names):
+                return True
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            # A function named job is no Job, but the sentence about that is clearer than the one about none.
+            if node.name == "job":
+                return True
+        elif isinstance(node, ast.Global) and "job" in node.names:
+            return True
+        else:
+            todo.extend(ast.iter_child_nodes(node))
+    return False
+
+
+def _what_it_raised(path: Path, resolved: Path, error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(resolved)]
+    where = f"{path}, line {lines[-1]}" if lines else f"{path}"
+    if isinstance(error, ShardlineError):
+        return f"{where}: {error}"
+    if isinstance(error, SystemExit):
+        return f"{where}: the file ends the process (SystemExit: {error.code}) instead of defining `job`"
+    return f"{where}: {type(error).__name__}: {error}"

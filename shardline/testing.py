@@ -1,0 +1,278 @@
+"""What training must end in: the one-process reference, with a plain torch optimizer and no Shardline in between.
+
+    result = reference(job)
+    assert result.sha256 == summary["params_sha256"]
+
+Synchronous: the R logical replicas run one after another, their gradients are added along the canonical tree, and a
+torch.optim object steps on the model's own parameters. Asynchronous: one worker's batches, one after another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardline.data import BatchSource, replica_gradients
+from shardline.digest import params_sha256
+from shardline.errors import NonFiniteError
+from shardline.job import Job
+from shardline.model import named_values
+from shardline.reduce import clip_scale, global_norm, mean_, square_sums, tree_sum
+from shardline.schedule import factor
+from shardline.sharding import Plan, Slice, make_plan, padded
+from shardline.spec import JobSpec, TensorKind
+
+Gradients = dict[str, torch.Tensor | None]
+Values = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceResult:
+    """Where a training ends. All tensors are copies, on the model's device."""
+
+    step: int
+    """Steps done, skipped ones included."""
+    version: int
+    """Updates applied: steps less the skipped ones."""
+    params: Mapping[str, torch.Tensor]
+    """Every parameter by its first name, frozen ones included."""
+    buffers: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, Mapping[str, Any]]
+    """Optimizer state by parameter name: {"fc.weight": {"momentum_buffer": ...}}; absent where torch has none yet."""
+    losses: tuple[float, ...]
+    """Mean loss over the replicas of each step that this call ran."""
+    skipped: tuple[int, ...] = field(default=())
+    """Steps that were skipped for a NaN or infinity (nan_policy "skip")."""
+
+    @property
+    def sha256(self) -> str:
+        """shardline.digest.params_sha256 of the parameters."""
+        return params_sha256(self.params)
+
+
+def reference(job: Job, steps: int | None = None, *, start: ReferenceResult | None = None) -> ReferenceResult:
+    """Train in this process, alone, up to `steps` (default: the job's) and return where it ends.
+
+    start: go on from an earlier result, as a resumed job does; `steps` counts from the job's first step all the same.
+    Bit-identical to a cluster in synchronous mode, and in asynchronous mode with one worker, on one machine class.
+    With `fused=True` the optimizer steps on flat copies padded to a multiple of 64 elements, as a parameter server's
+    buckets are: fused kernels round the last few elements of a tensor of another length in another way.
+    Raises NonFiniteError under the policy "stop", naming tensor, replica and step.
+    """
+    with _threads(job.threads):
+        run = _Run(job)
+        if start is not None:
+            run.load(start)
+        losses = [run.step() for _ in range(run.at, job.steps if steps is None else steps)]
+        return run.result(tuple(losses))
+
+
+@contextmanager
+def _threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Run:
+    """One training in progress."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.model = job.build_model()
+        self.spec: JobSpec = job.spec(self.model)
+        self.plan: Plan = make_plan(self.spec.tensors, 1)
+        values = named_values(self.model)
+        kinds = {tensor.name: tensor.kind for tensor in self.spec.tensors}
+        self.params = {name: value for name, value in values.items() if kinds[name] is not TensorKind.BUFFER}
+        self.trained = {name: value for name, value in values.items() if kinds[name] is TensorKind.PARAM}
+        self.buffers = {name: value for name, value in values.items() if kinds[name] is TensorKind.BUFFER}
+        self.stepper = _Stepper(job, self.model, self.trained)
+        self.source = BatchSource(job)
+        self.at = 0
+        self.version = 0
+        self.skipped: list[int] = []
+
+    def step(self) -> float:
+        """One step; returns the mean loss over the replicas."""
+        before = _copies(self.buffers)
+        after = before
+        contributions: list[Gradients] = []
+        losses = []
+        for replica in range(self.spec.replicas):
+            _assign(self.buffers, before)
+            loss, _ = replica_gradients(self.model, self.job, self.source, self.at, replica)
+            losses.append(loss)
+            # zero_grad drops the references of the next replica's pass, so these tensors stay as they are.
+            contributions.append({name: value.grad for name, value in self.trained.items()})
+            if replica == 0:
+                after = _copies(self.buffers)
+        bad = _non_finite(contributions, losses)
+        if bad and self.spec.consistency.nan_policy == "stop":
+            raise NonFiniteError(f"{bad} in step {self.at}")
+        if bad:
+            _assign(self.buffers, before)
+            self.skipped.append(self.at)
+        else:
+            _assign(self.buffers, after)
+            asynchronous = self.spec.consistency.mode == "async"
+            gradients = self._clip_as_torch(contributions[0]) if asynchronous else self._combine(contributions)
+            # PROTOCOL 1.1: the learning rate follows the step, in asynchronous mode the version.
+            self.stepper.step(gradients, factor(self.spec.schedule, self.version if asynchronous else self.at))
+            self.version += 1
+        self.at += 1
+        return sum(losses) / len(losses)
+
+    def _combine(self, contributions: list[Gradients]) -> Gradients:
+        """Canonical sum over the replicas, mean, clipping."""
+        gradients: Gradients = {}
+        for name in self.trained:
+            total = tree_sum([one[name] for one in contributions])
+            gradients[name] = None if total is None else mean_(total, self.spec.replicas)
+        if self.spec.consistency.clip_norm > 0.0:
+            scale = clip_scale(self._norm(gradients), self.spec.consistency.clip_norm)
+            if scale < 1.0:
+                for gradient in gradients.values():
+                    if gradient is not None:
+                        gradient.mul_(scale)
+        return gradients
+
+    def _norm(self, gradients: Gradients) -> float:
+        sums = []
+        for number, tensor in enumerate(self.plan.tensors):
+            gradient = gradients.get(tensor.name)
+            if gradient is None or tensor.elements == 0:
+                continue
+            whole = Slice(tensor=number, first_row=0, rows=tensor.rows, offset=0, elements=tensor.elements)
+            base = self.plan.quantum_base[number]
+            sums += [(base + quantum, value) for quantum, value in square_sums(gradient.reshape(-1), tensor, whole)]
+        return global_norm(sums)
+
+    def _clip_as_torch(self, gradients: Gradients) -> Gradients:
+        """A worker's own gradient, clipped by torch's function (PROTOCOL 1.5)."""
+        if self.spec.consistency.clip_norm > 0.0:
+            nn.utils.clip_grad_norm_(list(self.trained.values()), self.spec.consistency.clip_norm)
+        return gradients
+
+    def load(self, start: ReferenceResult) -> None:
+        """Take over where an earlier run ended."""
+        self.at, self.version, self.skipped = start.step, start.version, list(start.skipped)
+        _assign(self.params, start.params)
+        _assign(self.buffers, start.buffers)
+        self.stepper.load(start.optimizer)
+
+    def result(self, losses: tuple[float, ...]) -> ReferenceResult:
+        """Copies of everything."""
+        return ReferenceResult(
+            step=self.at,
+            version=self.version,
+            params=_copies(self.params),
+            buffers=_copies(self.buffers),
+            optimizer=self.stepper.state(),
+            losses=losses,
+            skipped=tuple(self.skipped),
+        )
+
+
+class _Stepper:
+    """The torch.optim object, and the flat padded copies it steps on where it is fused."""
+
+    def __init__(self, job: Job, model: nn.Module, trained: Values) -> None:
+        self.optimizer = job.build_optimizer(model)
+        self.trained = trained
+        self.stepped: Values = dict(trained)
+        if any(group.get("fused") for group in self.optimizer.param_groups):
+            self.stepped = {name: nn.Parameter(_padded(value)) for name, value in trained.items()}
+            names = {id(value): name for name, value in trained.items()}
+            groups = [
+                {**group, "params": [self.stepped[names[id(p)]] for p in group["params"] if id(p) in names]}
+                for group in self.optimizer.param_groups
+            ]
+            self.optimizer = type(self.optimizer)(groups, **job.optimizer_args)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, gradients: Gradients, rate_factor: float) -> None:
+        """One update of the model's parameters; a gradient of None leaves its parameter and its state alone."""
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * rate_factor
+        for name, value in self.stepped.items():
+            gradient = gradients[name]
+            flat = gradient is not None and value is not self.trained[name]
+            value.grad = _padded(gradient) if flat and gradient is not None else gradient
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, value in self.stepped.items():
+                if value is not self.trained[name]:
+                    self.trained[name].copy_(self._shaped(name, value))
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Copies of the optimizer's state by name, in the parameters' shapes."""
+        found = {}
+        for name, value in self.stepped.items():
+            if self.optimizer.state.get(value):
+                found[name] = {
+                    key: self._shaped(name, item) if isinstance(item, torch.Tensor) else item
+                    for key, item in self.optimizer.state[value].items()
+                }
+        return found
+
+    def _shaped(self, name: str, item: torch.Tensor) -> torch.Tensor:
+        """A copy of a value or a state; of a flat padded one in the parameter's shape."""
+        stepped, trained = self.stepped[name], self.trained[name]
+        copy = item.detach().clone()
+        if stepped is trained or copy.shape != stepped.shape:
+            return copy
+        return copy[: trained.numel()].reshape(trained.shape)
+
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """The inverse of state()."""
+        with torch.no_grad():
+            for name, value in self.stepped.items():
+                if value is not self.trained[name]:
+                    value.copy_(_padded(self.trained[name]))
+        for name, items in state.items():
+            value = self.stepped[name]
+            flat = value is not self.trained[name]
+            self.optimizer.state[value] = {
+                key: (_padded(item) if flat and item.shape == self.trained[name].shape else item.clone())
+                if isinstance(item, torch.Tensor)
+                else item
+                for key, item in items.items()
+            }
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat copy, zeros up to a multiple of 64 elements."""
+    flat = tensor.new_zeros(padded(tensor.numel()))
+    flat[: tensor.numel()] = tensor.detach().reshape(-1)
+    return flat
+
+
+def _copies(values: Mapping[str, torch.Tensor]) -> Values:
+    return {name: value.detach().clone() for name, value in values.items()}
+
+
+def _assign(values: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            value.copy_(new[name])
+
+
+def _non_finite(contributions: list[Gradients], losses: list[float]) -> str:
+    """What is NaN or infinite, as the start of a sentence; "" where all is finite."""
+    for replica, (gradients, loss) in enumerate(zip(contributions, losses, strict=True)):
+        if not math.isfinite(loss):
+            return f"the loss of replica {replica} is {loss}"
+        for name, gradient in gradients.items():
+            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                return f"the gradient of {name!r} from replica {replica} is not finite"
+    return ""
