@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import shlex
@@ -316,18 +317,20 @@ def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | Non
     found = dict(summary or {})
     lines = []
     if "steps" in found and "seconds" in found:
-        lines.append(
-            f"{found['steps']} steps in {found['seconds']:.1f} s ({found.get('steps_per_s', 0.0):.1f} steps/s)"
-        )
-    metrics = found.get("last_metrics") or (dict(last.last_metrics) if last is not None else {})
+        rate = found.get("steps_per_second", 0.0)
+        lines.append(f"{found['steps']} steps in {found['seconds']:.1f} s ({rate:.1f} steps/s)")
+    scored = (found.get("evaluation") or {}).get("last") or {}
+    metrics = scored.get("metrics") or (dict(last.last_metrics) if last is not None else {})
     if metrics:
-        lines.append("evaluation: " + ", ".join(f"{name} {value:.4f}" for name, value in sorted(metrics.items())))
-    checkpoint = found.get("checkpoint") or (last.checkpoint_path if last is not None else "")
+        # The summary has null for what isn't finite: JSON has no NaN.
+        shown = (f"{name} {math.nan if value is None else value:.4f}" for name, value in sorted(metrics.items()))
+        at = f" at step {scored['step']}" if "step" in scored else ""
+        lines.append(f"evaluation{at}: {', '.join(shown)}")
     places = {
-        "checkpoint": checkpoint,
+        "checkpoint": found.get("checkpoint") or (last.checkpoint_path if last is not None else ""),
         "logs": out / "logs",
-        "metrics": out / "metrics.jsonl",
-        "tensorboard": out / "tensorboard",
+        "metrics": out / "logs" / "steps.jsonl",
+        "tensorboard": out / "logs" / "tensorboard",
         "summary": summary_path(out),
     }
     lines += [f"{name + ':':<12} {place}" for name, place in places.items() if place and Path(place).exists()]

@@ -58,7 +58,7 @@ def chief(config):
         held.append(connection)
         line = connection.makefile().readline().split()
         if line and line[0] == "exit":
-            (config.out / "summary.json").write_text(json.dumps({"steps": 3, "seconds": 1.5, "steps_per_s": 2.0}))
+            (config.out / "summary.json").write_text(json.dumps({"steps": 3, "seconds": 1.5, "steps_per_second": 2.0}))
             return int(line[1])
 
 def other(config):
@@ -569,10 +569,11 @@ def test_status_table_has_a_row_per_task() -> None:
 
 def test_report_names_only_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    lines = report(tmp_path, {"steps": 9, "seconds": 2.0, "steps_per_s": 4.5, "last_metrics": {"accuracy": 0.98}}, None)
-    assert lines == [
+    scored = {"last": {"step": 8, "metrics": {"accuracy": 0.98, "loss": None}}}
+    summary = {"steps": 9, "seconds": 2.0, "steps_per_second": 4.5, "evaluation": scored, "checkpoint": "/gone"}
+    assert report(tmp_path, summary, None) == [
         "9 steps in 2.0 s (4.5 steps/s)",
-        "evaluation: accuracy 0.9800",
+        "evaluation at step 8: accuracy 0.9800, loss nan",
         f"logs:        {tmp_path / 'logs'}",
     ]
     assert report(tmp_path, None, RUNNING)[0] == "evaluation: accuracy 0.9700"

@@ -1,0 +1,62 @@
+# `make demo` and `make test` need python3.11 (or newer) and nothing else: they make .venv by themselves.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+STAMP := .venv/.installed
+PROTOS := $(wildcard proto/shardline/rpc/v1/*.proto)
+# protoc finds mypy-protobuf's plugins on PATH.
+PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --python_out=$(1) \
+	--grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
+# More for pytest: make test ARGS="-k cluster -x"
+ARGS ?=
+
+.PHONY: install proto proto-check docs fmt fmt-check lint type test test-all demo clean
+.DELETE_ON_ERROR:
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Shardline needs Python 3.11 or newer; name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || \
+		{ rm -rf .venv; echo "can't make .venv; on Debian: apt-get install python3-venv" >&2; exit 2; }
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	@touch $@
+
+proto: $(STAMP)
+	$(call PROTOC,.)
+
+# The stubs are generated once more, into a folder that goes away, and compared.
+proto-check: $(STAMP)
+	@new=$$(mktemp -d) && trap 'rm -rf "$$new"' EXIT && $(call PROTOC,"$$new") && \
+	{ diff -r -x __init__.py -x __pycache__ "$$new/shardline/rpc/v1" shardline/rpc/v1 || \
+		{ echo "the generated stubs are not what proto/ says; run: make proto" >&2; exit 1; }; }
+
+docs: $(STAMP)
+	$(BIN)/python -m shardline.metrics > docs/metrics.md
+
+fmt: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+fmt-check: $(STAMP)
+	$(BIN)/ruff format --check .
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+type: $(STAMP)
+	$(BIN)/mypy
+
+test: $(STAMP)
+	$(BIN)/pytest -q -m "not chaos and not bench" tests $(ARGS)
+
+test-all: $(STAMP)
+	$(BIN)/pytest -q tests $(ARGS)
+
+demo: $(STAMP)
+	rm -rf runs/demo
+	$(BIN)/shardline train examples/digits/job.py --ps 2 --workers 2 --evaluators 1 --out runs/demo
+
+clean:
+	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

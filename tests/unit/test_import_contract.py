@@ -1,0 +1,166 @@
+"""The layers of the house: what may import what. Read from the source, so that imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROLES = {
+    "shardline_ps": "services",
+    "shardline_worker": "worker",
+    "shardline_chief": "chief",
+    "shardline_evaluator": "evaluator",
+}
+CONTAINERS = ("worker", "chief", "services", "evaluator", "proto")
+STUBS = "shardline.rpc.v1"
+UNSAFE_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, and each name taken from it as a module of its own."""
+
+    path: str
+    line: int
+    module: str
+
+
+def modules_of(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import; `from a import b` counts as a and as a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parts, base] if base else parts)
+            yield node.lineno, base
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+
+
+def imports_of(source: str, path: str, package: str) -> list[Import]:
+    return [Import(path, line, module) for line, module in modules_of(ast.parse(source, path), package)]
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def may_use_stubs(path: str) -> bool:
+    parts = Path(path).parts
+    if parts[:2] in (("shardline", "wire"), ("shardline", "rpc")):
+        return True
+    name = Path(path).stem
+    return parts[0] != "shardline" and (name == "servicer" or name.endswith("_servicer"))
+
+
+def refusal(item: Import) -> str | None:
+    """Why this import breaks a rule; None where it doesn't."""
+    top = item.module.split(".", maxsplit=1)[0]
+    own = Path(item.path).parts[1] if Path(item.path).parts[0] in ROLES.values() else Path(item.path).parts[0]
+    if top in CONTAINERS:
+        return f"{top} is a folder, not a package: a person's own {top}.py must not clash with it"
+    if top in ROLES and top != own:
+        return "the library imports no role" if own == "shardline" else "roles never import each other"
+    if within(item.module, STUBS) and not may_use_stubs(item.path):
+        return "generated stubs are for shardline/wire, shardline/rpc and the roles' servicers"
+    if top in UNSAFE_MODULES:
+        return "nothing is pickled"
+    return None
+
+
+def sources() -> list[Path]:
+    """Python files of the library and of the roles, without the generated ones."""
+    folders = [ROOT / "shardline", *(ROOT / folder / package for package, folder in ROLES.items())]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    return [path for path in files if (ROOT / "shardline" / "rpc" / "v1") not in path.parents]
+
+
+def package_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    parts = relative.parent.parts if relative.parts[0] == "shardline" else relative.parent.parts[1:]
+    return ".".join(parts)
+
+
+def test_every_source_file_is_seen() -> None:
+    seen = {package_of(path).split(".", maxsplit=1)[0] for path in sources()}
+    assert seen == {"shardline", *ROLES}
+
+
+def test_layers_hold() -> None:
+    broken = []
+    for path in sources():
+        relative = str(path.relative_to(ROOT))
+        for item in imports_of(path.read_text(), relative, package_of(path)):
+            reason = refusal(item)
+            if reason is not None:
+                broken.append(f"{item.path}:{item.line} imports {item.module}: {reason}")
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "says"),
+    [
+        ("shardline/job.py", "from shardline_worker import loop", "the library imports no role"),
+        ("chief/shardline_chief/x.py", "def f():\n    import shardline_ps.store", "never import each other"),
+        ("chief/shardline_chief/x.py", "import worker", "a folder, not a package"),
+        ("shardline/job.py", "from chief.shardline_chief import state", "a folder, not a package"),
+        ("shardline/job.py", "from shardline.rpc.v1 import chief_pb2", "generated stubs"),
+        ("shardline/job.py", "from shardline.rpc import v1", "generated stubs"),
+        ("shardline/cli/x.py", "from ..rpc.v1 import chief_pb2", "generated stubs"),
+        ("worker/shardline_worker/loop.py", "import shardline.rpc.v1.chief_pb2 as p", "generated stubs"),
+        ("shardline/servicer.py", "import shardline.rpc.v1.chief_pb2", "generated stubs"),
+        ("shardline/job.py", "import pickle", "nothing is pickled"),
+        ("shardline/job.py", "import shardline.rpc.status", None),
+        ("shardline/rpc/x.py", "from .v1 import chief_pb2", None),
+        ("chief/shardline_chief/servicer.py", "from shardline.rpc.v1 import chief_pb2", None),
+        ("services/shardline_ps/data_servicer.py", "from shardline.rpc.v1 import data_pb2", None),
+        ("services/shardline_ps/x.py", "from shardline_ps import store", None),
+    ],
+)
+def test_rules_refuse_what_they_are_for(path: str, source: str, says: str | None) -> None:
+    reasons = [refusal(item) for item in imports_of(source, path, package_of(ROOT / path))]
+    if says is None:
+        assert reasons == [None] * len(reasons)
+    else:
+        assert any(says in reason for reason in reasons if reason)
+
+
+def unsafe_loads(source: str, path: str) -> list[str]:
+    """Calls of a `load` of torch, or of numpy's with pickles, that could run code from a file."""
+    found = []
+    for node in ast.walk(ast.parse(source, path)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if called == "torch.load" and keywords.get("weights_only") != "True":
+            found.append(f"{path}:{node.lineno} torch.load without weights_only=True runs code from the file")
+        if keywords.get("allow_pickle", "False") != "False":
+            found.append(f"{path}:{node.lineno} {called} with allow_pickle runs code from the file")
+    return found
+
+
+def test_nothing_is_unpickled() -> None:
+    broken = [line for path in sources() for line in unsafe_loads(path.read_text(), str(path.relative_to(ROOT)))]
+    assert not broken, "\n".join(broken)
+
+
+def test_unsafe_loads_are_seen() -> None:
+    assert unsafe_loads("torch.load(path)", "x.py")
+    assert unsafe_loads("torch.load(path, weights_only=False)", "x.py")
+    assert unsafe_loads("np.load(path, allow_pickle=True)", "x.py")
+    assert not unsafe_loads("torch.load(path, weights_only=True)", "x.py")
+
+
+def test_role_folders_are_no_packages() -> None:
+    found = [str(path) for folder in CONTAINERS for path in [ROOT / folder / "__init__.py"] if path.exists()]
+    assert not found, f"{found} would make `import worker` work, which a person's own worker.py must win"
