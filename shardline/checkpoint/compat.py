@@ -1,0 +1,81 @@
+"""Can a job go on from a checkpoint? Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardline.errors import CheckpointError
+from shardline.spec import JobSpec, TensorSpec
+from shardline.spec_json import job_to_json
+
+_SYNC_IDENTITY = ("replicas", "batch_size", "accumulate", "seed", "samples")
+"""What decides which samples and random numbers a synchronous step sees: other values are another history."""
+
+
+def resume_notes(stored: JobSpec, job: JobSpec, where: str) -> list[str]:
+    """Differences under which `job` may go on from the checkpoint `where` of `stored`, one phrase each.
+
+    Raises CheckpointError naming the differences under which it may not: tensors (names, shapes, dtypes, kinds), the
+    update rule, the consistency mode, and in synchronous mode what the data order depends on.
+    """
+    blocking = [*_tensor_differences(stored, job), *_setting_differences(stored, job)]
+    if blocking:
+        shown = "; ".join(blocking[:5]) + (f"; and {len(blocking) - 5} more" if len(blocking) > 5 else "")
+        raise CheckpointError(
+            f"{where} is of another job ({stored.name!r}), so {job.name!r} can't resume from it: {shown}. "
+            "Give it another --out, or the job the checkpoint was made by"
+        )
+    before, after = _flat(job_to_json(stored)), _flat(job_to_json(job))
+    return [
+        f"{path}: {after.get(path, 'absent')} in the job, {before.get(path, 'absent')} in the checkpoint"
+        for path in [*before, *(path for path in after if path not in before)]
+        if before.get(path, "absent") != after.get(path, "absent")
+    ]
+
+
+def _tensor_differences(stored: JobSpec, job: JobSpec) -> list[str]:
+    before: dict[str, TensorSpec] = {tensor.name: tensor for tensor in stored.tensors}
+    after: dict[str, TensorSpec] = {tensor.name: tensor for tensor in job.tensors}
+    out = [f"tensor {name!r} is in the job, not in the checkpoint" for name in after if name not in before]
+    out += [f"tensor {name!r} is in the checkpoint, not in the job" for name in before if name not in after]
+    for name, new in after.items():
+        if name not in before:
+            continue
+        old = before[name]
+        pairs = [
+            ("shape", new.shape, old.shape),
+            ("dtype", new.dtype, old.dtype),
+            ("kind", new.kind.value, old.kind.value),
+        ]
+        out += [
+            f"tensor {name!r} has {what} {ours} in the job, {theirs} in the checkpoint"
+            for what, ours, theirs in pairs
+            if ours != theirs
+        ]
+    return out
+
+
+def _setting_differences(stored: JobSpec, job: JobSpec) -> list[str]:
+    pairs: list[tuple[str, Any, Any]] = [
+        ("the rule", job.rule.name, stored.rule.name),
+        ("consistency", job.consistency.mode, stored.consistency.mode),
+    ]
+    if job.consistency.mode == "sync":
+        pairs += [(name, getattr(job, name), getattr(stored, name)) for name in _SYNC_IDENTITY]
+    return [
+        f"{what} is {ours} in the job, {theirs} in the checkpoint" for what, ours, theirs in pairs if ours != theirs
+    ]
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Leaves by path; tensors by name, so that their order doesn't matter."""
+    if isinstance(value, dict) and value:
+        items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        items = [(f"{path}[{item.get('name', number)}]", item) for number, item in enumerate(value)]
+    else:
+        return {path: value}
+    out: dict[str, Any] = {}
+    for where, item in items:
+        out.update(_flat(item, where))
+    return out

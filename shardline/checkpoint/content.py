@@ -1,0 +1,235 @@
+"""What a shard's file holds: entries keyed by tensor name and first row, their digest, and the bytes of the file.
+
+    value/<tensor>@<row>          rows of the tensor, in its shape
+    state/<state>/<tensor>@<row>  optimizer state: in the tensor's shape where it is element-wise, else flat
+    scalar/<state>/<tensor>@<row> float64, 0-d: per-tensor state such as "step"
+    initialized/<tensor>@<row>    bool, 0-d: the optimizer state of these rows exists
+
+No key and no value depends on offsets, buckets or the number of shards, so any plan can read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardline.errors import CheckpointError
+from shardline.image import VALUE, BucketImage
+from shardline.sharding import BucketSpec, Plan, Slice, quantum_rows
+from shardline.spec import DTYPE_NAMES, DTYPES, TensorSpec
+from shardline.update.layout import flat_elements, state_spans
+
+STATE = "state"
+SCALAR = "scalar"
+INITIALIZED = "initialized"
+COMPLEX_KEYS = "complex"
+"""Metadata field of a shard's file: JSON list of the keys whose last dimension is (real, imaginary)."""
+
+_CODES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""dtype -> its name in a safetensors header."""
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """Name of an entry: what ("value", "state", "scalar", "initialized"), which state, of which tensor's rows."""
+
+    what: str
+    state: str
+    tensor: str
+    first_row: int
+
+    def __str__(self) -> str:
+        middle = f"{self.state}/" if self.what in (STATE, SCALAR) else ""
+        return f"{self.what}/{middle}{self.tensor}@{self.first_row}"
+
+    @classmethod
+    def parse(cls, text: str) -> Key:
+        """The key that str() wrote; tensor names may hold "/" and "@". Raises CheckpointError for anything else."""
+        what, _, rest = text.partition("/")
+        state = ""
+        if what in (STATE, SCALAR):
+            state, _, rest = rest.partition("/")
+        tensor, at, row = rest.rpartition("@")
+        if what not in (VALUE, STATE, SCALAR, INITIALIZED) or not at or not (row.isascii() and row.isdigit()):
+            raise CheckpointError(f"entry {text!r} is none of value/, state/, scalar/ or initialized/<tensor>@<row>")
+        if what in (STATE, SCALAR) and not state:
+            raise CheckpointError(f"entry {text!r} names no state")
+        return cls(what, state, tensor, int(row))
+
+
+Entries = dict[Key, torch.Tensor]
+
+
+def image_entries(image: BucketImage, bucket: BucketSpec, tensors: Sequence[TensorSpec], rule: str) -> Entries:
+    """Entries of one bucket, views of the image's tensors. Raises CheckpointError where the image isn't the plan's."""
+    where = f"shard {image.shard}, bucket {image.bucket}"
+    _check_image(image, bucket, where)
+    entries: Entries = {}
+    for name, flat in image.tensors.items():
+        layout, total = state_spans(rule, name, bucket, tensors), flat_elements(rule, name, bucket, tensors)
+        if flat.dim() != 1 or flat.numel() != total or flat.device.type != "cpu":
+            raise CheckpointError(
+                f"{where}: {name!r} has shape {tuple(flat.shape)} on {flat.device}, the plan needs {total} on the CPU"
+            )
+        if flat.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{where}: {name!r} has dtype {flat.dtype}, which a checkpoint can't hold")
+        for piece, (offset, elements) in zip(bucket.slices, layout, strict=True):
+            tensor = tensors[piece.tensor]
+            key = Key(VALUE if name == VALUE else STATE, "" if name == VALUE else name, tensor.name, piece.first_row)
+            part = flat[offset : offset + elements]
+            if elements == piece.elements:
+                entries[key] = part.view(slice_shape(tensor, piece))
+            elif elements:
+                entries[key] = part
+    for number, piece in enumerate(bucket.slices):
+        name, row = tensors[piece.tensor].name, piece.first_row
+        for state, values in image.scalars.items():
+            entries[Key(SCALAR, state, name, row)] = torch.tensor(values[number], dtype=torch.float64)
+        if image.initialized:
+            entries[Key(INITIALIZED, "", name, row)] = torch.tensor(image.initialized[number])
+    return entries
+
+
+def _check_image(image: BucketImage, bucket: BucketSpec, where: str) -> None:
+    if VALUE not in image.tensors:
+        raise CheckpointError(f"{where}: the image has no {VALUE!r}")
+    dtype = image.tensors[VALUE].dtype
+    if dtype is not DTYPES[bucket.dtype]:
+        raise CheckpointError(f"{where}: values are {dtype}, the plan says {bucket.dtype}")
+    for state in (*image.tensors, *image.scalars):
+        if not state or "/" in state:
+            raise CheckpointError(f"{where}: a state is named {state!r}; a name can't be empty or hold '/'")
+    for state, values in image.scalars.items():
+        if len(values) != len(bucket.slices):
+            raise CheckpointError(f"{where}: {len(values)} values of {state!r} for {len(bucket.slices)} slices")
+    if image.initialized and len(image.initialized) != len(bucket.slices):
+        raise CheckpointError(f"{where}: {len(image.initialized)} initialized flags for {len(bucket.slices)} slices")
+
+
+def slice_shape(tensor: TensorSpec, piece: Slice) -> tuple[int, ...]:
+    """Shape of a slice's rows; () for a 0-d tensor."""
+    return (piece.rows, *tensor.shape[1:]) if tensor.shape else ()
+
+
+def shard_entries(images: Sequence[BucketImage], plan: Plan, shard: int, rule: str) -> Entries:
+    """Entries of all buckets of a shard. Raises CheckpointError for a missing, repeated or foreign bucket."""
+    buckets = plan.shards[shard].buckets
+    entries: Entries = {}
+    seen: set[int] = set()
+    for image in images:
+        if image.shard != shard or image.bucket in seen or not 0 <= image.bucket < len(buckets):
+            raise CheckpointError(
+                f"shard {shard} of the cut brought bucket {image.bucket} of shard {image.shard} "
+                f"({len(seen)} of {len(buckets)} buckets so far); each must come once"
+            )
+        seen.add(image.bucket)
+        entries.update(image_entries(image, buckets[image.bucket], plan.tensors, rule))
+    missing = sorted(set(range(len(buckets))) - seen)
+    if missing:
+        raise CheckpointError(f"shard {shard} of the cut lacks buckets {missing[:10]} of {len(buckets)}")
+    return entries
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of a CPU tensor in memory order, without a copy where it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+class ContentDigest:
+    """sha256 over all content, whatever the plan: by tensor, state and quantum, sorted, with names and dtypes.
+
+    Tensors are cut only at multiples of their quantum, so hashing quantum by quantum gives every plan the same digest
+    while only one shard need be in memory.
+    """
+
+    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._parts: dict[tuple[str, str, str, int], bytes] = {}
+
+    def add(self, entries: Mapping[Key, torch.Tensor], rows: Mapping[tuple[str, int], int]) -> None:
+        """Take entries in; rows: number of rows by (tensor, first row)."""
+        for key, part in entries.items():
+            tensor = self._tensors[key.tensor]
+            held = rows[key.tensor, key.first_row]
+            step = quantum_rows(tensor)
+            if key.first_row % step:
+                raise CheckpointError(f"{key.tensor!r} is cut at row {key.first_row}, not a multiple of {step}")
+            first = key.first_row // step
+            for number, data in enumerate(self._quanta(key, tensor, part, held, step)):
+                self._parts[key.what, key.state, key.tensor, first + number] = data
+
+    @staticmethod
+    def _quanta(key: Key, tensor: TensorSpec, part: torch.Tensor, rows: int, step: int) -> Iterator[bytes]:
+        """Digest of each quantum among an entry's rows; of the entry as one where it isn't laid out by rows."""
+        starts = range(0, max(1, rows), step)
+        if key.what in (SCALAR, INITIALIZED):
+            yield from (struct.pack("<d", float(part)) for _ in starts)
+            return
+        head = DTYPE_NAMES[part.dtype].encode()
+        if not tensor.shape or tuple(part.shape) != (rows, *tensor.shape[1:]):
+            yield hashlib.sha256(head + raw_bytes(part)).digest()
+            return
+        for row in starts:
+            yield hashlib.sha256(head + raw_bytes(part[row : row + step])).digest()
+
+    def hexdigest(self) -> str:
+        """Digest of what was added, in any order."""
+        total = hashlib.sha256()
+        for key in sorted(self._parts):
+            total.update("\0".join(map(str, key)).encode() + b"\0")
+            total.update(self._parts[key])
+        return total.hexdigest()
+
+
+def safetensors_chunks(entries: Mapping[Key, torch.Tensor]) -> Iterator[Any]:
+    """The bytes of a safetensors file of the entries, in pieces, without a copy of the shard.
+
+    The library's own writer copies the whole file in memory and can neither fsync nor name the errno of a full disk.
+    Format: https://github.com/huggingface/safetensors#format, read back by the library itself.
+    """
+    stored = {str(key): torch.view_as_real(t) if t.is_complex() else t for key, t in entries.items()}
+    # Widest elements first, so that each tensor starts at a multiple of its element size.
+    order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "format": "pt",
+            COMPLEX_KEYS: json.dumps(sorted(str(key) for key, t in entries.items() if t.is_complex())),
+        }
+    }
+    end = 0
+    for name in order:
+        tensor = stored[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for name in order:
+        yield raw_bytes(stored[name])
+
+
+def slice_rows(plan: Plan, shard: int) -> dict[tuple[str, int], int]:
+    """Rows by (tensor, first row) of the slices of a shard."""
+    return {
+        (plan.tensors[piece.tensor].name, piece.first_row): piece.rows
+        for bucket in plan.shards[shard].buckets
+        for piece in bucket.slices
+    }

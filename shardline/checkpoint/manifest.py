@@ -1,0 +1,268 @@
+"""manifest.json: what a checkpoint is of, which files it has and what they must hash to. Every field is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from shardline.errors import CheckpointError, ShardlineError
+from shardline.sharding import BucketSpec, Plan, ShardSpec, Slice, check_plan
+from shardline.spec import DTYPES, JobSpec, TensorKind
+from shardline.spec_json import job_from_json, job_to_json
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+"""Version of the folder's layout. A reader refuses any other."""
+
+Count = Annotated[int, Field(ge=0)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+_STEP_FOLDER = re.compile(r"^step-(\d{8,})$")
+
+
+def step_folder(step: int) -> str:
+    """Name of a step's folder, "step-00001200"."""
+    return f"step-{step:08d}"
+
+
+def parse_step_folder(name: str) -> int | None:
+    """The step of a folder's name, or None where it is something else."""
+    match = _STEP_FOLDER.match(name)
+    return int(match.group(1)) if match and step_folder(int(match.group(1))) == name else None
+
+
+def shard_file(shard: int, num_shards: int) -> str:
+    """Name of a shard's file, "shard-00000-of-00002.safetensors"."""
+    return f"shard-{shard:05d}-of-{num_shards:05d}.safetensors"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class FileEntry(_Model):
+    """One file of the checkpoint."""
+
+    name: str
+    bytes: Count
+    sha256: Sha256
+
+
+class BucketModel(_Model):
+    """One bucket of the plan; slices are [tensor, first_row, rows, offset, elements]."""
+
+    dtype: str
+    kind: Literal["param", "frozen", "buffer"]
+    elements: Count
+    slices: tuple[tuple[Count, Count, Count, Count, Count], ...]
+
+
+class ShardModel(_Model):
+    """One shard of the plan."""
+
+    buckets: tuple[BucketModel, ...]
+
+
+class Manifest(_Model):
+    """A checkpoint's manifest. Its tensors stand in `job`."""
+
+    format: Literal["shardline-checkpoint"]
+    format_version: int
+    job_name: str
+    job: dict[str, JsonValue]
+    """spec_json's form of the JobSpec."""
+    plan_id: str
+    shards: tuple[ShardModel, ...] = Field(min_length=1)
+    step: Count
+    timeline: Count
+    term: Count
+    consistent: bool
+    """True: all shards at this step, one cut. False: each shard at an instant of its own (asynchronous mode)."""
+    versions: tuple[Count, ...]
+    """Optimizer applications per shard."""
+    files: tuple[FileEntry, ...]
+    """One per shard, in order."""
+    content_sha256: Sha256
+    """Digest of all content by tensor name and quantum; the same for every plan."""
+    cursor: dict[str, Count]
+    """Where the data order goes on: {"step": n}, or {"batch": n} in asynchronous mode."""
+    aliases: dict[str, str]
+    """Other state_dict names of a stored tensor: alias -> name."""
+    extra: dict[str, JsonValue]
+    """Leases, worker sequences, and what else a mode needs."""
+    created: str
+    """UTC, ISO 8601."""
+    torch_version: str
+    manifest_sha256: Sha256
+    """Over this file's other fields as JSON with sorted keys and no spaces."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Described:
+    """A manifest that was read and checked, with its job and plan as values."""
+
+    manifest: Manifest
+    job: JobSpec
+    plan: Plan
+
+
+def _self_digest(fields: Mapping[str, Any]) -> str:
+    body = {key: value for key, value in fields.items() if key != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def plain_json(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """`extra` as JSON will give it back. Raises CheckpointError where JSON can't hold it."""
+    try:
+        value = json.loads(json.dumps(dict(extra), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"extra can't be stored in {MANIFEST}: {error}") from error
+    assert isinstance(value, dict)
+    return value
+
+
+def encode(
+    job: JobSpec,
+    plan: Plan,
+    *,
+    step: int,
+    timeline: int,
+    term: int,
+    consistent: bool,
+    versions: Sequence[int],
+    files: Sequence[FileEntry],
+    content_sha256: str,
+    cursor: Mapping[str, int],
+    extra: Mapping[str, Any],
+) -> bytes:
+    """manifest.json of a cut."""
+    fields: dict[str, Any] = {
+        "format": "shardline-checkpoint",
+        "format_version": FORMAT_VERSION,
+        "job_name": job.name,
+        "job": job_to_json(job),
+        "plan_id": plan.plan_id,
+        "shards": [{"buckets": [_encode_bucket(bucket) for bucket in shard.buckets]} for shard in plan.shards],
+        "step": step,
+        "timeline": timeline,
+        "term": term,
+        "consistent": consistent,
+        "versions": list(versions),
+        "files": [entry.model_dump() for entry in files],
+        "content_sha256": content_sha256,
+        "cursor": dict(cursor),
+        "aliases": {alias: tensor.name for tensor in job.tensors for alias in tensor.aliases},
+        "extra": dict(extra),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "torch_version": torch.__version__,
+    }
+    fields["manifest_sha256"] = _self_digest(fields)
+    return json.dumps(fields, indent=1, allow_nan=False).encode()
+
+
+def _encode_bucket(bucket: BucketSpec) -> dict[str, Any]:
+    slices = [[s.tensor, s.first_row, s.rows, s.offset, s.elements] for s in bucket.slices]
+    return {"dtype": bucket.dtype, "kind": bucket.kind.value, "elements": bucket.elements, "slices": slices}
+
+
+def read(folder: Path) -> Described:
+    """Manifest of a step's folder, every field checked.
+
+    Raises CheckpointError naming the file and what is wrong with it: missing, not JSON, another format version, an
+    unknown or wrong field, a checksum, a file name outside the folder, a plan that doesn't hold.
+    """
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {MANIFEST}, so it is no checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error
+    manifest = _parse(path, data)
+    try:
+        job = job_from_json(manifest.job)
+        plan = _decode_plan(manifest, job)
+        check_plan(plan)
+    except ShardlineError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if plan.plan_id != manifest.plan_id:
+        raise CheckpointError(f"{path} is damaged: its plan hashes to {plan.plan_id}, it says {manifest.plan_id}")
+    _check_files(path, manifest)
+    named = parse_step_folder(folder.name)
+    if named is not None and named != manifest.step:
+        raise CheckpointError(f"{path} is of step {manifest.step}, but its folder is {folder.name}")
+    return Described(manifest=manifest, job=job, plan=plan)
+
+
+def _parse(path: Path, data: bytes) -> Manifest:
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} is damaged: it holds a {type(fields).__name__}, not an object")
+    version = fields.get("format_version")
+    if type(version) is int and version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version}; this Shardline reads version {FORMAT_VERSION}. "
+            "Read it with the Shardline that wrote it"
+        )
+    try:
+        manifest = Manifest.model_validate_json(data)
+    except ValidationError as error:
+        raise CheckpointError(f"{path} is damaged: {_first_problem(error)}") from None
+    found = _self_digest(fields)
+    if found != manifest.manifest_sha256:
+        raise CheckpointError(
+            f"{path} is damaged: its fields hash to {found[:16]}..., it says {manifest.manifest_sha256[:16]}..."
+        )
+    return manifest
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in problem["loc"]) or "the file"
+    if problem["type"] == "extra_forbidden":
+        return f"unknown field {place!r}"
+    if problem["type"] == "missing":
+        return f"the field {place!r} is missing"
+    return f"{place}: {problem['msg']}, found {str(problem['input'])[:80]!r}"
+
+
+def _decode_plan(manifest: Manifest, job: JobSpec) -> Plan:
+    shards = []
+    for shard in manifest.shards:
+        buckets = []
+        for bucket in shard.buckets:
+            if bucket.dtype not in DTYPES:
+                raise CheckpointError(f"a bucket has dtype {bucket.dtype!r}, which Shardline can't hold")
+            slices = tuple(
+                Slice(tensor=tensor, first_row=first_row, rows=rows, offset=offset, elements=elements)
+                for tensor, first_row, rows, offset, elements in bucket.slices
+            )
+            kind = TensorKind(bucket.kind)
+            buckets.append(BucketSpec(dtype=bucket.dtype, kind=kind, elements=bucket.elements, slices=slices))
+        shards.append(ShardSpec(buckets=tuple(buckets)))
+    return Plan(job.tensors, tuple(shards))
+
+
+def _check_files(path: Path, manifest: Manifest) -> None:
+    num_shards = len(manifest.shards)
+    if len(manifest.versions) != num_shards:
+        raise CheckpointError(f"{path} is damaged: {len(manifest.versions)} versions for {num_shards} shards")
+    if len(manifest.files) != num_shards:
+        raise CheckpointError(f"{path} is damaged: it names {len(manifest.files)} files for {num_shards} shards")
+    for shard, entry in enumerate(manifest.files):
+        # Also keeps a manifest from naming a file outside its folder.
+        expected = shard_file(shard, num_shards)
+        if entry.name != expected:
+            raise CheckpointError(f"{path} names the file {entry.name!r} for shard {shard}; it must be {expected!r}")

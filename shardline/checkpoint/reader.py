@@ -1,0 +1,332 @@
+"""One committed checkpoint, read lazily: any tensor, any rows of it, or the images of any other plan."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shardline.checkpoint import manifest as manifests
+from shardline.checkpoint.compat import resume_notes
+from shardline.checkpoint.content import COMPLEX_KEYS, INITIALIZED, SCALAR, STATE, Key
+from shardline.checkpoint.files import file_digest, os_text
+from shardline.errors import CheckpointError
+from shardline.image import VALUE, BucketImage
+from shardline.sharding import BucketSpec, Plan, Slice
+from shardline.spec import DTYPES, JobSpec, TensorSpec
+from shardline.update.layout import flat_elements, state_spans
+
+
+@dataclass
+class _File:
+    """A shard's file, mapped into memory; the mapping outlives a deletion of the file."""
+
+    path: Path
+    handle: Any
+    keys: list[str]
+    complex_keys: frozenset[str]
+
+
+@dataclass(frozen=True, order=True)
+class _Entry:
+    """Rows [first_row, first_row + rows) of something, in a file."""
+
+    first_row: int
+    rows: int
+    shape: tuple[int, ...] = field(compare=False)
+    file: _File = field(compare=False)
+    key: str = field(compare=False)
+
+    def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows [start, stop) of the entry, a tensor of its own."""
+        try:
+            if start == 0 and (stop is None or stop == self.rows):
+                stored = self.file.handle.get_tensor(self.key)
+            else:
+                stored = self.file.handle.get_slice(self.key)[start:stop]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.file.path}: {self.key!r} can't be read: {error}") from error
+        copy: torch.Tensor = stored.clone()
+        return torch.view_as_complex(copy) if self.key in self.file.complex_keys else copy
+
+
+class Checkpoint:
+    """A step's folder. Its manifest is checked when it is opened, its files' checksums by verify().
+
+    Safe to read from several threads. Nothing is unpickled.
+    """
+
+    def __init__(self, path: Path, warnings: tuple[str, ...] = ()) -> None:
+        described = manifests.read(path)
+        self.path = path
+        self.manifest = described.manifest
+        self.job: JobSpec = described.job
+        self.plan: Plan = described.plan
+        self.step: int = described.manifest.step
+        self.warnings = warnings
+        """Sentences about newer checkpoints that had to be passed over."""
+        self._lock = threading.Lock()
+        self._index: dict[tuple[str, str, str], list[_Entry]] | None = None
+        self._index_error: CheckpointError | None = None
+
+    def verify(self) -> None:
+        """Read every file and compare size and sha256. Raises CheckpointError naming the file and what is wrong."""
+        for entry in self.manifest.files:
+            path = self.path / entry.name
+            try:
+                size, sha256 = file_digest(path)
+            except FileNotFoundError:
+                raise CheckpointError(f"{path} is missing") from None
+            except OSError as error:
+                raise CheckpointError(f"{path} can't be read: {os_text(error)}") from error
+            if size < entry.bytes:
+                raise CheckpointError(f"{path} is truncated: {size} bytes of {entry.bytes}")
+            if size > entry.bytes:
+                raise CheckpointError(f"{path} has {size} bytes, the manifest says {entry.bytes}")
+            if sha256 != entry.sha256:
+                raise CheckpointError(
+                    f"{path} is corrupt: its sha256 is {sha256[:16]}..., the manifest says {entry.sha256[:16]}..."
+                )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor in its shape and dtype, by its name or an alias. Raises CheckpointError for an unknown one."""
+        return self.read_slice(name, 0, self._spec(name).rows)
+
+    def state_dict(self, *, aliases: bool = True) -> dict[str, torch.Tensor]:
+        """All values by state_dict name; an alias is the same tensor object as its original."""
+        out = {}
+        for spec in self.job.tensors:
+            value = self.tensor(spec.name)
+            for name in (spec.name, *(spec.aliases if aliases else ())):
+                out[name] = value
+        return out
+
+    def read_slice(self, name: str, first_row: int, rows: int, what: str = VALUE) -> torch.Tensor:
+        """Rows [first_row, first_row + rows) of a tensor's value, or of its optimizer state `what`.
+
+        Shape (rows, *rest); () for a 0-d tensor, which has one row. A state of another shape than its tensor's (of a
+        whole-tensor rule) comes flat and only whole. Raises CheckpointError for what the checkpoint doesn't hold.
+        """
+        spec = self._spec(name)
+        if not 0 <= first_row <= first_row + rows <= spec.rows:
+            raise CheckpointError(f"{self.path}: {name!r} has {spec.rows} rows; rows {first_row} to {first_row + rows}")
+        entries = self._entries(what, spec.name)
+        if not entries:
+            raise CheckpointError(f"{self.path}: {name!r} has no state {what!r}; it has {self.states(name) or 'none'}")
+        if self._by_rows(spec, entries[0]):
+            return self._gather(spec, entries, first_row, rows, gaps=False)
+        if rows != spec.rows:
+            raise CheckpointError(f"{self.path}: state {what!r} of {name!r} has no rows; read it whole")
+        return entries[0].read()
+
+    def states(self, name: str) -> list[str]:
+        """Names of the optimizer states held for a tensor, sorted; without the per-tensor scalars."""
+        tensor = self._spec(name).name
+        return sorted(state for what, state, held in self._entry_index() if what == STATE and held == tensor)
+
+    def scalars(self, name: str) -> dict[str, float]:
+        """Per-tensor states such as "step"; of the tensor's first rows where a cut was not one instant."""
+        tensor = self._spec(name).name
+        index = self._entry_index()
+        return {
+            state: float(entries[0].read())
+            for (what, state, held), entries in index.items()
+            if what == SCALAR and held == tensor
+        }
+
+    def images(self, plan: Plan, shard: int) -> Iterator[BucketImage]:
+        """The content of a shard of any plan of the same tensors, bucket by bucket, exact to the bit.
+
+        Raises CheckpointError where the plan's tensors are not the checkpoint's.
+        """
+        for tensor in plan.tensors:
+            ours = self._spec(tensor.name)
+            if (tensor.shape, tensor.dtype) != (ours.shape, ours.dtype):
+                raise CheckpointError(
+                    f"{self.path}: {tensor.name!r} is {ours.dtype} {ours.shape} here, "
+                    f"{tensor.dtype} {tensor.shape} in the plan"
+                )
+        versions = self.manifest.versions
+        version = versions[shard] if plan.plan_id == self.plan.plan_id else max(versions)
+        for number, bucket in enumerate(plan.shards[shard].buckets):
+            yield self._image(plan, bucket, shard, number, version)
+
+    def compatible(self, job: JobSpec) -> list[str]:
+        """Check that `job` can go on from here; see compat.resume_notes."""
+        return resume_notes(self.job, job, str(self.path))
+
+    def close(self) -> None:
+        """Let go of the files; reading opens them again."""
+        with self._lock:
+            self._index = None
+
+    def _spec(self, name: str) -> TensorSpec:
+        number = self.plan.index.get(name)
+        if number is None:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}; it has {len(self.plan.tensors)} others")
+        return self.plan.tensors[number]
+
+    def _entry_index(self) -> dict[tuple[str, str, str], list[_Entry]]:
+        with self._lock:
+            if self._index is None:
+                self._index = self._build_index()
+            return self._index
+
+    def _build_index(self) -> dict[tuple[str, str, str], list[_Entry]]:
+        index: dict[tuple[str, str, str], list[_Entry]] = {}
+        for item in self.manifest.files:
+            file = self._open(self.path / item.name)
+            for text in file.keys:
+                key = self._parse_key(file, text)
+                shape = tuple(file.handle.get_slice(text).get_shape())
+                if text in file.complex_keys:
+                    shape = shape[:-1]
+                rows = shape[0] if shape and key.what in (VALUE, STATE) else 1
+                entry = _Entry(key.first_row, rows, shape, file, text)
+                index.setdefault((key.what, key.state, key.tensor), []).append(entry)
+        for entries in index.values():
+            entries.sort()
+        for tensor in self.plan.tensors:
+            self._check_covered(tensor, index.get((VALUE, "", tensor.name), []))
+        return index
+
+    def _open(self, path: Path) -> _File:
+        try:
+            handle: Any = safe_open(path, framework="pt", device="cpu")
+            complex_keys = json.loads((handle.metadata() or {}).get(COMPLEX_KEYS, "[]"))
+            return _File(path, handle, list(handle.keys()), frozenset(complex_keys))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+        except (SafetensorError, OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path} is truncated or corrupt: {error}") from error
+
+    def _parse_key(self, file: _File, text: str) -> Key:
+        try:
+            key = Key.parse(text)
+        except CheckpointError as error:
+            raise CheckpointError(f"{file.path}: {error}") from None
+        number = self.plan.index.get(key.tensor)
+        if number is None or self.plan.tensors[number].name != key.tensor:
+            raise CheckpointError(f"{file.path}: entry {text!r} is of no tensor of the manifest")
+        return key
+
+    def _check_covered(self, tensor: TensorSpec, entries: list[_Entry]) -> None:
+        row = 0
+        for entry in entries:
+            if entry.first_row != row or not self._by_rows(tensor, entry):
+                raise CheckpointError(f"{entry.file.path}: {entry.key!r} has shape {entry.shape} or rows out of place")
+            row += entry.rows
+        if not entries or row != tensor.rows:
+            raise CheckpointError(f"{self.path} holds {row} of the {tensor.rows} rows of {tensor.name!r}")
+
+    @staticmethod
+    def _by_rows(tensor: TensorSpec, entry: _Entry) -> bool:
+        """Whether an entry is shaped like rows of its tensor."""
+        if not tensor.shape:
+            return entry.shape == ()
+        return len(entry.shape) == len(tensor.shape) and entry.shape[1:] == tensor.shape[1:]
+
+    def _entries(self, what: str, tensor: str) -> list[_Entry]:
+        return self._entry_index().get((VALUE, "", tensor) if what == VALUE else (STATE, what, tensor), [])
+
+    def _gather(
+        self, spec: TensorSpec, entries: list[_Entry], first_row: int, rows: int, *, gaps: bool
+    ) -> torch.Tensor:
+        """Rows from as many entries as hold them; zeros where none does, if gaps are allowed."""
+        if not spec.shape:
+            return entries[0].read()
+        parts = []
+        row, end = first_row, first_row + rows
+        for entry in entries:
+            low, high = max(row, entry.first_row), min(end, entry.first_row + entry.rows)
+            if low >= high:
+                continue
+            if low > row:
+                parts.append(self._gap(spec, entries, row, low, gaps))
+            parts.append(entry.read(low - entry.first_row, high - entry.first_row))
+            row = high
+        if row < end or not parts:
+            parts.append(self._gap(spec, entries, row, end, gaps))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _gap(self, spec: TensorSpec, entries: list[_Entry], low: int, high: int, gaps: bool) -> torch.Tensor:
+        if high > low and not gaps:
+            raise CheckpointError(f"{self.path}: {entries[0].key!r} and its like lack rows {low} to {high}")
+        example = entries[0].read(0, 0) if entries[0].rows else entries[0].read()
+        return torch.zeros((high - low, *spec.shape[1:]), dtype=example.dtype)
+
+    def _image(self, plan: Plan, bucket: BucketSpec, shard: int, number: int, version: int) -> BucketImage:
+        specs = [self._spec(plan.tensors[piece.tensor].name) for piece in bucket.slices]
+        values = torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype])
+        for piece, spec in zip(bucket.slices, specs, strict=True):
+            values[piece.offset : piece.end] = self.read_slice(spec.name, piece.first_row, piece.rows).reshape(-1)
+        held = self._entry_index()
+        in_bucket = {spec.name for spec in specs}
+        tensors = {VALUE: values}
+        for state in sorted({state for what, state, name in held if what == STATE and name in in_bucket}):
+            tensors[state] = self._state(plan, bucket, specs, state)
+        flags = [self._flag(spec, piece) for spec, piece in zip(specs, bucket.slices, strict=True)]
+        scalars = {
+            state: tuple(self._scalar(spec, piece, state) for spec, piece in zip(specs, bucket.slices, strict=True))
+            for state in sorted({state for what, state, name in held if what == SCALAR and name in in_bucket})
+        }
+        return BucketImage(
+            shard=shard,
+            bucket=number,
+            step=self.step,
+            version=version,
+            tensors=tensors,
+            scalars=scalars,
+            initialized=() if all(flag is None for flag in flags) else tuple(bool(flag) for flag in flags),
+        )
+
+    def _state(self, plan: Plan, bucket: BucketSpec, specs: list[TensorSpec], state: str) -> torch.Tensor:
+        """A state's flat tensor; zeros for padding and for tensors that have none yet."""
+        rule = self.job.rule.name
+        spans, total = state_spans(rule, state, bucket, plan.tensors), flat_elements(rule, state, bucket, plan.tensors)
+        flat: torch.Tensor | None = None
+        for piece, spec, (offset, elements) in zip(bucket.slices, specs, spans, strict=True):
+            entries = self._entries(state, spec.name)
+            if not entries:
+                continue
+            if self._by_rows(spec, entries[0]):
+                part = self._gather(spec, entries, piece.first_row, piece.rows, gaps=True)
+            else:
+                part = entries[0].read()
+            if part.numel() != elements:
+                raise CheckpointError(
+                    f"{self.path}: state {state!r} of {spec.name!r} has {part.numel()} elements, "
+                    f"the rule {rule} needs {elements}"
+                )
+            if flat is None:
+                flat = torch.zeros(total, dtype=part.dtype)
+            flat[offset : offset + elements] = part.reshape(-1)
+        assert flat is not None
+        return flat
+
+    @staticmethod
+    def _touching(entries: list[_Entry], starts: list[_Entry], piece: Slice) -> list[_Entry]:
+        """Entries of slices that hold rows of the piece; `starts` are the value entries, which know the rows."""
+        rows = {entry.first_row: entry.rows for entry in starts}
+        end = piece.first_row + max(1, piece.rows)
+        return [e for e in entries if e.first_row < end and e.first_row + max(1, rows[e.first_row]) > piece.first_row]
+
+    def _flag(self, spec: TensorSpec, piece: Slice) -> bool | None:
+        entries = self._entry_index().get((INITIALIZED, "", spec.name), [])
+        touching = self._touching(entries, self._entries(VALUE, spec.name), piece)
+        return any(bool(entry.read()) for entry in touching) if touching else None
+
+    def _scalar(self, spec: TensorSpec, piece: Slice, state: str) -> float:
+        """The scalar of the rows in a piece. Where a cut was not one instant, of the first initialized slice."""
+        index, values = self._entry_index(), self._entries(VALUE, spec.name)
+        touching = self._touching(index.get((SCALAR, state, spec.name), []), values, piece)
+        flags = {e.first_row: bool(e.read()) for e in index.get((INITIALIZED, "", spec.name), [])}
+        ready = [entry for entry in touching if flags.get(entry.first_row, True)]
+        chosen = ready or touching
+        return float(chosen[0].read()) if chosen else 0.0

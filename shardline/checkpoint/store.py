@@ -1,0 +1,379 @@
+"""A folder of checkpoints: commit, find, fall back, retain.
+
+    store = CheckpointStore(Path("run/checkpoints"), keep=3)
+    store.commit(Cut(...))
+    checkpoint = store.newest_valid()
+
+The rename of a complete, durable, re-read folder is the commit point (PROTOCOL 1.7). `latest` and `best` are hints for
+people; nothing is decided by them, except that the best step is retained.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardline.checkpoint import manifest as manifests
+from shardline.checkpoint.content import ContentDigest, safetensors_chunks, shard_entries, slice_rows
+from shardline.checkpoint.files import Files, explained, file_digest, os_text, try_lock
+from shardline.checkpoint.manifest import FileEntry, parse_step_folder, shard_file, step_folder
+from shardline.checkpoint.reader import Checkpoint
+from shardline.errors import CheckpointError, UsageError
+from shardline.image import BucketImage
+from shardline.sharding import Plan
+from shardline.spec import JobSpec
+
+LATEST, BEST = "latest", "best"
+_TEMPORARY, _TRASH = "tmp-", "trash-"
+
+Images = Mapping[int, Iterable[BucketImage]] | Callable[[int], Iterable[BucketImage]]
+"""Images of a shard by its number. A function that fetches when it is called needs memory for one shard at a time."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """All a checkpoint holds. In synchronous mode every image is of `step`."""
+
+    job: JobSpec
+    plan: Plan
+    step: int
+    timeline: int
+    term: int
+    consistent: bool
+    """True where all shards stand at `step` (synchronous mode)."""
+    versions: Sequence[int]
+    """Optimizer applications per shard."""
+    images: Images
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values a mode needs: leases, worker sequences. "cursor" is where the data order goes on, by default
+    {"step": step}."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """The step with the best evaluation so far."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+class CheckpointStore:
+    """The checkpoints of one job in one folder, which need not exist yet. Safe to use from several threads."""
+
+    def __init__(self, dir: Path, keep: int, *, files: Files | None = None) -> None:
+        """keep: number of newest checkpoints that retention leaves, at least 1.
+
+        Sweeps what dead writers left behind; a living writer's folder is locked and stays.
+        """
+        if keep < 1:
+            raise UsageError(f"checkpoints to keep: {keep}; it must be at least 1")
+        self.dir = dir
+        self.keep = keep
+        self._files = files or Files()
+        self._committing = threading.Lock()
+        self._retaining = threading.Lock()
+        """Held while deciding what goes: a step must not be deleted between its listing and its marking."""
+        self._protected: set[int] = set()
+        self._sweep()
+
+    # Writing.
+
+    def commit(self, cut: Cut) -> Path:
+        """Write a cut and make it the newest checkpoint; returns its folder.
+
+        A step that exists with the same content is done already; one that exists damaged is replaced. Raises
+        CheckpointError for a step that exists with other content, for a cut that doesn't hold what its plan says, and
+        for a full, read-only or failing disk. In all these cases the previous checkpoints stay as they were.
+        """
+        with self._committing:
+            target = self.dir / step_folder(cut.step)
+            _check_cut(cut)
+            keeps = f"the checkpoint of step {cut.step} was not written and the previous one stays"
+            with explained("writing a checkpoint:", self.dir, keeps):
+                if not self.dir.is_dir():
+                    self.dir.mkdir(parents=True)
+                    self._files.sync_folder(self.dir.parent)
+                temporary = self.dir / f"{_TEMPORARY}{cut.term}-{cut.step}"
+                self._clear(temporary)
+                self._files.make_folder(temporary)
+                lock = _hold(temporary)
+                try:
+                    self._write_and_rename(cut, temporary, target)
+                except Exception:
+                    self._discard(temporary)
+                    raise
+                finally:
+                    if lock is not None:
+                        os.close(lock)
+            self._hint(LATEST, f"{target.name}\n".encode())
+            with self._retaining:
+                self._retain(cut.step)
+            return target
+
+    def _write_and_rename(self, cut: Cut, temporary: Path, target: Path) -> None:
+        content = self._write(cut, temporary)
+        if target.exists() and self._same(target, content):
+            self._discard(temporary)
+            self._files.sync_folder(self.dir)
+            return
+        self._files.rename(temporary, target)
+        try:
+            self._files.sync_folder(self.dir)
+        except OSError as error:
+            raise CheckpointError(
+                f"{target} is complete, but {self.dir} can't be made durable: {os_text(error)}; "
+                "after a power failure it may be gone"
+            ) from error
+
+    def _write(self, cut: Cut, folder: Path) -> str:
+        """Write and re-read all files of a cut; returns the digest of its content."""
+        digest = ContentDigest(cut.job.tensors)
+        num_shards = len(cut.plan.shards)
+        entries = []
+        for shard in range(num_shards):
+            images = _fetch(cut, shard)
+            held = shard_entries(images, cut.plan, shard, cut.job.rule.name)
+            digest.add(held, slice_rows(cut.plan, shard))
+            path = folder / shard_file(shard, num_shards)
+            size, sha256 = self._files.write(path, safetensors_chunks(held))
+            entries.append(FileEntry(name=path.name, bytes=size, sha256=sha256))
+            del images, held
+        extra = manifests.plain_json(cut.extra)
+        cursor = extra.pop("cursor", {"step": cut.step})
+        data = manifests.encode(
+            cut.job,
+            cut.plan,
+            step=cut.step,
+            timeline=cut.timeline,
+            term=cut.term,
+            consistent=cut.consistent,
+            versions=cut.versions,
+            files=entries,
+            content_sha256=digest.hexdigest(),
+            cursor=cursor,
+            extra=extra,
+        )
+        self._files.write(folder / manifests.MANIFEST, [data])
+        self._files.sync_folder(folder)
+        for entry in entries:
+            if file_digest(folder / entry.name) != (entry.bytes, entry.sha256):
+                raise CheckpointError(f"{folder / entry.name} reads back other bytes than were written; check the disk")
+        manifests.read(folder)
+        return digest.hexdigest()
+
+    def _same(self, target: Path, content: str) -> bool:
+        """Whether a step that exists already is this cut. Sets a damaged one aside; refuses one of other content."""
+        try:
+            existing = Checkpoint(target)
+            existing.verify()
+        except CheckpointError as error:
+            _log.warning("replacing a damaged checkpoint: %s", error)
+            self._trash(target)
+            return False
+        if existing.manifest.content_sha256 == content:
+            return True
+        raise CheckpointError(
+            f"{target} exists with other content (sha256 {existing.manifest.content_sha256[:16]}..., the cut has "
+            f"{content[:16]}...): training did not repeat itself after going back, or --out belongs to another run"
+        )
+
+    def mark_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Retain this step until a better one is marked. Raises CheckpointError where it doesn't exist."""
+        with self._retaining:
+            if step not in self.list():
+                raise CheckpointError(f"{self.dir} has no checkpoint of step {step} to mark as the best")
+            # JSON has no NaN; a metric may well be one.
+            known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            self._hint(BEST, json.dumps({"step": step, "metrics": known}).encode())
+
+    def protect(self, step: int) -> None:
+        """Keep a step from retention while somebody (the evaluator) still needs it."""
+        with self._retaining:
+            self._protected.add(step)
+
+    def unprotect(self, step: int) -> None:
+        """Take protect() back."""
+        with self._retaining:
+            self._protected.discard(step)
+
+    # Reading.
+
+    def list(self) -> list[int]:
+        """Committed steps, ascending, as the folder shows them; valid or not."""
+        return committed_steps(self.dir)
+
+    def best(self) -> Best | None:
+        """The marked best step, or None where there is none or the hint can't be read."""
+        try:
+            value = json.loads((self.dir / BEST).read_bytes())
+            metrics = {str(k): math.nan if v is None else float(v) for k, v in value["metrics"].items()}
+            step = value["step"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return Best(step, metrics) if type(step) is int and step in self.list() else None
+
+    def open(self, step: int, *, verify: bool = True) -> Checkpoint:
+        """The checkpoint of a step, its checksums compared. Raises CheckpointError where it is missing or damaged."""
+        path = self.dir / step_folder(step)
+        if not path.is_dir():
+            raise CheckpointError(f"{self.dir} has no checkpoint of step {step}; it has {_steps_text(self.list())}")
+        checkpoint = Checkpoint(path)
+        if verify:
+            checkpoint.verify()
+        return checkpoint
+
+    def newest_valid(self) -> Checkpoint:
+        """The newest checkpoint that is whole. Its `warnings` name the newer ones that are not, and why.
+
+        Raises CheckpointError where there is none.
+        """
+        return newest_valid(self.dir)
+
+    # Housekeeping.
+
+    def _hint(self, name: str, content: bytes) -> None:
+        path = self.dir / name
+        try:
+            self._files.replace(path, content)
+        except OSError as error:
+            # Only a hint: what it points at is committed, so failing here would be a lie.
+            _log.warning("%s can't be replaced: %s", path, os_text(error))
+
+    def _retain(self, committed: int) -> None:
+        """Delete what is beyond the newest `keep`, the best, the protected and the one just committed.
+
+        Called with _retaining held. The one just committed was read back, so at least one whole checkpoint stays.
+        """
+        steps = self.list()
+        best = self.best()
+        kept = {committed, *steps[-self.keep :], *self._protected, *([best.step] if best else [])}
+        for step in steps:
+            if step not in kept:
+                path = self.dir / step_folder(step)
+                try:
+                    self._trash(path)
+                except OSError as error:
+                    _log.warning("%s can't be deleted: %s", path, os_text(error))
+
+    def _trash(self, path: Path) -> None:
+        """Delete a checkpoint: gone by name at once, so nobody ever lists a half-deleted one."""
+        trash = self.dir / f"{_TRASH}{path.name}-{uuid.uuid4().hex[:8]}"
+        self._files.rename(path, trash)
+        self._discard(trash)
+
+    def _discard(self, path: Path) -> None:
+        try:
+            self._files.remove_tree(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _log.warning("%s is left over and can't be deleted: %s", path, os_text(error))
+
+    def _clear(self, temporary: Path) -> None:
+        """Make room for a temporary folder that a dead writer may have left since the store was opened."""
+        if temporary.exists():
+            self._sweep_one(temporary)
+        if temporary.exists():
+            raise CheckpointError(f"{temporary} is being written by another process; is a second chief running?")
+
+    def _sweep(self) -> None:
+        if not self.dir.is_dir():
+            return
+        for path in sorted(self.dir.iterdir()):
+            if path.name.startswith((_TEMPORARY, _TRASH)) and path.is_dir():
+                self._sweep_one(path)
+
+    def _sweep_one(self, path: Path) -> None:
+        try:
+            lock = try_lock(path)
+        except OSError as error:
+            _log.warning("%s is left over and can't be deleted: %s", path, os_text(error))
+            return
+        if lock is None:
+            return
+        try:
+            self._discard(path)
+        finally:
+            os.close(lock)
+
+
+def _hold(folder: Path) -> int | None:
+    """Lock of a folder just made, or None on a file system that locks no folders: there nobody sweeps either."""
+    try:
+        lock = try_lock(folder)
+    except OSError as error:
+        _log.debug("%s can't be locked: %s", folder, os_text(error))
+        return None
+    if lock is None:
+        raise CheckpointError(f"{folder} was taken by another process at once; is a second chief running?")
+    return lock
+
+
+def committed_steps(dir: Path) -> list[int]:
+    """Steps that have a folder, ascending. Raises CheckpointError where the folder can't be listed."""
+    try:
+        names = [path.name for path in dir.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{dir} can't be listed: {os_text(error)}") from error
+    return sorted(step for step in map(parse_step_folder, names) if step is not None)
+
+
+def newest_valid(dir: Path) -> Checkpoint:
+    """CheckpointStore.newest_valid for those who only read."""
+    warnings: list[str] = []
+    for step in reversed(committed_steps(dir)):
+        try:
+            checkpoint = Checkpoint(dir / step_folder(step))
+            checkpoint.verify()
+        except CheckpointError as error:
+            warnings.append(f"checkpoint of step {step} is passed over: {error}")
+            continue
+        checkpoint.warnings = tuple(warnings)
+        return checkpoint
+    if warnings:
+        raise CheckpointError(f"{dir} has no whole checkpoint: " + "; ".join(warnings))
+    raise CheckpointError(f"{dir} holds no checkpoint")
+
+
+def _steps_text(steps: Sequence[int]) -> str:
+    if not steps:
+        return "none"
+    shown = ", ".join(map(str, steps[-10:]))
+    return f"steps {shown}" if len(steps) <= 10 else f"{len(steps)}, the last being steps {shown}"
+
+
+def _check_cut(cut: Cut) -> None:
+    if cut.plan.tensors != cut.job.tensors:
+        raise CheckpointError(f"the cut of step {cut.step} has a plan of other tensors than its job's")
+    if len(cut.versions) != len(cut.plan.shards):
+        raise CheckpointError(
+            f"the cut of step {cut.step} has {len(cut.versions)} versions for {len(cut.plan.shards)} shards"
+        )
+
+
+def _fetch(cut: Cut, shard: int) -> list[BucketImage]:
+    """All images of a shard, checked to be of the cut's step."""
+    try:
+        images = list(cut.images(shard) if callable(cut.images) else cut.images[shard])
+    except (KeyError, OSError) as error:
+        # An OSError here is a connection's, not the disk's.
+        raise CheckpointError(f"shard {shard} of the cut of step {cut.step} can't be fetched: {error!r}") from error
+    for image in images:
+        if cut.consistent and image.step != cut.step:
+            raise CheckpointError(
+                f"shard {image.shard}, bucket {image.bucket} is at step {image.step} in the cut of step {cut.step}; "
+                "the cut is discarded, since a synchronous one holds a single step"
+            )
+    return images

@@ -1,0 +1,404 @@
+"""Checkpoints: exact on any plan, kept as told, refused by another job, exported to plain PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardline.checkpoint import CheckpointStore, Cut, export, find_checkpoint
+from shardline.checkpoint.content import ContentDigest, Key, shard_entries, slice_rows
+from shardline.errors import CheckpointError, UsageError
+from shardline.image import VALUE, BucketImage
+from shardline.sharding import BucketSpec, Plan, ShardSpec, Slice, make_plan
+from shardline.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
+from shardline.update.layout import flat_elements
+from tests.checkpoint_cases import (
+    BUFFER,
+    EVERY_KIND,
+    FROZEN,
+    PARAM,
+    SHARD_0,
+    SMALL,
+    assert_same_images,
+    cut_of,
+    flip_byte,
+    images_of,
+    job_of,
+    padded_with_zeros,
+    prepare,
+    random_tensor,
+    spec,
+    state_of,
+)
+
+# What is written comes back, on any plan.
+
+
+@pytest.mark.parametrize(
+    ("shards", "bucket_bytes"), [(1, 2 << 20), (2, 1 << 16), (3, 2 << 20), (5, 1 << 18), (40, 1 << 17)]
+)
+def test_images_are_exact_on_another_plan(tmp_path: Path, shards: int, bucket_bytes: int) -> None:
+    job = job_of(EVERY_KIND)
+    store = CheckpointStore(tmp_path, keep=2)
+    store.commit(cut_of(job, step=7, plan=make_plan(job.tensors, 2, bucket_bytes=1 << 17)))
+    other = make_plan(job.tensors, shards, bucket_bytes=bucket_bytes)
+    checkpoint = store.open(7)
+    for shard, expected in images_of(other, 7).items():
+        assert_same_images(list(checkpoint.images(other, shard)), expected)
+
+
+def test_every_dtype_and_shape_is_read_by_name_and_by_rows(tmp_path: Path) -> None:
+    job = job_of(EVERY_KIND)
+    store = CheckpointStore(tmp_path, keep=2)
+    store.commit(cut_of(job, step=1, plan=make_plan(job.tensors, 3, bucket_bytes=1 << 16)))
+    checkpoint = store.open(1)
+    for name, expected in state_of(job.tensors, 1).items():
+        found = checkpoint.tensor(name)
+        assert found.dtype is expected.dtype and torch.equal(found, expected), name
+    assert torch.equal(checkpoint.tensor("head"), checkpoint.tensor("emb"))
+    big = state_of(job.tensors, 1)["big"]
+    assert torch.equal(checkpoint.read_slice("big", 37, 301), big[37:338])
+    assert checkpoint.read_slice("big", 400, 0).shape == (0, 300)
+    assert checkpoint.read_slice("big", 10, 5, "exp_avg_sq").dtype is torch.float64
+    assert checkpoint.states("wave") == ["exp_avg", "exp_avg_sq"] and checkpoint.states("mean") == []
+    assert checkpoint.scalars("scale") == {"step": 1 + 2 / 3}
+
+
+def test_a_cut_tensor_lies_in_several_files_and_no_key_names_an_offset(tmp_path: Path) -> None:
+    job = job_of(EVERY_KIND)
+    path = CheckpointStore(tmp_path, keep=1).commit(cut_of(job, step=0))
+    keys = [set(load_file(path / f"shard-{s:05d}-of-00002.safetensors")) for s in (0, 1)]
+    rows = [sorted(int(key.rsplit("@")[-1]) for key in held if key.startswith("value/big@")) for held in keys]
+    assert all(rows) and min(map(min, rows)) == 0
+    assert all(row % 55 == 0 for held in rows for row in held)
+
+
+def test_keys_survive_names_with_slashes_and_at_signs() -> None:
+    for key in (Key("value", "", "a/b@3", 12), Key("state", "exp_avg", "x/y", 0), Key("initialized", "", "@", 5)):
+        assert Key.parse(str(key)) == key
+    for text in ("weights/a@0", "value/a", "value/a@-1", "state/a@0", "value/a@²"):
+        with pytest.raises(CheckpointError, match="entry"):
+            Key.parse(text)
+
+
+def test_states_of_other_shapes_follow_their_whole_tensors(tmp_path: Path) -> None:
+    tensors = (*(spec(f"w{n}", (30 + n, 20), whole=True) for n in range(4)), spec("b", (9,), whole=True))
+    job = job_of(tensors, rule="Adafactor")
+    names = ("row_var", "col_var", "variance")
+
+    def images(plan: Plan) -> dict[int, list[BucketImage]]:
+        out: dict[int, list[BucketImage]] = {}
+        for s, shard in enumerate(plan.shards):
+            out[s] = []
+            for b, bucket in enumerate(shard.buckets):
+                held = {
+                    VALUE: padded_with_zeros(plan, s, b, lambda t: random_tensor(t.elements, torch.float32, t.rows))
+                }
+                for salt, state in enumerate(names):
+                    parts = []
+                    for piece in bucket.slices:
+                        one = dataclasses.replace(bucket, slices=(piece,))
+                        size = flat_elements("Adafactor", state, one, plan.tensors)
+                        parts.append(random_tensor(size, torch.float32, 100 * piece.tensor + salt))
+                    flat = torch.cat(parts)
+                    if flat.numel():
+                        held[state] = flat
+                out[s].append(BucketImage(shard=s, bucket=b, step=2, version=2, tensors=held))
+        return out
+
+    store = CheckpointStore(tmp_path, keep=1)
+    plan = make_plan(tensors, 1)
+    store.commit(cut_of(job, step=2, plan=plan, images=images(plan)))
+    checkpoint = store.open(2)
+    assert checkpoint.read_slice("w1", 0, 31, "row_var").shape == (31,)
+    with pytest.raises(CheckpointError, match="has no rows; read it whole"):
+        checkpoint.read_slice("w1", 0, 3, "row_var")
+    for shards in (1, 2, 5):
+        other = make_plan(tensors, shards)
+        for shard, expected in images(other).items():
+            assert_same_images(list(checkpoint.images(other, shard)), expected)
+
+
+def test_content_digest_is_the_same_for_every_plan_and_another_for_other_bits() -> None:
+    job = job_of(EVERY_KIND)
+
+    def digest(shards: int, seed: int, bucket_bytes: int) -> str:
+        plan = make_plan(job.tensors, shards, bucket_bytes=bucket_bytes)
+        out = ContentDigest(job.tensors)
+        for shard, images in images_of(plan, 3, seed).items():
+            out.add(shard_entries(images, plan, shard, "Adam"), slice_rows(plan, shard))
+        return out.hexdigest()
+
+    assert digest(1, 0, 2 << 20) == digest(4, 0, 1 << 16) == digest(2, 0, 1 << 18)
+    assert digest(1, 0, 2 << 20) != digest(1, 1, 2 << 20)
+
+
+def test_digest_notices_one_bit_of_value_state_scalar_and_flag(tmp_path: Path) -> None:
+    job = job_of()
+    plan = make_plan(job.tensors, 1)
+
+    def digest(change: Callable[[BucketImage], BucketImage]) -> str:
+        images = [change(image) if image.scalars else image for image in images_of(plan, 1)[0]]
+        out = ContentDigest(job.tensors)
+        out.add(shard_entries(images, plan, 0, "Adam"), slice_rows(plan, 0))
+        return out.hexdigest()
+
+    def flip(name: str) -> Callable[[BucketImage], BucketImage]:
+        def change(image: BucketImage) -> BucketImage:
+            flat = image.tensors[name].clone()
+            flat.view(torch.uint8)[0] ^= 1
+            return dataclasses.replace(image, tensors={**image.tensors, name: flat})
+
+        return change
+
+    digests = [
+        digest(lambda image: image),
+        digest(flip(VALUE)),
+        digest(flip("exp_avg")),
+        digest(
+            lambda i: dataclasses.replace(i, scalars={"step": tuple(math.nextafter(v, 9) for v in i.scalars["step"])})
+        ),
+        digest(lambda i: dataclasses.replace(i, initialized=tuple(not flag for flag in i.initialized))),
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+def test_one_shard_is_fetched_at_a_time_and_only_when_the_one_before_is_written(tmp_path: Path) -> None:
+    job = job_of()
+    plan = make_plan(job.tensors, 3)
+    images = images_of(plan, 0)
+    seen: list[tuple[int, int]] = []
+
+    def fetch(shard: int) -> Iterator[BucketImage]:
+        seen.append((shard, len(list(tmp_path.glob("tmp-3-0/*.safetensors")))))
+        yield from images[shard]
+
+    CheckpointStore(tmp_path, keep=1).commit(cut_of(job, plan=plan, images=fetch))
+    assert seen == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_states_missing_in_a_shard_that_never_saw_a_gradient_become_zeros(tmp_path: Path) -> None:
+    """In asynchronous mode a cut isn't one instant: one slice of a tensor may have its state before another has."""
+    job = job_of((spec("big", (400, 300)),), consistency=ConsistencySpec(mode="async"))
+    plan = make_plan(job.tensors, 2)
+    images = images_of(plan, 5)
+    cold = [
+        dataclasses.replace(i, tensors={VALUE: i.tensors[VALUE]}, scalars={}, initialized=(False,) * len(i.initialized))
+        for i in images[1]
+    ]
+    store = CheckpointStore(tmp_path, keep=1)
+    store.commit(cut_of(job, step=5, plan=plan, images={0: images[0], 1: cold}, consistent=False, versions=[5, 0]))
+    checkpoint = store.open(5)
+    uncut = Slice(tensor=0, first_row=0, rows=400, offset=0, elements=120_000)
+    bucket = BucketSpec(dtype="float32", kind=PARAM, elements=120_000, slices=(uncut,))
+    (image,) = checkpoint.images(Plan(job.tensors, (ShardSpec(buckets=(bucket,)),)), 0)
+    assert image.initialized == (True,) and image.scalars == {"step": (5.0,)} and image.version == 5
+    for shard, held in ((0, True), (1, False)):
+        for bucket in plan.shards[shard].buckets:
+            for piece in bucket.slices:
+                start = piece.first_row * 300
+                assert bool(image.tensors["exp_avg"][start : start + piece.elements].any()) is held
+    with pytest.raises(CheckpointError, match="lack rows"):
+        checkpoint.read_slice("big", 0, 400, "exp_avg")
+
+
+def test_manifest_carries_cursor_leases_timeline_and_versions(tmp_path: Path) -> None:
+    extra = {"cursor": {"batch": 41}, "leases": [{"lease": 3, "done": True}], "sequences": {"worker/0": {"0": 12}}}
+    store = CheckpointStore(tmp_path, keep=1)
+    store.commit(cut_of(step=4, extra=extra, consistent=False, versions=[9, 8]))
+    manifest = store.open(4).manifest
+    assert manifest.cursor == {"batch": 41} and manifest.extra["sequences"] == {"worker/0": {"0": 12}}
+    assert manifest.timeline == (3 << 32) | 1 and manifest.versions == (9, 8) and not manifest.consistent
+    assert manifest.aliases == {"head.weight": "emb.weight"} and manifest.torch_version == torch.__version__
+    store.commit(cut_of(step=5))
+    assert store.open(5).manifest.cursor == {"step": 5}
+
+
+# Retention.
+
+
+def test_retention_keeps_the_newest_the_best_and_the_protected(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in range(0, 70, 10):
+        store.commit(cut_of(step=step))
+        if step == 10:
+            store.mark_best(10, {"accuracy": 0.9, "loss": math.nan})
+        if step == 20:
+            store.protect(20)
+    assert store.list() == [10, 20, 50, 60]
+    best = store.best()
+    assert best is not None and best.step == 10 and best.metrics["accuracy"] == 0.9 and math.isnan(best.metrics["loss"])
+    store.unprotect(20)
+    store.mark_best(60, {"accuracy": 0.95})
+    store.commit(cut_of(step=70))
+    assert store.list() == [60, 70]
+    with pytest.raises(CheckpointError, match="no checkpoint of step 10 to mark"):
+        store.mark_best(10, {})
+
+
+def test_retention_never_deletes_the_only_whole_checkpoint(tmp_path: Path) -> None:
+    """Back at 10 since 20 is damaged; the next cut is below 20 and must outlive it."""
+    prepare(tmp_path)
+    (tmp_path / "step-00000020" / SHARD_0).unlink()
+    store = CheckpointStore(tmp_path, keep=1)
+    store.commit(cut_of(step=15))
+    assert store.newest_valid().step == 15
+
+
+def test_open_checkpoint_outlives_its_deletion(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.commit(cut_of(step=1))
+    reading = store.open(1)
+    reading.tensor("fc1.bias")
+    store.commit(cut_of(step=2))
+    assert store.list() == [2]
+    assert torch.equal(reading.tensor("fc1.weight"), state_of(SMALL, 1)["fc1.weight"])
+
+
+def test_unreadable_best_hint_counts_as_none(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    store = CheckpointStore(tmp_path, keep=2)
+    for text in ("", "{}", "[1]", '{"step": 10}', '{"step": "10", "metrics": {}}', '{"step": 11, "metrics": {}}'):
+        (tmp_path / "best").write_text(text)
+        assert store.best() is None
+    with pytest.raises(UsageError, match="at least 1"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+# Resuming another job.
+
+
+def changed(name: str, **changes: Any) -> tuple[TensorSpec, ...]:
+    return tuple(dataclasses.replace(t, **changes) if t.name == name else t for t in SMALL)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (job_of(changed("fc1.weight", shape=(6, 8))), "'fc1.weight' has shape (6, 8) in the job, (6, 5) in the"),
+        (job_of(changed("fc1.bias", dtype="float64")), "'fc1.bias' has dtype float64 in the job, float32"),
+        (job_of(changed("fc1.bias", kind=FROZEN)), "'fc1.bias' has kind frozen in the job, param"),
+        (job_of(SMALL[:-1]), "'bn.num_batches_tracked' is in the checkpoint, not in the job"),
+        (job_of((*SMALL, spec("new", (1,)))), "'new' is in the job, not in the checkpoint"),
+        (job_of(rule="SGD"), "the rule is SGD in the job, Adam in the checkpoint"),
+        (job_of(replicas=4), "replicas is 4 in the job, 1 in the checkpoint"),
+        (job_of(batch_size=2), "batch_size is 2"),
+        (job_of(seed=9), "seed is 9"),
+        (job_of(accumulate=2), "accumulate is 2"),
+        (job_of(consistency=ConsistencySpec(mode="async")), "consistency is async in the job, sync"),
+    ],
+)
+def test_foreign_checkpoint_is_refused_with_the_difference_named(tmp_path: Path, other: JobSpec, sentence: str) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.commit(cut_of())
+    with pytest.raises(CheckpointError) as caught:
+        store.open(0).compatible(other)
+    assert sentence in str(caught.value) and "step-00000000 is of another job ('digits')" in str(caught.value)
+
+
+def test_longer_training_other_lr_and_other_policy_are_noted_and_allowed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    job = job_of(steps=100)
+    store.commit(cut_of(job))
+    checkpoint = store.open(0)
+    assert checkpoint.compatible(job) == []
+    groups = ({**job.rule.groups[0], "lr": 0.5},)
+    later = dataclasses.replace(job, steps=200, checkpoint_keep=9, rule=RuleSpec(name="Adam", groups=groups))
+    assert checkpoint.compatible(later) == [
+        "rule.groups[0].lr: 0.5 in the job, 0.1 in the checkpoint",
+        "steps: 200 in the job, 100 in the checkpoint",
+        "checkpoint_keep: 9 in the job, 3 in the checkpoint",
+    ]
+    asynchronous = job_of(consistency=ConsistencySpec(mode="async"))
+    store.commit(cut_of(asynchronous, step=1))
+    assert store.open(1).compatible(dataclasses.replace(asynchronous, seed=3, batch_size=8)) != []
+
+
+# Export.
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = torch.nn.Embedding(7, 3)
+        self.head = torch.nn.Linear(3, 7, bias=False)
+        self.head.weight = self.emb.weight
+        self.bn = torch.nn.BatchNorm1d(3)
+
+
+def tied_cut() -> tuple[Tied, Cut]:
+    model = Tied()
+    state = model.state_dict()
+    kinds = {name: PARAM for name, _ in model.named_parameters()}
+    tensors = tuple(
+        TensorSpec(
+            name=name,
+            shape=tuple(value.shape),
+            dtype=str(value.dtype).removeprefix("torch."),
+            kind=kinds.get(name, BUFFER),
+            aliases=("head.weight",) if name == "emb.weight" else (),
+        )
+        for name, value in state.items()
+        if name != "head.weight"
+    )
+    plan = make_plan(tensors, 2)
+    job = job_of(tensors)
+    images = {
+        s: [
+            BucketImage(
+                shard=s,
+                bucket=b,
+                step=3,
+                version=3,
+                tensors={VALUE: padded_with_zeros(plan, s, b, lambda t: state[t.name].reshape(-1))},
+            )
+            for b in range(len(shard.buckets))
+        ]
+        for s, shard in enumerate(plan.shards)
+    }
+    return model, cut_of(job, step=3, plan=plan, images=images)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+@pytest.mark.parametrize("given", ["step", "checkpoints", "run"])
+def test_export_loads_in_plain_torch_with_tied_weights_and_buffers(tmp_path: Path, suffix: str, given: str) -> None:
+    model, cut = tied_cut()
+    folder = tmp_path / "checkpoints"
+    step = CheckpointStore(folder, keep=1).commit(cut)
+    out = tmp_path / f"model{suffix}"
+    export({"step": step, "checkpoints": folder, "run": tmp_path}[given], out)
+    loaded = load_file(out) if suffix == ".safetensors" else torch.load(out, weights_only=True)
+    fresh = Tied()
+    fresh.load_state_dict(loaded, strict=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value)
+    assert fresh.head.weight is fresh.emb.weight
+    if suffix == ".pt":
+        assert loaded["head.weight"].data_ptr() == loaded["emb.weight"].data_ptr()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", out.name]
+
+
+def test_export_refuses_what_it_cant_write_with_a_sentence(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "held", keep=1)
+    path = store.commit(cut_of(job_of((*SMALL, spec("wave", (2,), "complex128", FROZEN)))))
+    with pytest.raises(UsageError, match=r"ends in '.bin'; it must end in .safetensors or .pt"):
+        export(path, tmp_path / "model.bin")
+    with pytest.raises(UsageError, match="'wave' is complex128"):
+        export(path, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="can't be written"):
+        export(path, tmp_path / "absent" / "model.pt")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        export(tmp_path / "nowhere", tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="is no checkpoint and holds none"):
+        find_checkpoint(tmp_path)
+    flip_byte(path / SHARD_0, -1)
+    with pytest.raises(CheckpointError, match="is corrupt"):
+        export(path, tmp_path / "model.pt")
+    assert [p.name for p in tmp_path.iterdir()] == ["held"]
