@@ -1,0 +1,183 @@
+"""What the chief's rules decide to do; control.py does it, in this order. Plain values, so that tests can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shardline.errors import ShardlineError
+from shardline.rpc.client import Placement
+from shardline.sharding import Plan
+from shardline.spec import JobSpec
+
+
+class Resume(Protocol):
+    """A checkpoint to go on from."""
+
+    @property
+    def step(self) -> int:
+        """Step (sync) or applied updates (async) it was taken at."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """Its folder, for sentences."""
+        ...
+
+    @property
+    def cursor(self) -> Mapping[str, Any]:
+        """Data cursor of asynchronous training."""
+        ...
+
+    def check(self, job: JobSpec) -> None:
+        """Raise CheckpointError where it is of another job, with the difference named."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Reply to a call that waits. `ticket` is the caller's own object."""
+
+    ticket: Any
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Say:
+    """A sentence for the event log. level: "info", "warning" or "error"."""
+
+    kind: str
+    sentence: str
+    level: str = "info"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A line of the journal, on disk before the actions that follow."""
+
+    kind: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lead:
+    """Take command of every ps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configure:
+    """Give every ps its shards."""
+
+    job: JobSpec
+    plan: Plan
+    timeline: int
+    placement: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """Living incarnations by task, to every ps."""
+
+    timeline: int
+    members: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restore:
+    """Fill every shard from the checkpoint that the run goes on from."""
+
+    timeline: int
+    plan: Plan
+    placement: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activate:
+    """Admit pushes and pulls."""
+
+    timeline: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A cut at a step; result per ps: (passed, highest step)."""
+
+    timeline: int
+    step: int
+    stop: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """Forget a cut."""
+
+    timeline: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskStatus:
+    """Status of every ps."""
+
+
+Order = Lead | Configure | Members | Restore | Activate | Cut | Release | AskStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """An order to every ps. Commands are carried out one after another, each on all ps at once."""
+
+    number: int
+    order: Order
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandResult:
+    """What each ps answered, by task; a task is in one of the two."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    errors: Mapping[str, ShardlineError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """Fetch the cut that all shards hold, and commit it as a checkpoint."""
+
+    step: int
+    timeline: int
+    plan: Plan
+    job: JobSpec
+    placement: tuple[Placement, ...]
+    cursor: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What became of a Save. error: the sentence where it failed."""
+
+    step: int
+    path: str = ""
+    seconds: float = 0.0
+    nbytes: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkBest:
+    """Remember that this checkpoint is the best so far."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish:
+    """The job has ended: write the summary, tell every task, go."""
+
+    exit_code: int
+    reason: str
+
+
+Action = Answer | Say | Record | Command | Save | MarkBest | Finish

@@ -1,0 +1,326 @@
+"""The thread that owns the program: everything that happens comes through one queue, so no rule needs a lock.
+
+Calls from the servicer, results of commands and checkpoints, and time are events. After each, the program's actions are
+carried out in order, and every task whose orders changed is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from shardline.checkpoint import CheckpointStore
+from shardline.errors import CheckpointError, InternalError, UsageError
+from shardline.metrics import Metrics
+from shardline.rpc.link import Orders, Phase
+from shardline.rpc.status import ChiefStatus, Traffic
+from shardline_chief.actions import (
+    Action,
+    Answer,
+    Command,
+    CommandResult,
+    Finish,
+    Lead,
+    MarkBest,
+    Record,
+    Save,
+    Saved,
+    Say,
+)
+from shardline_chief.checkpointer import Checkpointer, parameters_digest
+from shardline_chief.commands import Commander
+from shardline_chief.journal import Journal
+from shardline_chief.membership import State as Life
+from shardline_chief.messages import Beat, Join, JoinAnswer
+from shardline_chief.program import Program
+from shardline_chief.reporter import Reporter
+from shardline_chief.summary import overview, summary, write_json
+
+log = logging.getLogger("shardline_chief.control")
+T = TypeVar("T")
+
+TICK_S = 0.1
+RATES_S = 0.5
+GOODBYE_S = 10.0
+"""How long tasks may take to go after the end, at most; a third of --timeout where that is less."""
+
+
+class Channel(Protocol):
+    """Where one heartbeat stream's orders go. Called from the control thread."""
+
+    def send(self, orders: Orders) -> None:
+        """Queue orders."""
+        ...
+
+    def close(self) -> None:
+        """No more orders: the stream ends."""
+        ...
+
+
+class Control:
+    """Runs the program. post() and call() are safe from any thread; all else belongs to run()'s thread."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        journal: Journal,
+        commander: Commander,
+        checkpointer: Checkpointer,
+        reporter: Reporter,
+        metrics: Metrics,
+        out: Path,
+    ) -> None:
+        self.program = program
+        self._journal = journal
+        self._commander = commander
+        self._checkpointer = checkpointer
+        self._reporter = reporter
+        self._metrics = metrics
+        self._out = out
+        self._events: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
+        self._channels: dict[tuple[str, int], Channel] = {}
+        self._sent: dict[tuple[str, int], Orders] = {}
+        self._next_tick_s = 0.0
+        self._next_rates_s = 0.0
+        self._begun = False
+        self._goodbye_s: float | None = None
+        self._ended = threading.Event()
+
+    # From any thread
+
+    def post(self, event: Callable[[float], None]) -> None:
+        """Have event(now) called on the control thread."""
+        self._events.put(event)
+
+    def call(self, question: Callable[[float], T]) -> Future[T]:
+        """Like post, with the result or exception in a future."""
+        future: Future[T] = Future()
+
+        def event(now_s: float) -> None:
+            try:
+                result = question(now_s)
+            except Exception as error:
+                _settle(future, error=error)
+            else:
+                _settle(future, result)
+
+        self.post(event)
+        return future
+
+    def join(self, join: Join) -> Future[JoinAnswer]:
+        """Ask for admission; the answer may take until every ps knows the task."""
+        ticket: Future[JoinAnswer] = Future()
+        self.post(lambda now_s: self.program.join(ticket, join, now_s))
+        return ticket
+
+    def beat(self, beat: Beat, channel: Channel) -> None:
+        """A heartbeat that came over a stream."""
+        self.post(lambda now_s: self._beat(beat, channel, now_s))
+
+    def stream_ended(self, task: str, incarnation: int, channel: Channel) -> None:
+        """A heartbeat stream is over, whichever side ended it."""
+        self.post(lambda now_s: self._detach(task, incarnation, channel, now_s))
+
+    def status(self) -> Future[ChiefStatus]:
+        """The job at a glance."""
+        return self.call(lambda now_s: overview(self.program, self._reporter, self._out, now_s))
+
+    def request_stop(self, reason: str) -> Future[int]:
+        """End the job with a checkpoint."""
+        return self.call(lambda now_s: self.program.stop(reason, now_s))
+
+    # The thread
+
+    def run(self) -> int:
+        """Run until the job has ended and its tasks are gone; returns the exit code."""
+        while True:
+            now_s = time.monotonic()
+            event: Callable[[float], None] | None = None
+            with contextlib.suppress(queue.Empty):
+                event = self._events.get(timeout=max(0.0, min(TICK_S, self._next_tick_s - now_s)))
+            now_s = time.monotonic()
+            try:
+                if event is not None:
+                    event(now_s)
+                if now_s >= self._next_tick_s:
+                    self._next_tick_s = now_s + TICK_S
+                    self.program.tick(now_s)
+                    self._figures(now_s)
+            except Exception as error:
+                # A defect in the rules: nothing the program decides can be trusted any more.
+                log.exception("the chief failed")
+                self.program.fatal(InternalError.exit_code, f"the chief failed: {type(error).__name__}: {error}", now_s)
+            for action in self.program.take():
+                self._do(action, now_s)
+            self._push_orders()
+            if self._goodbye_s is not None and self._gone(now_s):
+                return self.program.state.exit_code
+
+    def _gone(self, now_s: float) -> bool:
+        """Whether every task has let go of its stream, or the time for it is over."""
+        assert self._goodbye_s is not None
+        if not self._channels:
+            return True
+        if now_s < self._goodbye_s:
+            return False
+        log.warning("still there after the end: %s", ", ".join(sorted(task for task, _ in self._channels)))
+        return True
+
+    # Streams
+
+    def _beat(self, beat: Beat, channel: Channel, now_s: float) -> None:
+        key = (beat.task, beat.incarnation)
+        self._metrics.counter("shardline_heartbeats_total", peer=beat.task).inc()
+        alive = self.program.beat(beat, now_s)
+        if beat.steps and alive:
+            self._reporter.report(beat.task, beat.steps)
+        if self._channels.get(key) is channel:
+            return
+        if not alive:
+            self._metrics.counter("shardline_fenced_messages_total", peer=beat.task).inc()
+            channel.send(dataclasses.replace(self.program.orders(*key), version=1 << 62))
+            channel.close()
+            return
+        self._channels[key] = channel
+        if key in self._sent:
+            channel.send(self._sent[key])
+
+    def _detach(self, task: str, incarnation: int, channel: Channel, now_s: float) -> None:
+        key = (task, incarnation)
+        # A newer stream of the same life may have taken its place already.
+        if self._channels.get(key) is channel:
+            del self._channels[key]
+            self.program.stream_broken(task, incarnation, now_s)
+
+    def _push_orders(self) -> None:
+        for key, channel in list(self._channels.items()):
+            last = self._sent.get(key, Orders())
+            orders = dataclasses.replace(self.program.orders(*key), version=last.version)
+            if orders != last or not last.version:
+                orders = dataclasses.replace(orders, version=last.version + 1)
+                self._sent[key] = orders
+                channel.send(orders)
+            if not self.program.state.members.current(*key):
+                # It has got its last orders (fenced, or good-bye); the stream ends behind them.
+                channel.close()
+                del self._channels[key]
+
+    # Actions
+
+    def _do(self, action: Action, now_s: float) -> None:
+        match action:
+            case Answer():
+                _settle(action.ticket, action.value)
+            case Say():
+                self._say(action)
+            case Record():
+                self._record(action, now_s)
+            case Command():
+                self._command(action)
+            case Save():
+                self._checkpointer.submit(action, lambda saved: self.post(lambda at_s: self._saved(saved, at_s)))
+            case MarkBest():
+                self._mark_best(action)
+            case Finish():
+                self._finish(action, now_s)
+
+    def _say(self, say: Say) -> None:
+        self._reporter.event(say.kind, say.sentence, say.level, say.fields)
+        if say.kind == "evaluation":
+            self._reporter.evaluation(int(say.fields["step"]), say.fields["metrics"])
+
+    def _record(self, record: Record, now_s: float) -> None:
+        try:
+            self._journal.write(record.kind, **record.fields)
+        except OSError as error:
+            sentence = f"the journal in {self._journal.folder} can't be written: {error.strerror}"
+            if self.program.state.phase in (Phase.WAITING, Phase.INIT):
+                # Nothing has been trained yet, so nothing is lost by not going on without a memory.
+                self.program.fatal(UsageError.exit_code, f"{sentence}; choose another --out", now_s)
+            else:
+                self._reporter.event("journal_failed", f"{sentence}; training goes on", "error", {})
+
+    def _command(self, command: Command) -> None:
+        if isinstance(command.order, Lead):
+            members = self.program.state.members.living("ps")
+            self._commander.open({member.task: member.address for member in members})
+
+        def told(result: CommandResult) -> None:
+            self.post(lambda now_s: self.program.done(command.number, result, now_s))
+
+        self._commander.submit(command, told)
+
+    def _saved(self, saved: Saved, now_s: float) -> None:
+        self._reporter.checkpoint(saved.step, saved.seconds, saved.nbytes, failed=bool(saved.error))
+        self.program.saved(saved, now_s)
+
+    def _mark_best(self, mark: MarkBest) -> None:
+        try:
+            self._checkpointer.store.mark_best(mark.step, mark.metrics)
+        except CheckpointError as error:
+            self._reporter.event("best", f"step {mark.step} is best, but can't be kept: {error}", "warning", {})
+
+    def _figures(self, now_s: float) -> None:
+        state = self.program.state
+        if not self._begun and state.running_s is not None and state.job is not None:
+            self._begun = True
+            self._reporter.begin(
+                replicas=state.job.replicas,
+                sync=state.sync,
+                timeline=state.timeline,
+                first_step=state.first_step,
+            )
+        if now_s < self._next_rates_s or state.ended:
+            return
+        self._next_rates_s = now_s + RATES_S
+        if state.running_s is not None:
+            self._reporter.rates(state.step, _wire(state.traffic), now_s)
+        counts: dict[tuple[str, str], int] = {}
+        for member in state.members:
+            for life in Life:
+                key = (member.role, life.value)
+                counts[key] = counts.get(key, 0) + (member.state is life)
+        for (role, life_name), count in counts.items():
+            self._metrics.gauge("shardline_tasks", role=role, state=life_name).set(count)
+
+    # The end
+
+    def _finish(self, finish: Finish, now_s: float) -> None:
+        self._goodbye_s = now_s + min(GOODBYE_S, self.program.state.timeouts.dead_s)
+        self._commander.stop_all(finish.reason)
+        store: CheckpointStore = self._checkpointer.store
+        digest = ""
+        if self.program.state.checkpoint_step >= 0:
+            try:
+                digest = parameters_digest(store.open(self.program.state.checkpoint_step, verify=False))
+            except CheckpointError as error:
+                log.warning("no digest of the parameters: %s", error)
+        value = summary(self.program, sha256=digest, out=self._out, now_s=now_s)
+        try:
+            write_json(self._out / "summary.json", value)
+        except OSError as error:
+            self._reporter.event("summary_failed", f"no summary: {self._out}: {error.strerror}", "error", {})
+
+
+def _wire(traffic: Mapping[str, Traffic]) -> dict[str, tuple[int, int]]:
+    return {task: (both.push_wire_bytes, both.pull_wire_bytes) for task, both in traffic.items()}
+
+
+def _settle(future: Future[Any], result: Any = None, *, error: Exception | None = None) -> None:
+    """Give a waiting call its outcome; it may have gone meanwhile."""
+    try:
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+    except InvalidStateError:
+        log.debug("a call went away before its answer came")

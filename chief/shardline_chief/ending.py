@@ -1,0 +1,236 @@
+"""How the job ends: a common step, a checkpoint there, the evaluator's word on it, last figures, then everybody goes.
+
+Done, stopped and failed jobs take the same way; they differ in how the last step is chosen and how long it is tried.
+Past its deadline the last committed checkpoint stays (PROTOCOL 1.6).
+"""
+
+from __future__ import annotations
+
+import enum
+
+from shardline.errors import CheckpointError
+from shardline.rpc.link import Phase
+from shardline_chief.actions import AskStatus, CommandResult, Cut, Saved
+from shardline_chief.running import Running
+from shardline_chief.state import State
+
+MARGIN_S = 0.25
+"""A stop step lies this many seconds of progress ahead, so that it isn't gone by when the last ps hears of it."""
+
+
+class Stage(enum.Enum):
+    """Where the end is."""
+
+    NOT_YET = 0
+    CHOOSE = 1
+    """Asking how far the shards are."""
+    REACH = 2
+    """Waiting until every shard is at the stop step, or every lease is done."""
+    CUT = 3
+    """The last checkpoint is being taken."""
+    SCORE = 4
+    """Waiting for the evaluator."""
+    FIGURES = 5
+    """Last traffic and versions are asked for."""
+
+
+class Ending:
+    """Rules of the phase STOPPING."""
+
+    def __init__(self, state: State, running: Running) -> None:
+        self.state = state
+        self.running = running
+        self.stage = Stage.NOT_YET
+        self._failed = False
+        self._deadline_s = 0.0
+        self._asked_s = 0.0
+        self._margin_s = MARGIN_S
+        self._exit_code = 0
+
+    def begin(self, reason: str, now_s: float, *, exit_code: int = 0, done: bool = False) -> None:
+        """Start to end. done: every step is made; exit_code != 0: a failure, so no further step can be made."""
+        state = self.state
+        if state.ended:
+            return
+        if self.stage is not Stage.NOT_YET:
+            if exit_code and not self._exit_code and self.stage in (Stage.CHOOSE, Stage.REACH):
+                # What was to be reached can't be reached any more.
+                self._failed, self._exit_code, state.reason = True, exit_code, reason
+                self._deadline_s = min(self._deadline_s, now_s + state.timeouts.suspect_s)
+                state.say("failure", reason, "error")
+            return
+        if state.phase is not Phase.RUNNING:
+            state.end(exit_code, reason, now_s)
+            return
+        self._failed, self._exit_code = exit_code != 0, exit_code
+        self._deadline_s = now_s + (state.timeouts.suspect_s if self._failed else state.timeouts.dead_s)
+        state.phase = Phase.STOPPING
+        state.reason = reason
+        state.say("failure" if self._failed else "stopping", reason, "error" if self._failed else "info")
+        if done and state.sync and not state.script:
+            state.training_end_s = now_s
+            self._reached(now_s)
+        else:
+            self.stage = Stage.CHOOSE
+            state.command(AskStatus(), self._choose)
+
+    # The last step
+
+    def _choose(self, result: CommandResult, now_s: float) -> None:
+        """Statuses are fresh now: choose where to stop."""
+        state = self.state
+        self.stage = Stage.REACH
+        if not state.sync:
+            return
+        if self._failed or not state.working():
+            # Nobody goes on, so the shards must stop where they are.
+            self._stop_where_equal(now_s)
+            return
+        rate = (state.step - state.first_step) / max(state.seconds(now_s), 1e-3)
+        step = state.step_max + 2 + int(rate * self._margin_s)
+        if 0 < state.stop_step <= step:
+            # The end was near anyway.
+            return
+        state.record("stop", step=step)
+        state.command(
+            Cut(timeline=state.timeline, step=step, stop=True),
+            state.history(lambda answers, at_s: self._stop_asked(step, answers)),
+        )
+
+    def _stop_asked(self, step: int, result: CommandResult) -> None:
+        if any(passed for passed, _ in result.values.values()):
+            self._margin_s *= 4
+            self.stage = Stage.CHOOSE
+            self.state.command(AskStatus(), self._choose)
+            return
+        self.state.stop_step = step
+        self.state.say("stop_step", f"the job stops at step {step}")
+
+    def _stop_where_equal(self, now_s: float) -> None:
+        state = self.state
+        step = state.common_step()
+        if step is None:
+            return
+        state.stop_step = step
+        state.record("stop", step=step)
+        state.ledger.reopen(step)
+        state.command(Cut(timeline=state.timeline, step=step, stop=True))
+        self._reached(now_s)
+
+    def _reached(self, now_s: float) -> None:
+        self.stage = Stage.CUT
+        self._asked_s = now_s
+        # From here on each call has its own deadline; this one is for cuts that never become whole.
+        self._deadline_s = now_s + self.state.timeouts.dead_s
+        if self.state.training_end_s is None:
+            self.state.training_end_s = now_s
+        self._cut(now_s)
+
+    # Time
+
+    def poll(self) -> None:
+        """Ask the servers rather than wait for their heartbeats; about ten times a second."""
+        if not self.state.ended and self.stage in (Stage.REACH, Stage.CUT):
+            self.state.ask_status()
+
+    def tick(self, now_s: float) -> None:
+        """Go on with the end."""
+        state = self.state
+        if state.ended or self.stage in (Stage.NOT_YET, Stage.FIGURES):
+            return
+        if self.stage is Stage.REACH:
+            self._reach(now_s)
+        elif self.stage is Stage.CUT:
+            self._cut(now_s)
+        elif self.stage is Stage.SCORE:
+            self._score(now_s)
+        elif now_s >= self._deadline_s:
+            self._give_up("the servers did not tell where they are", now_s)
+
+    def _reach(self, now_s: float) -> None:
+        state = self.state
+        if state.leases is not None:
+            drained = state.leases.outstanding == 0 or not state.working() or self._failed
+            if drained or now_s >= self._deadline_s - state.timeouts.dead_s / 2:
+                self._take_final(now_s)
+            return
+        if 0 < state.stop_step <= state.step:
+            self._reached(now_s)
+        elif self._failed or not state.working():
+            self._stop_where_equal(now_s)
+        if self.stage is Stage.REACH and now_s >= self._deadline_s:
+            waiting = f"stop step {state.stop_step} was not reached (shards are at {state.step} to {state.step_max})"
+            self._give_up(waiting, now_s)
+
+    def _take_final(self, now_s: float) -> None:
+        """Asynchronous mode: ask once more how far the shards are, so that the cut is named right, then cut."""
+        state = self.state
+        self.stage = Stage.CUT
+        self._asked_s = now_s
+        self._deadline_s = now_s + state.timeouts.dead_s
+        if state.training_end_s is None:
+            state.training_end_s = now_s
+
+        def cut(result: CommandResult, at_s: float) -> None:
+            state.stop_step = state.step
+            self.running.cut_now(stop=True)
+
+        state.command(AskStatus(), cut)
+
+    def _cut(self, now_s: float) -> None:
+        state = self.state
+        if state.saving is not None:
+            return
+        if state.checkpoint_step == state.stop_step:
+            self._score_next(now_s)
+        elif now_s >= self._deadline_s:
+            self._give_up(f"no whole cut at step {state.stop_step}", now_s)
+        elif state.sync and now_s - self._asked_s >= state.timeouts.heartbeat_s:
+            # The servers may have left this cut out while an earlier one was held: they stand still now, so ask again.
+            self._asked_s = now_s
+            state.ledger.reopen(state.stop_step)
+            state.command(Cut(timeline=state.timeline, step=state.stop_step, stop=True))
+
+    def saved(self, saved: Saved, now_s: float) -> None:
+        """A checkpoint was committed, or could not be."""
+        if self.stage is not Stage.CUT or saved.step != self.state.stop_step:
+            return
+        if saved.error:
+            self._give_up(f"it could not be written ({saved.error})", now_s)
+        else:
+            self._score_next(now_s)
+
+    def _give_up(self, why: str, now_s: float) -> None:
+        state = self.state
+        state.say("no_last_checkpoint", f"no checkpoint at the end: {why}. {state.what_remains()}", "error")
+        if not self._exit_code:
+            self._exit_code = CheckpointError.exit_code
+            state.reason = f"{state.reason}; no checkpoint at the end: {why}"
+        self._score_next(now_s)
+
+    # The last word
+
+    def _score_next(self, now_s: float) -> None:
+        state = self.state
+        self.stage = Stage.SCORE
+        state.final_step = state.checkpoint_step
+        self._deadline_s = now_s + state.timeouts.join_s
+        self._score(now_s)
+
+    def _score(self, now_s: float) -> None:
+        state = self.state
+        evaluators = state.members.living("evaluator")
+        scored = state.final_step < 0 or state.final_step in state.metrics
+        if evaluators and not scored and now_s < self._deadline_s:
+            return
+        if evaluators and not scored:
+            state.say(
+                "evaluator",
+                f"{evaluators[0].task} did not score the last checkpoint within {state.timeouts.join_s:g} s",
+                "warning",
+            )
+        self.stage = Stage.FIGURES
+        state.command(AskStatus(), self._figures)
+
+    def _figures(self, result: CommandResult, now_s: float) -> None:
+        self.state.end(self._exit_code, self.state.reason, now_s)

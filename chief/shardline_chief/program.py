@@ -1,0 +1,417 @@
+"""The chief's mind: what happened goes in, what to do comes out. No threads, no sockets, no clock of its own.
+
+program = Program(settings, now_s, job=spec, resume=None)
+program.beat(beat, now_s)
+for action in program.take(): ...        # control.py does it and tells the outcome: done(), saved()
+orders = program.orders("worker/0")      # what that task shall do now
+
+Every method is called by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardline.errors import InternalError, TaskLostError, UsageError
+from shardline.rpc.client import JobView
+from shardline.rpc.link import Orders, Phase
+from shardline.rpc.status import PsStatus, TaskStatus, Traffic
+from shardline.spec import JobSpec
+from shardline_chief import admission
+from shardline_chief.actions import Action, CommandResult, MarkBest, Resume, Saved
+from shardline_chief.assignment import replicas_of
+from shardline_chief.ending import Ending
+from shardline_chief.membership import Member, Refused
+from shardline_chief.membership import State as Life
+from shardline_chief.messages import Beat, Join, JoinAnswer, LeaseAnswer
+from shardline_chief.running import Running
+from shardline_chief.setup import Setup, reassign
+from shardline_chief.state import Settings, State
+
+
+class Program:
+    """One job, from the first Join to the last goodbye."""
+
+    def __init__(
+        self, settings: Settings, now_s: float, *, job: JobSpec | None = None, resume: Resume | None = None
+    ) -> None:
+        self.state = State(settings, now_s, resume=resume)
+        self.setup = Setup(self.state)
+        self.running = Running(self.state)
+        self.ending = Ending(self.state, self.running)
+        self._told_failures: set[tuple[str, int]] = set()
+        self._told_leaving: set[tuple[str, int]] = set()
+        if job is not None:
+            self.setup.adopt(job, "the job file")
+
+    def take(self) -> list[Action]:
+        """What to do now, in order; each is given out once."""
+        actions, self.state.actions = self.state.actions, []
+        return actions
+
+    # Joining
+
+    def join(self, ticket: Any, join: Join, now_s: float) -> None:
+        """A task asks to take part; the answer may come later, when every ps has it in its table (F4)."""
+        state = self.state
+        refused = admission.refusal(state, join)
+        if refused is None and join.role == "ps" and self.setup.begun and not state.ended:
+            refused = self._ps_again(join, now_s)
+        if refused is None:
+            decision = state.members.join(now_s, join, limit=admission.limit(state, join.role))
+            refused = decision if isinstance(decision, Refused) else None
+        if refused is not None:
+            state.say("refused", f"{join.name} at {join.address} is not admitted: {refused.reason}", "warning")
+            state.answer(ticket, JoinAnswer(accepted=False, reason=refused.reason, retry=refused.retry))
+            return
+        assert not isinstance(decision, Refused)
+        member = decision.member
+        if decision.replaced is not None:
+            state.say("replaced", f"{member.task}: a new process takes the place of a silent one, which is fenced")
+        self._admitted(ticket, join, member, decision.replaced, now_s)
+
+    def _ps_again(self, join: Join, now_s: float) -> Refused | None:
+        """A ps joins after the start: the same process is welcome back, a new one holds nothing."""
+        state = self.state
+        old = next((m for m in state.members if m.role == "ps" and m.index == join.index), None)
+        if old is None or old.stable_id == join.stable_id:
+            return None
+        if old.state is Life.ALIVE:
+            return None
+        state.lose_ps(old.task, f"{old.task} was started again and is empty", now_s)
+        return Refused(reason=f"{old.task} lost its shards; the job ends")
+
+    def _admitted(self, ticket: Any, join: Join, member: Member, old: Member | None, now_s: float) -> None:
+        state = self.state
+        if member.trains:
+            if state.job is None and join.job is not None:
+                self.setup.adopt(join.job, member.task)
+            state.machine = state.machine or dict(join.machine)
+            state.alone_since_s = None
+        state.finished.discard(member.task)
+        state.say(
+            "joined",
+            f"{member.task} joined from {member.address or 'an unnamed address'} "
+            f"({len(state.members.living(member.role))} {member.role} of {self._expected(member.role)})",
+            incarnation=member.incarnation,
+        )
+        answer = JoinAnswer(accepted=True, task=member.task, incarnation=member.incarnation)
+        # Who comes after the end is told so by its orders, and goes.
+        if state.ended or not (member.trains and state.table_sent):
+            state.answer(ticket, answer)
+            self.setup.advance(now_s)
+            return
+        if old is not None and self.setup.trainer_lost(old):
+            # The ps get a table with the new life in it before anything else.
+            state.answer(ticket, answer)
+            return
+
+        def admitted(result: CommandResult, at_s: float) -> None:
+            state.answer(ticket, answer)
+            if state.ended:
+                return
+            self._take_back(old.incarnation if old is not None else None)
+            self.setup.advance(at_s)
+
+        state.publish_members(admitted)
+
+    def _expected(self, role: str) -> int:
+        settings = self.state.settings
+        return {
+            "ps": len(settings.ps),
+            "worker": settings.workers,
+            "chief": int(settings.chief_trains),
+            "evaluator": settings.evaluators,
+        }.get(role, 0)
+
+    def _take_back(self, incarnation: int | None) -> str:
+        """After every ps has fenced a life: its work goes to the living. Returns what moved, for the sentence."""
+        state = self.state
+        phrases = []
+        if incarnation is not None and state.leases is not None:
+            leases = state.leases.fence(incarnation)
+            if leases:
+                phrases.append(f"{sum(lease.count for lease in leases)} batches are handed out again")
+        if state.phase in (Phase.RUNNING, Phase.STOPPING):
+            phrases += reassign(state)
+        return "; ".join(phrases)
+
+    # Heartbeats
+
+    def beat(self, beat: Beat, now_s: float) -> bool:
+        """A heartbeat. False: that incarnation is fenced or unknown, its stream gets fenced orders and ends."""
+        state = self.state
+        if not state.members.heard(beat.task, beat.incarnation, now_s):
+            return False
+        state.steps[beat.task] = beat.step
+        state.traffic[beat.task] = beat.traffic
+        life = (beat.task, beat.incarnation)
+        if beat.failure and life not in self._told_failures:
+            self._told_failures.add(life)
+            self._failed(beat, now_s)
+        if beat.ps is not None:
+            self.ps_status(beat.task, beat.ps, now_s)
+        if beat.finished and beat.task not in state.finished:
+            state.finished.add(beat.task)
+            state.ask_status()
+        if beat.leaving and life not in self._told_leaving:
+            self._told_leaving.add(life)
+            self._leaving(beat.task, now_s)
+        self._progress(now_s)
+        return True
+
+    def ps_status(self, task: str, status: PsStatus, now_s: float) -> None:
+        """A ps described itself, in a heartbeat or when asked."""
+        state = self.state
+        plan = state.plan
+        if plan is None or state.ended:
+            return
+        state.traffic[task] = status.traffic
+        if status.timeline == state.timeline:
+            shards = [s for s in status.shards if s.shard < len(plan.shards) and plan.shards[s.shard].buckets]
+            for shard in shards:
+                state.shards[shard.shard] = shard
+            state.ledger.observe(shards)
+            self.setup.shards_told(now_s)
+            self.running.shards_told(now_s)
+        elif state.phase in (Phase.RUNNING, Phase.STOPPING):
+            at = f"timeline {status.timeline:#x}" if status.timeline else "nothing"
+            state.lose_ps(task, f"{task} holds {at} instead of timeline {state.timeline:#x}", now_s)
+        if status.failure and (task, 0) not in self._told_failures:
+            self._told_failures.add((task, 0))
+            self.ending.begin(status.failure, now_s, exit_code=InternalError.exit_code)
+
+    def stream_broken(self, task: str, incarnation: int, now_s: float) -> None:
+        """A heartbeat stream ended."""
+        state = self.state
+        if not state.members.current(task, incarnation):
+            return
+        if state.ended or (task in state.finished and state.phase is not Phase.RUNNING):
+            state.members.leave(task)
+            return
+        state.members.stream_broken(task, incarnation)
+        if state.script and task in state.finished:
+            state.members.leave(task)
+        self._lives(now_s)
+
+    def _failed(self, beat: Beat, now_s: float) -> None:
+        state = self.state
+        if beat.task.startswith("evaluator/"):
+            state.say("evaluator", f"{beat.task}: {beat.failure}; training goes on without it", "warning")
+            return
+        code = beat.failure_code or InternalError.exit_code
+        self.ending.begin(f"{beat.task}: {beat.failure}", now_s, exit_code=code)
+
+    def _leaving(self, task: str, now_s: float) -> None:
+        """A task was asked to end, and wants to go."""
+        state = self.state
+        member = state.members.get(task)
+        if member is None or state.phase in (Phase.STOPPING, Phase.ENDED):
+            return
+        others = [other for other in state.trainers() if other.task != task]
+        if member.role == "ps" or (member.trains and (not others or state.script)):
+            if member.role == "ps" and not self.setup.begun:
+                state.members.leave(task)
+                state.say("left", f"{task} was asked to end before the job began; waiting for another", "warning")
+                return
+            why = "nobody else can take its place" if member.trains else "its shards have no other holder"
+            self.ending.begin(f"stopped: {task} was asked to end, and {why}", now_s)
+            return
+        state.members.leave(task)
+        if member.trains and state.table_sent:
+            self._lost_trainer(member, f"{task} leaves as it was asked to", now_s)
+        else:
+            state.say("left", f"{task} leaves as it was asked to")
+
+    # Life and death
+
+    def tick(self, now_s: float) -> None:
+        """Time passes: call about ten times a second."""
+        state = self.state
+        self._lives(now_s)
+        self.setup.tick(now_s)
+        self._alone(now_s)
+        self.ending.poll()
+        if state.phase is Phase.RUNNING and state.sync and 0 < state.stop_step <= state.step_max + 1:
+            # The last step is being closed: don't wait for the next heartbeat to learn it.
+            state.ask_status()
+        self._progress(now_s)
+
+    def _lives(self, now_s: float) -> None:
+        state = self.state
+        if state.ended:
+            return
+        for change in state.members.tick(now_s):
+            member = change.member
+            if member.living:
+                level = "info" if member.state is Life.ALIVE else "warning"
+                state.say("life", change.sentence, level, task=member.task, state=member.state.value)
+            elif member.role == "ps" and self.setup.begun:
+                state.lose_ps(member.task, change.sentence, now_s)
+                return
+            elif member.trains and state.table_sent:
+                self._lost_trainer(member, change.sentence, now_s)
+            else:
+                rest = "the job goes on without it" if member.role == "evaluator" else "waiting for another"
+                state.say("life", f"{change.sentence}; {rest}", "warning", task=member.task, state=member.state.value)
+
+    def _lost_trainer(self, member: Member, sentence: str, now_s: float) -> None:
+        """Fence it on every ps, then give its work to the living."""
+        state = self.state
+        if self.setup.trainer_lost(member):
+            state.say("life", sentence, "warning", task=member.task, state=member.state.value)
+            return
+
+        def fenced(result: CommandResult, at_s: float) -> None:
+            if state.ended:
+                return
+            moved = self._take_back(member.incarnation)
+            rest = moved or ("nothing of its work is lost" if state.trainers() else self._waits())
+            state.say("life", f"{sentence}; {rest}", "warning", task=member.task, state=member.state.value)
+
+        state.publish_members(fenced)
+
+    def _waits(self) -> str:
+        return f"nobody is left to train: waiting {self.state.timeouts.join_s:g} s for a task to join"
+
+    def _alone(self, now_s: float) -> None:
+        """Nobody trains, or a script lacks one of its workers: wait, then end."""
+        state = self.state
+        if state.phase is not Phase.RUNNING:
+            return
+        lacking = not state.working()
+        if state.script:
+            lacking = len({*(m.task for m in state.trainers()), *state.finished}) < state.settings.trainers
+        if not lacking or len(state.finished) >= state.settings.trainers:
+            state.alone_since_s = None
+            return
+        if state.alone_since_s is None:
+            state.alone_since_s = now_s
+        if now_s - state.alone_since_s >= state.timeouts.join_s:
+            who = "a worker that a script needs" if state.script else "every task that trains"
+            self.ending.begin(
+                f"{who} is gone and none came within {state.timeouts.join_s:g} s. {state.what_remains()}",
+                now_s,
+                exit_code=TaskLostError.exit_code,
+            )
+
+    def _progress(self, now_s: float) -> None:
+        if self.running.complete():
+            self.ending.begin("done", now_s, done=True)
+        self.ending.tick(now_s)
+
+    # Outcomes of actions
+
+    def done(self, number: int, result: CommandResult, now_s: float) -> None:
+        """A command came back from every ps."""
+        for task, value in result.values.items():
+            if isinstance(value, PsStatus):
+                self.ps_status(task, value, now_s)
+        self.state.continued(number, result, now_s)
+        self._progress(now_s)
+
+    def saved(self, saved: Saved, now_s: float) -> None:
+        """A checkpoint was committed, or could not be."""
+        self.running.saved(saved)
+        self.setup.saved(saved)
+        self.ending.saved(saved, now_s)
+        self._progress(now_s)
+
+    def fatal(self, exit_code: int, reason: str, now_s: float) -> None:
+        """Something without which the chief can't be trusted went wrong."""
+        self.state.end(exit_code, reason, now_s)
+
+    # Questions
+
+    def stop(self, reason: str, now_s: float) -> int:
+        """End the job with a checkpoint; returns the step it stops at as far as known."""
+        self.ending.begin(f"stopped: {reason}", now_s)
+        return self.state.stop_step
+
+    def lease(self, task: str, incarnation: int, done: tuple[int, ...], now_s: float) -> LeaseAnswer:
+        """Asynchronous mode: batches to train on next."""
+        answer = self.running.lease(task, incarnation, done)
+        self._progress(now_s)
+        return answer
+
+    def report(
+        self, task: str, incarnation: int, step: int, metrics: Mapping[str, float], failure: str, now_s: float
+    ) -> bool:
+        """The evaluator's word on a checkpoint; returns whether it is the best so far."""
+        state = self.state
+        best = False
+        if failure:
+            state.say(
+                "evaluation_failed", f"{task} could not score step {step}: {failure}; training goes on", "warning"
+            )
+        else:
+            best = state.better(metrics)
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            state.say(
+                "evaluation",
+                f"step {step}: {shown}{' (best so far)' if best else ''}",
+                step=step,
+                metrics=dict(metrics),
+            )
+            if best:
+                state.best = (step, dict(metrics))
+                state.actions.append(MarkBest(step=step, metrics=dict(metrics)))
+        state.metrics[step] = dict(metrics)
+        self._progress(now_s)
+        return best
+
+    def job_view(self) -> JobView:
+        """Job, plan and placement. Raises UsageError while they are not known yet."""
+        state = self.state
+        if state.job is None or state.plan is None or not state.timeline:
+            raise UsageError("the job is not known yet; ask again once the orders name a timeline")
+        return JobView(job=state.job, plan=state.plan, placement=state.placement, timeline=state.timeline)
+
+    def orders(self, task: str, incarnation: int) -> Orders:
+        """What one life of a task shall do now."""
+        state = self.state
+        member = state.members.get(task)
+        if member is None or member.incarnation != incarnation or not member.living:
+            left = member is not None and member.incarnation == incarnation and member.state is Life.LEFT
+            return Orders(
+                phase=Phase.ENDED if left or state.ended else state.phase,
+                exit_code=0,
+                reason="left as asked" if left else f"incarnation {incarnation:#x} is fenced",
+                fenced=not left,
+            )
+        return Orders(
+            phase=state.phase,
+            timeline=state.timeline,
+            replicas=replicas_of(state.assignment, task) if member.trains else (),
+            init=state.phase is Phase.INIT and state.initializer == task,
+            stop_step=state.stop_step,
+            exit_code=state.exit_code,
+            reason=state.reason,
+            checkpoint_step=state.checkpoint_step,
+            final_step=state.final_step,
+            workers=len(state.trainers()),
+            first_step=state.first_step,
+        )
+
+    def rows(self, now_s: float) -> tuple[TaskStatus, ...]:
+        """The tasks, for `shardline status`."""
+        state = self.state
+        rows = []
+        for member in state.members:
+            shards = {place.shard for place in state.placement if place.task == member.task}
+            rows.append(
+                TaskStatus(
+                    task=member.task,
+                    state=member.state.value,
+                    incarnation=member.incarnation,
+                    address=member.address,
+                    metrics_address=member.metrics_address,
+                    last_heard_s=now_s - member.last_heard_s,
+                    step=state.steps.get(member.task, 0),
+                    replicas=replicas_of(state.assignment, member.task) if member.trains else (),
+                    traffic=state.traffic.get(member.task, Traffic()),
+                    shards=tuple(state.shards[number] for number in sorted(shards & state.shards.keys())),
+                )
+            )
+        return tuple(rows)

@@ -1,0 +1,242 @@
+"""What the chief writes down for people: events and steps as JSON lines, TensorBoard event files, rates, metrics.
+
+Steps are keyed by (timeline, step): after a rollback the same step comes again, and both are there. A disk that fails
+costs the logs, never the training: it is said once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from shardline.metrics import Metrics
+from shardline.rpc.link import StepReport
+
+log = logging.getLogger("shardline_chief")
+
+LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+EVENTS_SHOWN = 50
+OPEN_STEPS = 64
+"""A step whose reports are not complete is written anyway when one this much newer is."""
+WINDOW_S = 5.0
+
+
+class Rate:
+    """Units per second over the last WINDOW_S seconds, from readings of a counter."""
+
+    def __init__(self) -> None:
+        self._readings: deque[tuple[float, float]] = deque()
+
+    def add(self, value: float, now_s: float) -> None:
+        """Note a reading; a counter that went back (its task was replaced) starts again."""
+        if self._readings and value < self._readings[-1][1]:
+            self._readings.clear()
+        self._readings.append((now_s, value))
+        while len(self._readings) > 2 and now_s - self._readings[0][0] > WINDOW_S:
+            self._readings.popleft()
+
+    @property
+    def per_second(self) -> float:
+        """0 where there are too few readings."""
+        if len(self._readings) < 2:
+            return 0.0
+        (from_s, first), (to_s, last) = self._readings[0], self._readings[-1]
+        return (last - first) / (to_s - from_s) if to_s > from_s else 0.0
+
+
+class StepBoard:
+    """Joins the reports of a step's replicas into one line; a repeated report replaces the one before."""
+
+    def __init__(self, replicas: int, *, joined: bool) -> None:
+        """joined: a step has one report per replica (sync). Otherwise every report is a line of its own."""
+        self._replicas = replicas
+        self._joined = joined
+        self._open: dict[int, dict[int, StepReport]] = {}
+        self._written = -1
+
+    def add(self, report: StepReport) -> list[tuple[int, list[StepReport]]]:
+        """Take a report; returns the steps that are complete now, in order."""
+        if not self._joined:
+            return [(report.step, [report])]
+        if report.step <= self._written:
+            return []
+        self._open.setdefault(report.step, {})[report.replica] = report
+        ready = []
+        for step in sorted(self._open):
+            whole = len(self._open[step]) >= self._replicas
+            if not whole and max(self._open) - step < OPEN_STEPS:
+                break
+            ready.append((step, [r for _, r in sorted(self._open.pop(step).items())]))
+            self._written = step
+        return ready
+
+    def rest(self) -> list[tuple[int, list[StepReport]]]:
+        """What never became complete, at the end."""
+        rest = [(step, list(reports.values())) for step, reports in sorted(self._open.items())]
+        self._open.clear()
+        return rest
+
+
+class Reporter:
+    """Files under out/logs, metrics and the figures of `shardline status`. Used by the control thread."""
+
+    def __init__(self, folder: Path, metrics: Metrics) -> None:
+        self._folder = folder
+        self._metrics = metrics
+        self._files: dict[str, TextIO] = {}
+        self._broken = False
+        self._board: Any = None
+        self.steps: StepBoard | None = None
+        self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
+        self.loss = math.nan
+        self.step_rate = Rate()
+        self.byte_rate = Rate()
+        self.task_rates: dict[str, tuple[Rate, Rate]] = {}
+        self._timeline = 0
+        self._staleness = deque[float](maxlen=100)
+
+    # Events
+
+    def event(self, kind: str, sentence: str, level: str, fields: Mapping[str, Any]) -> None:
+        """One thing that happened."""
+        now = datetime.now(UTC)
+        self.events.append(f"{now.astimezone():%H:%M:%S} {sentence}")
+        log.log(LEVELS[level], "%s", sentence)
+        stamp = now.isoformat(timespec="milliseconds")
+        self._write("events", {"time": stamp, "kind": kind, "level": level, "message": sentence, **fields})
+        self._flush("events")
+
+    # Steps
+
+    def begin(self, *, replicas: int, sync: bool, timeline: int, first_step: int) -> None:
+        """A timeline begins to train at first_step: TensorBoard forgets what an earlier one drew beyond it."""
+        self.steps = StepBoard(replicas, joined=sync)
+        self._timeline = timeline
+        try:
+            # Imported here: it takes a second or two, and nothing needs it before training.
+            from torch.utils.tensorboard import SummaryWriter
+
+            if self._board is not None:
+                self._board.close()
+            self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=first_step or None)
+        except OSError as error:
+            self._fail(error)
+
+    def report(self, task: str, reports: Sequence[StepReport]) -> None:
+        """Finished steps of one task."""
+        if self.steps is None:
+            return
+        for report in reports:
+            self._metrics.counter("shardline_examples_total").inc(report.samples)
+            self._metrics.histogram("shardline_step_seconds").observe(report.compute_s + report.exchange_s)
+            for step, group in self.steps.add(report):
+                self._step(step, group, task)
+        self._flush("steps")
+
+    def _step(self, step: int, group: Sequence[StepReport], task: str) -> None:
+        losses = [report.loss for report in group]
+        self.loss = sum(losses) / len(losses)
+        staleness = sum(report.staleness for report in group) / len(group)
+        self._staleness.append(staleness)
+        self._metrics.gauge("shardline_loss").set(self.loss)
+        line: dict[str, Any] = {
+            "timeline": self._timeline,
+            "step": step,
+            "loss": self.loss,
+            "samples": sum(report.samples for report in group),
+            "replicas": len(group),
+            "compute_s": max(report.compute_s for report in group),
+            "exchange_s": max(report.exchange_s for report in group),
+            "staleness": staleness,
+            "time": time.time(),
+        }
+        if len(group) == 1:
+            line["task"] = task
+        self._write("steps", line)
+        self._scalar("train/loss", self.loss, step)
+        self._scalar("train/staleness", staleness, step)
+
+    def rates(self, step: int, traffic: Mapping[str, tuple[int, int]], now_s: float) -> None:
+        """Readings of the job's step and of each task's wire bytes (pushed, pulled); those of ps make the total."""
+        self.step_rate.add(step, now_s)
+        self._metrics.gauge("shardline_step").set(step)
+        for task, (pushed, pulled) in traffic.items():
+            push, pull = self.task_rates.setdefault(task, (Rate(), Rate()))
+            push.add(pushed, now_s)
+            pull.add(pulled, now_s)
+        total = sum(sum(both) for task, both in traffic.items() if task.startswith("ps/"))
+        self.byte_rate.add(total, now_s)
+        self._scalar("train/steps_per_second", self.step_rate.per_second, step)
+        self._scalar("traffic/bytes_per_second", self.byte_rate.per_second, step)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of a checkpoint."""
+        for name, value in metrics.items():
+            self._metrics.gauge("shardline_evaluation_metric", metric=name).set(value)
+            self._scalar(f"evaluation/{name}", value, step)
+
+    def checkpoint(self, step: int, seconds: float, nbytes: int, *, failed: bool) -> None:
+        """A checkpoint was committed, or could not be."""
+        self._metrics.counter("shardline_checkpoints_total", outcome="failed" if failed else "written").inc()
+        if failed:
+            return
+        self._metrics.histogram("shardline_checkpoint_seconds").observe(seconds)
+        self._metrics.gauge("shardline_checkpoint_bytes").set(nbytes)
+        self._metrics.gauge("shardline_checkpoint_step").set(step)
+        self._scalar("checkpoint/seconds", seconds, step)
+
+    # Files
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        if self._board is None:
+            return
+        try:
+            self._board.add_scalar(name, value, step)
+        except OSError as error:
+            self._fail(error)
+
+    def _write(self, name: str, fields: Mapping[str, Any]) -> None:
+        try:
+            if name not in self._files:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._files[name] = open(self._folder / f"{name}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+            self._files[name].write(json.dumps(fields, default=str) + "\n")
+        except OSError as error:
+            self._fail(error)
+
+    def _flush(self, name: str) -> None:
+        try:
+            if name in self._files:
+                self._files[name].flush()
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        if not self._broken:
+            self._broken = True
+            log.error("logs under %s can't be written (%s); training goes on without them", self._folder, error)
+
+    def close(self) -> None:
+        """Write what is open."""
+        for step, group in self.steps.rest() if self.steps is not None else []:
+            self._step(step, group, "")
+        for name, file in self._files.items():
+            self._flush(name)
+            try:
+                file.close()
+            except OSError as error:
+                self._fail(error)
+        self._files.clear()
+        if self._board is not None:
+            try:
+                self._board.close()
+            except OSError as error:
+                self._fail(error)
+            self._board = None

@@ -1,0 +1,143 @@
+"""While the job trains: cuts become checkpoints, leases are handed out, and the end is seen when it comes."""
+
+from __future__ import annotations
+
+from shardline.rpc.link import Phase
+from shardline_chief.actions import CommandResult, Cut, Release, Save, Saved
+from shardline_chief.messages import LeaseAnswer
+from shardline_chief.state import State
+
+RETRY_S = 0.2
+"""How soon a worker without a lease asks again: the leases of a dead one may come back."""
+
+
+class Running:
+    """Rules of the phase RUNNING; those of checkpoints hold in STOPPING too."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._cut_asked = False
+        self._last_cut = 0
+
+    # Checkpoints
+
+    def shards_told(self, now_s: float) -> None:
+        """A ps described its shards: fetch what is whole, give up what can't become whole."""
+        state = self.state
+        if state.phase not in (Phase.RUNNING, Phase.STOPPING) or state.saving is not None:
+            return
+        if state.sync:
+            ready = state.ledger.complete()
+            if ready:
+                self.save(ready[0])
+                return
+            for step in state.ledger.lost():
+                state.ledger.close(step)
+                state.say("cut", f"the cut at step {step} is not whole on all shards and is given up", "warning")
+                state.command(Release(timeline=state.timeline, step=step))
+        elif state.phase is Phase.RUNNING:
+            self._maybe_cut()
+
+    def _maybe_cut(self) -> None:
+        """Asynchronous mode: a cut whenever every shard has gone another checkpoint_every versions."""
+        state = self.state
+        every = state.job.checkpoint_every if state.job is not None else 0
+        start = max(self._last_cut, state.first_step)
+        if every > 0 and not self._cut_asked and state.step // every > start // every:
+            self.cut_now(stop=False)
+
+    def cut_now(self, *, stop: bool) -> None:
+        """Asynchronous mode: all shards copy themselves at once, under the lowest version as the number."""
+        state = self.state
+        if state.leases is None or self._cut_asked:
+            return
+        self._cut_asked = True
+        step = self._last_cut = state.step
+        # Noted first: then every update of a done lease is inside the copies (PROTOCOL 1.7).
+        cursor = state.leases.cursor()
+
+        def taken(result: CommandResult, now_s: float) -> None:
+            self._cut_asked = False
+            self.save(step, cursor)
+
+        state.command(Cut(timeline=state.timeline, step=step, stop=stop), state.history(taken))
+
+    def save(self, step: int, cursor: dict[str, object] | None = None) -> None:
+        """Have a cut that all shards hold fetched and committed."""
+        state = self.state
+        assert state.plan is not None
+        assert state.job is not None
+        if step == state.checkpoint_step:
+            # Nothing was applied since: the checkpoint is there already.
+            self._release(step)
+            return
+        state.saving = step
+        state.actions.append(
+            Save(
+                step=step,
+                timeline=state.timeline,
+                plan=state.plan,
+                job=state.job,
+                placement=state.placement,
+                cursor=cursor or {},
+            )
+        )
+
+    def saved(self, saved: Saved) -> None:
+        """A checkpoint was committed, or could not be."""
+        state = self.state
+        state.saving = None
+        self._release(saved.step)
+        if saved.error:
+            rest = (
+                f"the last one stays: step {state.checkpoint_step}" if state.checkpoint_step >= 0 else "there is none"
+            )
+            state.say("checkpoint_failed", f"no checkpoint at step {saved.step}: {saved.error}; {rest}", "error")
+            return
+        state.record("cut", step=saved.step, path=saved.path, timeline=state.timeline)
+        state.checkpoint_step = saved.step
+        state.checkpoint_path = saved.path
+        state.say(
+            "checkpoint",
+            f"checkpoint of step {saved.step}: {saved.nbytes / 1e6:.1f} MB in {saved.seconds:.2f} s, {saved.path}",
+            step=saved.step,
+            seconds=saved.seconds,
+            bytes=saved.nbytes,
+        )
+
+    def _release(self, step: int) -> None:
+        state = self.state
+        state.ledger.close(step)
+        state.command(Release(timeline=state.timeline, step=step))
+
+    # Leases
+
+    def lease(self, task: str, incarnation: int, done: tuple[int, ...]) -> LeaseAnswer:
+        """Asynchronous mode: note finished leases, hand out the next batches."""
+        state = self.state
+        if not state.members.current(task, incarnation):
+            return LeaseAnswer(outcome="FENCED", reason=f"incarnation {incarnation:#x} of {task} is not alive")
+        leases = state.leases
+        if leases is None:
+            return LeaseAnswer(outcome="REFUSED", reason="this job is synchronous: batches follow from the step")
+        for number in done:
+            leases.finish(number, incarnation)
+        if leases.all_done or state.phase in (Phase.STOPPING, Phase.ENDED):
+            return LeaseAnswer(outcome="STOPPED", reason=state.reason or "all batches are done")
+        lease = leases.take(incarnation, workers=len(state.trainers())) if state.phase is Phase.RUNNING else None
+        if lease is None:
+            return LeaseAnswer(outcome="WAITING", reason="no batch is free now", retry_after_s=RETRY_S)
+        return LeaseAnswer(outcome="SERVED", lease=lease.number, first=lease.first, count=lease.count)
+
+    # The end
+
+    def complete(self) -> bool:
+        """Whether the job has done all its steps."""
+        state = self.state
+        if state.phase is not Phase.RUNNING:
+            return False
+        if state.leases is not None:
+            return state.leases.all_done
+        if state.script:
+            return len(state.finished) >= state.settings.trainers
+        return state.all_told and state.stop_step > 0 and state.step >= state.stop_step

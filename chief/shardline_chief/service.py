@@ -1,0 +1,164 @@
+"""The process of the chief: take the folder, begin a term, serve, run the job, leave a summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+import time
+import uuid
+from pathlib import Path
+
+from shardline.checkpoint import Checkpoint, CheckpointStore, committed_steps
+from shardline.config import RoleConfig
+from shardline.errors import UsageError
+from shardline.job import load_job
+from shardline.metrics import Metrics
+from shardline.process import Termination, attach_launcher, tell_ready
+from shardline.rpc.server import RpcServer
+from shardline.spec import JobSpec
+from shardline_chief.checkpointer import Checkpointer, ResumePoint
+from shardline_chief.commands import Commander
+from shardline_chief.control import Control
+from shardline_chief.journal import Journal
+from shardline_chief.program import Program
+from shardline_chief.reporter import Reporter
+from shardline_chief.servicer import SERVICES, ChiefServicer, register
+from shardline_chief.state import Settings
+from shardline_chief.trainer import Trainer
+
+log = logging.getLogger("shardline_chief")
+
+DEFAULT_OUT = Path("out")
+KEEP_ALL = 1 << 30
+
+
+def run(config: RoleConfig) -> int:
+    """Run one job to its end; returns the exit code."""
+    termination = Termination()
+    termination.install()
+    attach_launcher(config)
+    spec = _job_spec(config)
+    out = (config.out or DEFAULT_OUT).absolute()
+    with Journal(out / "chief") as journal:
+        resume = _resume(config, out)
+        term = journal.begin_term()
+        chief_uuid = uuid.uuid4().hex
+        journal.write("chief", uuid=chief_uuid, resume=resume.step if resume is not None else None)
+        process = ChiefProcess(config, out, journal, spec, resume, term=term, chief_uuid=chief_uuid)
+        try:
+            return process.run(termination)
+        finally:
+            process.close()
+
+
+def _job_spec(config: RoleConfig) -> JobSpec | None:
+    """The job file's identity; a script's job comes with its first worker."""
+    if config.job is None:
+        if config.chief_trains:
+            raise UsageError("--chief-trains needs --job: the chief builds the model itself")
+        return None
+    job = load_job(config.job, config.overrides)
+    return job.spec(job.build_model())
+
+
+def _resume(config: RoleConfig, out: Path) -> Checkpoint | None:
+    """The checkpoint to go on from, None for a fresh start. Raises where neither can be done without loss."""
+    folder = out / "checkpoints"
+    steps = committed_steps(folder)
+    if not config.resume:
+        if steps:
+            raise UsageError(
+                f"{folder} holds checkpoints of an earlier run, up to step {steps[-1]}; go on with --resume, or choose "
+                "another --out"
+            )
+        return None
+    if not steps:
+        log.warning("--resume: %s holds no checkpoint yet, so the job starts from the beginning", folder)
+        return None
+    checkpoint = CheckpointStore(folder, 1).newest_valid()
+    for warning in checkpoint.warnings:
+        log.error("%s", warning)
+    return checkpoint
+
+
+class ChiefProcess:
+    """Everything the chief runs, wired together."""
+
+    def __init__(
+        self,
+        config: RoleConfig,
+        out: Path,
+        journal: Journal,
+        spec: JobSpec | None,
+        resume: Checkpoint | None,
+        *,
+        term: int,
+        chief_uuid: str,
+    ) -> None:
+        self._config = config
+        timeouts = config.timeouts
+        self._metrics = Metrics("chief", config.task)
+        self._reporter = Reporter(out / "logs", self._metrics)
+        keep = spec.checkpoint_keep if spec is not None else JobSpec.checkpoint_keep
+        store = CheckpointStore(out / "checkpoints", keep or KEEP_ALL)
+        self._commander = Commander(timeouts, term=term, chief_uuid=chief_uuid, resume=resume)
+        self._checkpointer = Checkpointer(store, self._commander.connect, term=term)
+        settings = Settings(
+            term=term,
+            chief_uuid=chief_uuid,
+            chief_address=config.cluster.chief,
+            ps=config.cluster.addresses("ps"),
+            workers=config.cluster.num("worker"),
+            evaluators=config.cluster.num("evaluator"),
+            chief_trains=config.chief_trains,
+            max_workers=config.max_workers,
+            inexact=config.inexact,
+            timeouts=timeouts,
+        )
+        point = ResumePoint(resume) if resume is not None else None
+        self._settings = settings
+        program = Program(settings, time.monotonic(), job=spec, resume=point)
+        self._control = Control(
+            program,
+            journal=journal,
+            commander=self._commander,
+            checkpointer=self._checkpointer,
+            reporter=self._reporter,
+            metrics=self._metrics,
+            out=out,
+        )
+        servicer = ChiefServicer(self._control, store, timeouts, term=term)
+        self._server = RpcServer(
+            config.cluster.chief, register=[register(servicer)], service_names=SERVICES, name="chief"
+        )
+        self._trainer: Trainer | None = None
+
+    def run(self, termination: Termination) -> int:
+        """Serve until the job has ended; returns its exit code."""
+        address = self._server.start()
+        program = self._control.program
+        program.state.settings = dataclasses.replace(self._settings, chief_address=address)
+        # Importing torch and the job took its time; the others' time to join begins now.
+        program.state.started_s = time.monotonic()
+        tell_ready(self._config, address)
+        metrics_address = self._metrics.serve(self._config.host, self._config.metrics_port)
+        log.info("serves at %s, metrics at http://%s/metrics", address, metrics_address)
+        termination.call(lambda: self._asked_to_end(termination))
+        if self._config.chief_trains:
+            self._trainer = Trainer(self._config, address)
+        return self._control.run()
+
+    def _asked_to_end(self, termination: Termination) -> None:
+        name = signal.Signals(termination.signal).name if termination.signal is not None else "a signal"
+        self._control.request_stop(f"the chief got {name}")
+
+    def close(self) -> None:
+        """End everything, in the order that lets each finish its part."""
+        if self._trainer is not None:
+            self._trainer.close(self._config.timeouts.dead_s)
+        self._server.close(grace_s=0.5)
+        self._checkpointer.close()
+        self._commander.close()
+        self._reporter.close()
+        self._metrics.close()

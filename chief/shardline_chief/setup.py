@@ -1,0 +1,320 @@
+"""From "tasks are missing" to "training": plan, command, configure, first values or restore, cut 0, activate.
+
+Each step follows when every ps has done the one before. If the worker that sets the first values dies, all of it starts
+again under a new timeline.
+"""
+
+from __future__ import annotations
+
+from shardline.errors import JobError, ShardlineError, UnreachableError
+from shardline.rpc.client import Placement
+from shardline.rpc.link import Phase
+from shardline.sharding import balance, make_plan
+from shardline.spec import JobSpec
+from shardline_chief.actions import Activate, CommandResult, Configure, Cut, Lead, Restore, Save, Saved
+from shardline_chief.assignment import assign
+from shardline_chief.cuts import CutLedger
+from shardline_chief.leases import Leases
+from shardline_chief.membership import Member
+from shardline_chief.state import State, as_in_cluster, filled_shards
+
+
+class Setup:
+    """Rules of the phases WAITING and INIT."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.begun = False
+        self.table_there = False
+        self.values_there = False
+        self.cut_asked_s: float | None = None
+        self.active = False
+
+    # The job
+
+    def adopt(self, job: JobSpec, source: str) -> None:
+        """The job becomes known, from the job file or from the first task that trains."""
+        state = self.state
+        state.job = as_in_cluster(job, state.settings)
+        count = sum(tensor.elements for tensor in job.tensors)
+        state.say("job", f"job {job.name!r} from {source}: {len(job.tensors)} tensors, {count:,} elements")
+
+    def advance(self, now_s: float) -> None:
+        """Go on as far as the tasks that are there allow."""
+        state = self.state
+        if state.ended:
+            return
+        if not self.begun and state.job is not None and not state.missing_ps():
+            self.begun = True
+            self._begin(now_s)
+        elif state.phase is Phase.INIT and not self.values_there:
+            self._choose_initializer()
+        elif self.active:
+            self._maybe_run(now_s)
+
+    def _begin(self, now_s: float) -> None:
+        state = self.state
+        job = state.job
+        assert job is not None
+        try:
+            if state.resume is not None:
+                state.resume.check(job)
+            plan = make_plan(job.tensors, len(state.settings.ps))
+            if not job.script and job.steps < 1:
+                raise JobError(f"job {job.name!r} has {job.steps} steps; nothing would be trained")
+        except ShardlineError as error:
+            state.end(error.exit_code, str(error), now_s)
+            return
+        state.plan = plan
+        if job.consistency.mode == "async":
+            cursor = state.resume.cursor if state.resume is not None else {}
+            state.leases = Leases.resumed(cursor, job.steps)
+        if state.resume is not None and self._complete(job):
+            self._nothing_to_do(now_s)
+            return
+        members = state.members.living("ps")
+        state.placement = tuple(
+            Placement(shard=member.index, task=member.task, address=member.address) for member in members
+        )
+        state.record("plan", plan_id=plan.plan_id, shards=len(plan.shards), replicas=job.replicas, job=job.name)
+        buckets = sum(len(shard.buckets) for shard in plan.shards)
+        size = sum(shard.nbytes for shard in plan.shards)
+        state.say(
+            "plan",
+            f"plan {plan.plan_id[:8]}: {size / 1e6:.1f} MB in {buckets} buckets on {len(plan.shards)} shards, "
+            f"largest {balance(plan):.2f} of the mean",
+        )
+        state.command(Lead(), state.history(self._led))
+
+    def _complete(self, job: JobSpec) -> bool:
+        state = self.state
+        assert state.resume is not None
+        if state.leases is not None:
+            return state.leases.all_done
+        return 0 < job.steps <= state.resume.step
+
+    def _nothing_to_do(self, now_s: float) -> None:
+        state = self.state
+        assert state.resume is not None
+        assert state.job is not None
+        state.first_step = state.checkpoint_step = state.resume.step
+        state.checkpoint_path = state.resume.path
+        state.end(0, f"done before: {state.resume.path} holds all {state.job.steps} steps; ask for more --steps", now_s)
+
+    # The servers
+
+    def _led(self, result: CommandResult, now_s: float) -> None:
+        self._configure()
+
+    def _configure(self) -> None:
+        """Begin a timeline on every ps."""
+        state = self.state
+        assert state.job is not None
+        assert state.plan is not None
+        state.new_timeline()
+        state.shards.clear()
+        state.ledger = CutLedger(filled_shards(state.plan))
+        state.phase = Phase.INIT
+        state.initializer = ""
+        self.table_there = self.values_there = self.active = False
+        self.cut_asked_s = None
+        state.record(
+            "timeline",
+            timeline=state.timeline,
+            state="preparing",
+            from_cut=state.resume.step if state.resume is not None else None,
+            placement=[[place.shard, place.task, place.address] for place in state.placement],
+        )
+        state.command(
+            Configure(job=state.job, plan=state.plan, timeline=state.timeline, placement=state.placement),
+            state.history(self._configured),
+        )
+
+    def _configured(self, result: CommandResult, now_s: float) -> None:
+        state = self.state
+        held = sum(value for value in result.values.values() if isinstance(value, int))
+        state.say("configured", f"{len(result.values)} parameter servers hold {held / 1e6:.1f} MB with optimizer state")
+        state.publish_members(state.history(self._table_set))
+
+    def _table_set(self, result: CommandResult, now_s: float) -> None:
+        state = self.state
+        self.table_there = True
+        if state.resume is None:
+            self._choose_initializer()
+            return
+        assert state.plan is not None
+        state.say("restore", f"restoring step {state.resume.step} from {state.resume.path}")
+        restore = Restore(timeline=state.timeline, plan=state.plan, placement=state.placement)
+        state.command(restore, state.history(self._restored))
+
+    def _restored(self, result: CommandResult, now_s: float) -> None:
+        state = self.state
+        assert state.resume is not None
+        state.first_step = state.checkpoint_step = state.resume.step
+        state.checkpoint_path = state.resume.path
+        self.values_there = True
+        self._activate()
+
+    # First values
+
+    def _choose_initializer(self) -> None:
+        """The worker of replica 0, or the lowest there is; waits where nobody is there yet."""
+        state = self.state
+        if state.initializer or state.resume is not None or not self.table_there:
+            return
+        trainers = state.trainers()
+        if not trainers:
+            return
+        state.initializer = trainers[0].task
+        state.say("init", f"{state.initializer} sets the first values of all parameters")
+
+    def trainer_lost(self, member: Member) -> bool:
+        """A trainer died. True: it was setting the first values, and another will, under a new timeline."""
+        state = self.state
+        if state.phase is not Phase.INIT or self.values_there or state.initializer != member.task:
+            return False
+        state.say("init", f"{member.task} was setting the first values; all of it starts again", "warning")
+        state.table_sent = False
+        self._configure()
+        return True
+
+    def shards_told(self, now_s: float) -> None:
+        """A ps described its shards."""
+        state = self.state
+        if state.phase is not Phase.INIT or state.resume is not None or not state.all_told:
+            return
+        if not self.values_there and all(shard.initialized for shard in state.shards.values()):
+            self.values_there = True
+            self.cut_asked_s = now_s
+            state.command(Cut(timeline=state.timeline, step=0))
+        elif self.cut_asked_s is not None and state.saving is None and 0 in state.ledger.complete():
+            assert state.plan is not None
+            assert state.job is not None
+            state.saving = 0
+            state.actions.append(
+                Save(
+                    step=0,
+                    timeline=state.timeline,
+                    plan=state.plan,
+                    job=state.job,
+                    placement=state.placement,
+                    cursor=state.leases.cursor() if state.leases is not None else {},
+                )
+            )
+
+    def saved(self, saved: Saved) -> None:
+        """Cut 0 is committed, or could not be: training starts in both cases."""
+        if self.cut_asked_s is not None and not self.active:
+            self.cut_asked_s = None
+            self._activate()
+
+    # Start
+
+    def _activate(self) -> None:
+        state = self.state
+        state.record("timeline", timeline=state.timeline, state="active")
+        state.command(Activate(timeline=state.timeline), state.history(self._activated))
+
+    def _activated(self, result: CommandResult, now_s: float) -> None:
+        state = self.state
+        assert state.job is not None
+        if state.sync and not state.script:
+            # The last step is known from the start: the servers stop there by themselves, with a cut.
+            state.stop_step = state.job.steps
+            state.record("stop", step=state.stop_step)
+            cut = Cut(timeline=state.timeline, step=state.stop_step, stop=True)
+            state.command(cut, state.history(self._bounded))
+        else:
+            self._bounded(result, now_s)
+
+    def _bounded(self, result: CommandResult, now_s: float) -> None:
+        self.active = True
+        self._maybe_run(now_s)
+
+    def _maybe_run(self, now_s: float) -> None:
+        state = self.state
+        job = state.job
+        assert job is not None
+        trainers = state.trainers()
+        missing = state.settings.trainers - len(trainers)
+        late = now_s - state.started_s >= state.timeouts.join_s
+        if not trainers or (missing > 0 and (state.script or not late)):
+            return
+        state.phase = Phase.RUNNING
+        state.running_s = now_s
+        state.initializer = ""
+        reassign(state)
+        if missing > 0:
+            state.say(
+                "late",
+                f"{missing} of {state.settings.trainers} tasks that train did not join within "
+                f"{state.timeouts.join_s:g} s; training starts without them, they may still come",
+                "warning",
+            )
+        until = f"until step {job.steps}" if job.steps else "until the script ends"
+        state.say(
+            "running",
+            f"training from step {state.first_step} {until}: {job.consistency.mode}, {len(trainers)} workers"
+            + (f", {job.replicas} replicas" if state.sync else ""),
+        )
+
+    # Waiting
+
+    def tick(self, now_s: float) -> None:
+        """Deadlines of the start."""
+        state = self.state
+        if state.ended or state.phase not in (Phase.WAITING, Phase.INIT):
+            return
+        if state.phase is Phase.INIT and not self.active and (state.initializer or self.cut_asked_s is not None):
+            state.ask_status()
+        asked_s = self.cut_asked_s
+        if asked_s is not None and state.saving is None and now_s - asked_s >= state.timeouts.dead_s:
+            self.cut_asked_s = None
+            state.say("cut", f"no cut 0 within {state.timeouts.dead_s:g} s; training starts without it", "error")
+            self._activate()
+        if now_s - state.started_s >= state.timeouts.join_s:
+            self._too_late(now_s)
+            if self.active and not state.ended:
+                self._maybe_run(now_s)
+
+    def _too_late(self, now_s: float) -> None:
+        state = self.state
+        settings = state.settings
+        waited = f"within {state.timeouts.join_s:g} s"
+        where = f"is it running, and does it reach the chief at {settings.chief_address}?"
+        missing = [f"ps/{index} at {settings.ps[index]}" for index in state.missing_ps()]
+        if missing and not self.begun:
+            state.end(UnreachableError.exit_code, f"{', '.join(missing)} did not join {waited}; {where}", now_s)
+        elif not state.trainers():
+            state.end(UnreachableError.exit_code, f"no task that trains joined {waited}; {where}", now_s)
+        elif state.script and len(state.trainers()) < settings.trainers:
+            there = {member.task for member in state.trainers()}
+            names = [f"worker/{index}" for index in range(settings.workers) if f"worker/{index}" not in there]
+            state.end(
+                UnreachableError.exit_code,
+                f"{', '.join(names)} did not join {waited}, and a script needs all its workers; {where}",
+                now_s,
+            )
+
+
+def reassign(state: State) -> list[str]:
+    """Give the replicas to the living; returns a phrase for each worker whose replicas grew."""
+    state.most_trainers = max(state.most_trainers, len(state.trainers()))
+    if state.job is None or not state.sync:
+        return []
+    before = state.assignment
+    tasks = [member.task for member in state.trainers()]
+    if state.script:
+        # A script computes its own replica and nobody else's.
+        state.assignment = {int(task.rpartition("/")[2]): task for task in tasks}
+    else:
+        state.assignment = assign(before, tasks, state.job.replicas)
+    gained: dict[str, list[int]] = {}
+    for replica, task in sorted(state.assignment.items()):
+        if before.get(replica) != task:
+            gained.setdefault(task, []).append(replica)
+    return [f"{_replicas(numbers)} to {task}" for task, numbers in gained.items()]
+
+
+def _replicas(numbers: list[int]) -> str:
+    return f"replica{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,0 +1,295 @@
+"""The job as the chief knows it, and the few ways in which its rules act: say, record, command, answer.
+
+All of it belongs to the control thread. setup.py, running.py and ending.py hold the rules over it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardline.config import Timeouts
+from shardline.errors import ShardlineError, TaskLostError, UnreachableError
+from shardline.job import lowest_is_best
+from shardline.rpc.client import Placement
+from shardline.rpc.link import Phase
+from shardline.rpc.status import ShardStatus, Traffic
+from shardline.sharding import Plan
+from shardline.spec import JobSpec
+from shardline_chief.actions import (
+    Action,
+    Answer,
+    AskStatus,
+    Command,
+    CommandResult,
+    Finish,
+    Members,
+    Order,
+    Record,
+    Release,
+    Resume,
+    Say,
+)
+from shardline_chief.cuts import CutLedger
+from shardline_chief.leases import Leases
+from shardline_chief.membership import Member, Membership
+from shardline_chief.messages import TRAINERS
+
+Then = Callable[[CommandResult, float], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the chief was started with."""
+
+    term: int
+    chief_uuid: str
+    chief_address: str
+    ps: tuple[str, ...]
+    """Addresses in the cluster spec, by index."""
+    workers: int
+    evaluators: int = 0
+    chief_trains: bool = False
+    max_workers: int = 64
+    inexact: bool = False
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    out: str = ""
+
+    @property
+    def trainers(self) -> int:
+        """Tasks that are expected to run replicas."""
+        return self.workers + self.chief_trains
+
+
+class State:
+    """Everything mutable of the chief's rules."""
+
+    def __init__(self, settings: Settings, now_s: float, *, resume: Resume | None) -> None:
+        self.settings = settings
+        self.timeouts = settings.timeouts
+        self.resume = resume
+        self.job: JobSpec | None = None
+        self.plan: Plan | None = None
+        self.placement: tuple[Placement, ...] = ()
+        self.members = Membership(settings.term, suspect_s=settings.timeouts.suspect_s, dead_s=settings.timeouts.dead_s)
+        self.machine: Mapping[str, str] = {}
+        """Fingerprint of the first task that trains; the others' must be equal in synchronous mode."""
+        self.phase = Phase.WAITING
+        self.timeline = 0
+        self._timelines = 0
+        self.table_sent = False
+        """The ps hold a table of members, so that who joins must be put in before the reply (F4)."""
+        self.assignment: dict[int, str] = {}
+        self.leases: Leases | None = None
+        self.initializer = ""
+        self.shards: dict[int, ShardStatus] = {}
+        self.steps: dict[str, int] = {}
+        self.traffic: dict[str, Traffic] = {}
+        self.finished: set[str] = set()
+        self.most_trainers = 0
+        """Most tasks that trained at a time."""
+        self.ledger = CutLedger(0)
+        self.saving: int | None = None
+        self.started_s = now_s
+        self.running_s: float | None = None
+        self.training_end_s: float | None = None
+        self.alone_since_s: float | None = None
+        self.first_step = 0
+        self.stop_step = 0
+        self.checkpoint_step = -1
+        self.checkpoint_path = ""
+        self.final_step = -1
+        self.metrics: dict[int, Mapping[str, float]] = {}
+        self.best: tuple[int, Mapping[str, float]] | None = None
+        self.exit_code = 0
+        self.reason = ""
+        self.actions: list[Action] = []
+        self._orders: dict[int, tuple[Order, Then | None]] = {}
+        self._commands = 0
+        self._asking = False
+
+    # Questions
+
+    @property
+    def sync(self) -> bool:
+        """Whether steps are synchronous; only once the job is known."""
+        return self.job is None or self.job.consistency.mode == "sync"
+
+    @property
+    def script(self) -> bool:
+        """Whether a person's own script drives the steps."""
+        return self.job is not None and self.job.script
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will be decided."""
+        return self.phase is Phase.ENDED
+
+    def trainers(self) -> list[Member]:
+        """Living tasks that run replicas."""
+        return self.members.living(*TRAINERS)
+
+    def working(self) -> list[Member]:
+        """Those of them that have not finished their part."""
+        return [member for member in self.trainers() if member.task not in self.finished]
+
+    def missing_ps(self) -> list[int]:
+        """Indices of parameter servers that are not there."""
+        there = {member.index for member in self.members.living("ps")}
+        return [index for index in range(len(self.settings.ps)) if index not in there]
+
+    @property
+    def all_told(self) -> bool:
+        """Whether every shard that holds anything has told how it is, in this timeline."""
+        return self.plan is not None and len(self.shards) >= filled_shards(self.plan)
+
+    @property
+    def step(self) -> int:
+        """Steps that every shard has closed (sync), updates that every shard has applied (async)."""
+        if not self.all_told:
+            return self.first_step
+        return min(shard.step_min if self.sync else shard.version for shard in self.shards.values())
+
+    @property
+    def step_max(self) -> int:
+        """Highest step any bucket is at."""
+        return max((shard.step_max for shard in self.shards.values()), default=self.first_step)
+
+    def common_step(self) -> int | None:
+        """The step that every bucket of every shard is at; None where they differ or are not known."""
+        if not self.all_told:
+            return None
+        steps = {step for shard in self.shards.values() for step in (shard.step_min, shard.step_max)}
+        return steps.pop() if len(steps) == 1 else None
+
+    def seconds(self, now_s: float) -> float:
+        """Seconds of training so far."""
+        if self.running_s is None:
+            return 0.0
+        return (now_s if self.training_end_s is None else self.training_end_s) - self.running_s
+
+    # Acts
+
+    def say(self, kind: str, sentence: str, level: str = "info", **fields: Any) -> None:
+        """Tell the person."""
+        self.actions.append(Say(kind=kind, sentence=sentence, level=level, fields=fields))
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Note a decision in the journal before the acts that follow."""
+        self.actions.append(Record(kind=kind, fields=fields))
+
+    def answer(self, ticket: Any, value: Any) -> None:
+        """Reply to a waiting call."""
+        self.actions.append(Answer(ticket=ticket, value=value))
+
+    def command(self, order: Order, then: Then | None = None) -> None:
+        """Order every ps; `then` gets the result once all have answered, errors included (see `history`)."""
+        self._commands += 1
+        self._orders[self._commands] = (order, then)
+        self.actions.append(Command(number=self._commands, order=order))
+
+    def history(self, then: Then) -> Then:
+        """`then`, but only where all ps did it and neither the timeline nor the job ended meanwhile."""
+        timeline = self.timeline
+
+        def guarded(result: CommandResult, now_s: float) -> None:
+            if not result.errors and not self.ended and self.timeline == timeline:
+                then(result, now_s)
+
+        return guarded
+
+    def ask_status(self) -> None:
+        """Ask every ps for its status, unless such a question is on its way; answers come as if they were beats."""
+        if not self._asking:
+            self._asking = True
+            self.command(AskStatus())
+
+    def continued(self, number: int, result: CommandResult, now_s: float) -> None:
+        """A command came back from every ps. What must be done and was not ends the job; then what follows it."""
+        order, then = self._orders.pop(number)
+        if isinstance(order, AskStatus):
+            self._asking = False
+        elif result.errors and not isinstance(order, Release) and not self.ended:
+            self.command_failed(result.errors, now_s)
+        if then is not None:
+            then(result, now_s)
+
+    def new_timeline(self) -> int:
+        """Begin another history."""
+        self._timelines += 1
+        self.timeline = self.settings.term << 32 | self._timelines
+        return self.timeline
+
+    def publish_members(self, then: Then) -> None:
+        """Send the table of living incarnations to every ps; `then`: when all have taken it, or could not."""
+        self.table_sent = True
+        table = {member.task: member.incarnation for member in self.trainers()}
+        self.command(Members(timeline=self.timeline, members=table), then)
+
+    def end(self, exit_code: int, reason: str, now_s: float) -> None:
+        """End the job; the first reason stands."""
+        if self.ended:
+            return
+        if self.running_s is not None and self.training_end_s is None:
+            self.training_end_s = now_s
+        self.phase = Phase.ENDED
+        self.exit_code = exit_code
+        self.reason = reason
+        self.say("ended", reason, "info" if exit_code == 0 else "error", exit_code=exit_code)
+        self.actions.append(Finish(exit_code=exit_code, reason=reason))
+
+    def lose_ps(self, task: str, why: str, now_s: float) -> None:
+        """A parameter server is gone with its shards; without a standby the job ends here."""
+        member = self.members.get(task)
+        self.members.declare_dead(task)
+        if self.ended:
+            return
+        address = f" at {member.address}" if member is not None else ""
+        shards = ", ".join(str(p.shard) for p in self.placement if p.task == task)
+        rest = self.what_remains()
+        self.end(TaskLostError.exit_code, f"{why}; {task}{address} held shard {shards}, so the job ends. {rest}", now_s)
+
+    def what_remains(self) -> str:
+        """Where to go on from after a loss."""
+        if self.checkpoint_step < 0:
+            return "There is no checkpoint yet; start the job again."
+        return f"Go on with --resume from step {self.checkpoint_step}: {self.checkpoint_path}"
+
+    def command_failed(self, errors: Mapping[str, ShardlineError], now_s: float) -> None:
+        """Some ps did not do what it was told; without it nothing is certain, so the job ends."""
+        task, error = sorted(errors.items())[0]
+        if isinstance(error, UnreachableError):
+            self.lose_ps(task, f"{task} does not answer: {error}", now_s)
+        else:
+            self.end(error.exit_code, str(error), now_s)
+
+    def better(self, metrics: Mapping[str, float]) -> bool:
+        """Whether these metrics beat the best so far; the first ones always do. A NaN never does.
+
+        The job's best_metric decides; without one the first by name, and less is better where the name says so.
+        """
+        if not metrics or self.job is None:
+            return False
+        name = self.job.best_metric or min(metrics)
+        lowest = self.job.best_is_lowest if self.job.best_metric else lowest_is_best(name)
+        value = metrics.get(name)
+        if value is None or value != value:
+            return False
+        held = self.best[1].get(name) if self.best is not None else None
+        if held is None or held != held:
+            return True
+        return value < held if lowest else value > held
+
+
+def filled_shards(plan: Plan) -> int:
+    """Shards that hold anything: a small model on many ps leaves some empty."""
+    return sum(bool(shard.buckets) for shard in plan.shards)
+
+
+def as_in_cluster(job: JobSpec, settings: Settings) -> JobSpec:
+    """The job with what only the cluster knows: a script has one replica per worker."""
+    if job.script and job.consistency.mode == "sync":
+        return dataclasses.replace(job, replicas=settings.trainers)
+    return job

@@ -1,0 +1,120 @@
+"""The JSON that a run ends with, and the overview that `shardline status` prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import operator
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardline.rpc.status import ChiefStatus, Traffic
+from shardline_chief.program import Program
+from shardline_chief.reporter import Reporter
+
+
+def total_traffic(program: Program) -> Traffic:
+    """Bytes through all parameter servers: what every worker pushed and pulled."""
+    parts = [traffic for task, traffic in program.state.traffic.items() if task.startswith("ps/")]
+    return functools.reduce(operator.add, parts, Traffic())
+
+
+def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[str, Any]:
+    """What the run came to. sha256: of the last checkpoint's parameters, "" where there is none."""
+    state = program.state
+    seconds = state.seconds(now_s)
+    trained = max(0, state.step - state.first_step)
+    shards = [state.shards[number] for number in sorted(state.shards)]
+    pushes = sum(shard.pushes for shard in shards)
+    traffic = total_traffic(program)
+    last = max((step for step, metrics in state.metrics.items() if metrics), default=None)
+    return {
+        "job": state.job.name if state.job is not None else "",
+        "exit_code": state.exit_code,
+        "reason": state.reason,
+        "steps": state.step,
+        "first_step": state.first_step,
+        "seconds": round(seconds, 6),
+        "steps_per_second": trained / seconds if seconds > 0 else 0.0,
+        "evaluation": {
+            "last": None if last is None else {"step": last, "metrics": _plain(state.metrics[last])},
+            "best": None if state.best is None else {"step": state.best[0], "metrics": _plain(state.best[1])},
+        },
+        "sha256": sha256,
+        "bytes": {
+            "push": {"raw": traffic.push_raw_bytes, "wire": traffic.push_wire_bytes},
+            "pull": {"raw": traffic.pull_raw_bytes, "wire": traffic.pull_wire_bytes},
+        },
+        "staleness": {
+            "mean": sum(shard.staleness_sum for shard in shards) / pushes if pushes else 0.0,
+            "max": max((shard.staleness_max for shard in shards), default=0),
+        },
+        "versions": [shard.version for shard in shards],
+        "skipped_steps": max((shard.skipped_steps for shard in shards), default=0),
+        "duplicate_mismatches": sum(shard.duplicate_mismatches for shard in shards),
+        "repeated_batches": state.leases.repeated if state.leases is not None else 0,
+        "checkpoint": state.checkpoint_path or None,
+        "checkpoint_step": state.checkpoint_step,
+        "consistency": state.job.consistency.mode if state.job is not None else "",
+        "replicas": state.job.replicas if state.job is not None else 0,
+        "workers": state.most_trainers,
+        "ps": len(state.settings.ps),
+        "out": str(out),
+    }
+
+
+def _plain(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write so that readers see the old file or the new one. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def overview(program: Program, reporter: Reporter, out: Path, now_s: float) -> ChiefStatus:
+    """The job as it is now."""
+    state = program.state
+    rows = []
+    for row in program.rows(now_s):
+        push, pull = reporter.task_rates.get(row.task, (None, None))
+        rows.append(
+            dataclasses.replace(
+                row,
+                push_bytes_per_s=push.per_second if push is not None else 0.0,
+                pull_bytes_per_s=pull.per_second if pull is not None else 0.0,
+            )
+        )
+    last = max(state.metrics, default=None)
+    return ChiefStatus(
+        job=state.job.name if state.job is not None else "",
+        phase=state.phase.name.lower(),
+        step=state.step,
+        steps=state.job.steps if state.job is not None else 0,
+        first_step=state.first_step,
+        loss=reporter.loss,
+        steps_per_s=reporter.step_rate.per_second,
+        bytes_per_s=reporter.byte_rate.per_second,
+        seconds=state.seconds(now_s),
+        tasks=tuple(rows),
+        last_metrics=dict(state.metrics[last]) if last is not None else {},
+        checkpoint_step=state.checkpoint_step,
+        checkpoint_path=state.checkpoint_path,
+        events=tuple(reporter.events),
+        exit_code=state.exit_code,
+        reason=state.reason,
+        out_dir=str(out),
+        consistency=state.job.consistency.mode if state.job is not None else "",
+    )

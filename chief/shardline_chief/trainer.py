@@ -1,0 +1,109 @@
+"""A chief that trains: a worker process of its own under the name chief/0, which ends with the chief.
+
+A process and not a thread: heartbeats and checkpoints must not wait for a backward pass that holds the interpreter.
+
+    python -m shardline_chief.trainer < settings.json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardline import log as logs
+from shardline.cluster import ClusterSpec
+from shardline.config import RoleConfig, Timeouts
+from shardline.errors import ShardlineError, UsageError
+
+log = logging.getLogger("shardline_chief.trainer")
+
+
+def to_json(config: RoleConfig) -> str:
+    """Settings of the trainer process, for its standard input."""
+    fields: dict[str, Any] = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in ("cluster", "timeouts", "job", "out")
+    }
+    fields["cluster"] = json.loads(config.cluster.to_json())
+    fields["timeout_s"] = config.timeouts.total_s
+    fields["job"] = str(config.job) if config.job is not None else None
+    fields["out"] = str(config.out) if config.out is not None else None
+    return json.dumps(fields)
+
+
+def from_json(text: str) -> RoleConfig:
+    """Inverse of to_json."""
+    fields = json.loads(text)
+    fields["cluster"] = ClusterSpec.from_mapping(fields["cluster"])
+    fields["timeouts"] = Timeouts(total_s=fields.pop("timeout_s"))
+    for name in ("job", "out"):
+        fields[name] = Path(fields[name]) if fields[name] is not None else None
+    fields["overrides"] = tuple((name, value) for name, value in fields["overrides"])
+    return RoleConfig(**fields)
+
+
+class Trainer:
+    """The chief's own training process."""
+
+    def __init__(self, config: RoleConfig, chief_address: str) -> None:
+        """Start it. config: the chief's."""
+        self._life_read, self._life_write = os.pipe()
+        settings = dataclasses.replace(
+            config,
+            role="chief",
+            index=0,
+            cluster=config.cluster.with_address("chief/0", chief_address),
+            metrics_port=0,
+            ready_fd=None,
+            life_fd=self._life_read,
+            resume=False,
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "shardline_chief.trainer"],
+            stdin=subprocess.PIPE,
+            pass_fds=(self._life_read,),
+            # Ctrl-C in the chief's terminal is the chief's to handle.
+            start_new_session=True,
+        )
+        os.close(self._life_read)
+        assert self._process.stdin is not None
+        self._process.stdin.write(to_json(settings).encode())
+        self._process.stdin.close()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait until it has gone; after timeout_s it is killed."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            log.warning("the chief's training process did not end within %.1f s and is killed", timeout_s)
+            self._process.kill()
+            self._process.wait(5.0)
+        os.close(self._life_write)
+
+
+def main() -> int:
+    """Run the worker role under the chief's name; returns its exit code."""
+    config = from_json(sys.stdin.read())
+    logs.setup(config.task)
+    try:
+        found = tuple(importlib.metadata.entry_points(group="shardline.roles", name="worker"))
+        if not found:
+            raise UsageError("no installed package runs the role 'worker'; install Shardline: pip install -e .")
+        run: Callable[[RoleConfig], int] = found[0].load()
+        return run(config)
+    except ShardlineError as error:
+        log.error("%s", error)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
