@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import selectors
 import signal
 import subprocess
@@ -37,6 +38,7 @@ RESTARTED_ROLES = ("ps", "worker", "evaluator")
 HOPELESS_CODES = (2, 5, 6, 7)
 """A bad job, NaN, a bad checkpoint, a replaced incarnation: the same process would end the same way."""
 TAIL_BYTES = 8192
+LAST_WORDS = re.compile(r"(?:shardline: |\d\d:\d\d:\d\d \S+ (?:step \d+ )?(?:ERROR|CRITICAL) )(.+)")
 LIFE_FD = "SHARDLINE_LIFE_FD"
 """How a script learns of the pipe that ends with the launcher; tasks get --life-fd."""
 
@@ -350,11 +352,8 @@ class LocalCluster:
             return []
 
     def last_words(self, task: str) -> str:
-        """The sentence a task ended with, without its "shardline: "; empty where it left none."""
-        for line in reversed(self.log_tail(task)):
-            if line.startswith("shardline: "):
-                return line.removeprefix("shardline: ")
-        return ""
+        """The sentence a task ended with: of the command, or of its last logged error; empty where it left none."""
+        return next((match[1] for line in reversed(self.log_tail(task)) if (match := LAST_WORDS.match(line))), "")
 
     def wait_exit(self, task: str, *, timeout_s: float) -> int:
         """Wait for the end of a task's present process; returns its code. Raises TaskLostError after timeout_s."""

@@ -234,6 +234,19 @@ def test_worker_that_fails_the_same_way_is_not_restarted(tmp_path: Path, fake_ro
         assert "chief/0" in cluster.running()
 
 
+def test_last_words_are_the_commands_sentence_or_the_last_error_logged(tmp_path: Path) -> None:
+    cluster = LocalCluster(launch(tmp_path))
+    log = cluster.log_path("ps/0")
+    assert cluster.last_words("ps/0") == ""
+    log.parent.mkdir(parents=True)
+    log.write_text("02:07:48 ps/0 step 7 ERROR the disk is full\n02:07:49 ps/0 closed\n")
+    assert cluster.last_words("ps/0") == "the disk is full"
+    with log.open("a") as file:
+        file.write("shardline: gave up\n")
+    assert cluster.last_words("ps/0") == "gave up"
+    cluster.stop()
+
+
 def test_chief_that_fails_at_start_ends_the_launch_with_its_sentence(tmp_path: Path, fake_roles: Path) -> None:
     cluster = LocalCluster(launch(tmp_path, job=job_file(tmp_path, chief="the disk is full")))
     with pytest.raises(LaunchError, match="the disk is full") as caught, cluster:
