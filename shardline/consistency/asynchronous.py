@@ -19,6 +19,15 @@ def admit_push(seq: int, *, last_seq: int, skip: bool = False) -> Decision:
     return Decision(Outcome.SKIPPED if skip else Outcome.APPLIED)
 
 
+def renumber(seq: int, *, last_seq: int) -> int:
+    """Number under which a push that isn't acknowledged yet goes on after its shard went back to a cut.
+
+    seq: its number before; last_seq: what Progress says after the restore. Where the cut holds the push it keeps its
+    number, is answered DUPLICATE and so not applied twice; else it takes the next one.
+    """
+    return min(seq, last_seq + 1)
+
+
 def staleness(version: int, base_version: int) -> int:
     """Updates applied by others between the pull and this push's apply."""
     return max(0, version - base_version)
