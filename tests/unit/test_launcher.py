@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardline import lifeline
+from shardline.cli.launcher import (
+    MAX_RESTARTS,
+    Ended,
+    LaunchError,
+    LaunchOptions,
+    LocalCluster,
+    may_restart,
+    task_command,
+    task_environment,
+)
+from shardline.config import Timeouts
+from shardline.errors import ShardlineError, UsageError
+
+# Stand-ins for the roles. The chief obeys lines sent to its address ("exit 4"); the others end when it does, as real
+# tasks do, and so nothing here needs a sleep. A job file may make one of them fail.
+FAKE_ROLES = """
+import json, os, signal, socket, sys
+
+def chief(config):
+    settings = json.loads(config.job.read_text())
+    if "chief" in settings:
+        print("shardline: " + settings["chief"], file=sys.stderr, flush=True)
+        return 6
+    server = socket.create_server(("127.0.0.1", 0))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    os.write(config.ready_fd, f"127.0.0.1:{server.getsockname()[1]}\\n".encode())
+    os.close(config.ready_fd)
+    held = []
+    while True:
+        connection, _ = server.accept()
+        held.append(connection)
+        line = connection.makefile().readline().split()
+        if line and line[0] == "exit":
+            (config.out / "summary.json").write_text(json.dumps({"steps": 3, "seconds": 1.5, "steps_per_second": 2.0}))
+            return int(line[1])
+
+def other(config):
+    settings = json.loads(config.job.read_text())
+    print(config.task, "args", os.environ.get("SHARDLINE_JOB_ARGS", ""), flush=True)
+    if config.task in settings:
+        print(f"shardline: {config.task} has had enough", file=sys.stderr, flush=True)
+        return settings[config.task]
+    host, port = config.cluster.chief.split(":")
+    try:
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(f"here {config.task}\\n".encode())
+            connection.recv(1)
+    except ConnectionError:
+        pass  # the chief has ended already
+    return 0
+"""
+
+
+@pytest.fixture
+def fake_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the children's path whose roles stand before the installed ones."""
+    folder = tmp_path / "fakes"
+    info = folder / "fake_roles-1.0.dist-info"
+    info.mkdir(parents=True)
+    (folder / "fake_roles.py").write_text(FAKE_ROLES)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-roles\nVersion: 1.0\n")
+    roles = {"chief": "chief", "ps": "other", "worker": "other", "evaluator": "other"}
+    lines = [f"{role} = fake_roles:{function}" for role, function in roles.items()]
+    (info / "entry_points.txt").write_text("[shardline.roles]\n" + "\n".join(lines) + "\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    return folder
+
+
+def job_file(folder: Path, **settings: object) -> Path:
+    path = folder / "job.py"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def launch(tmp_path: Path, **settings: Any) -> LaunchOptions:
+    job = settings.pop("job", None) or job_file(tmp_path)
+    defaults: dict[str, Any] = {"workers": 2, "out": tmp_path / "out", "timeouts": Timeouts(total_s=30.0)}
+    return LaunchOptions(job=job, **{**defaults, **settings})
+
+
+def tell_chief(cluster: LocalCluster, line: str) -> None:
+    import socket
+
+    host, port = cluster.chief_address.split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(line.encode() + b"\n")
+
+
+def next_end(cluster: LocalCluster, timeout_s: float = 10.0) -> Ended:
+    event = cluster.events.get(timeout=timeout_s)
+    assert isinstance(event, Ended)
+    return event
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+# Launcher: pure parts
+
+
+def test_children_get_every_setting_as_a_flag_and_nothing_from_the_environment(tmp_path: Path) -> None:
+    settings = launch(
+        tmp_path, chief_trains=True, resume=True, overrides=(("steps", "5"),), device="cuda", gpu_memory_fraction=0.5
+    )
+    chief = task_command(settings, "chief/0", ready_fd=7, life_fd=8)
+    assert chief[:5] == [sys.executable, "-P", "-m", "shardline", "chief"]
+    for flag in ("--resume", "--chief-trains", "--ready-fd", "--life-fd", "--gpu-memory-fraction"):
+        assert flag in chief
+    assert chief[chief.index("--set") + 1] == "steps=5"
+    ps = task_command(settings, "ps/0", ready_fd=None, life_fd=8)
+    assert ps[ps.index("--device") + 1] == "cpu", "a ps never touches a GPU unless told to"
+    assert not {"--resume", "--chief-trains", "--ready-fd"} & set(ps)
+
+    leaks = {"TF_CONFIG": "x", "SHARDLINE_TASK": "ps/9", "SHARDLINE_METRICS_PORT": "9000", "SHARDLINE_STEPS": "1"}
+    base = {**leaks, "PATH": "/bin", "SHARDLINE_JOB_ARGS": "--text x"}
+    environment = task_environment(settings, "ps/0", life_fd=8, base=base)
+    assert not set(leaks) & set(environment)
+    assert environment["SHARDLINE_JOB_ARGS"] == "--text x"
+    assert "MALLOC_MMAP_THRESHOLD_" in environment and "OMP_NUM_THREADS" not in environment
+
+
+def test_script_is_run_as_it_is_and_finds_its_cluster_in_the_environment(tmp_path: Path) -> None:
+    settings = launch(tmp_path, script=True, script_args=("--lr", "0.1"), overrides=(("seed", "3"),))
+    assert task_command(settings, "worker/1", ready_fd=None, life_fd=8) == [
+        sys.executable,
+        str(settings.job),
+        "--lr",
+        "0.1",
+    ]
+    assert "--job" not in task_command(settings, "chief/0", ready_fd=7, life_fd=8)
+    environment = task_environment(settings, "worker/1", life_fd=8, base={})
+    assert environment["SHARDLINE_TASK"] == "worker/1"
+    assert environment["SHARDLINE_CLUSTER"] == str(settings.out / "cluster.json")
+    assert (environment["SHARDLINE_LIFE_FD"], environment["SHARDLINE_SEED"]) == ("8", "3")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ps": 0}, "--ps is 0"),
+        ({"workers": 0}, "nobody would train"),
+        ({"workers": -1}, "can't be negative"),
+        ({"script": True, "evaluators": 1}, "--script goes with workers only"),
+    ],
+)
+def test_cluster_that_can_not_train_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        launch(tmp_path, **change)
+
+
+@pytest.mark.parametrize(
+    ("role", "code", "restarts", "again"),
+    [
+        ("worker", -9, 0, True),
+        ("ps", 1, MAX_RESTARTS - 1, True),
+        ("evaluator", 3, MAX_RESTARTS, False),
+        ("worker", 0, 0, False),
+        ("worker", 2, 0, False),
+        ("worker", 5, 0, False),
+        ("chief", -9, 0, False),
+    ],
+)
+def test_dead_task_is_restarted_where_that_can_help(role: str, code: int, restarts: int, again: bool) -> None:
+    assert may_restart(role, code, restarts)[0] is again
+
+
+# Launcher: processes
+
+
+def test_cluster_runs_until_the_chief_ends_and_leaves_nothing(tmp_path: Path, fake_roles: Path) -> None:
+    with LocalCluster(launch(tmp_path, ps=2, evaluators=1)) as cluster:
+        pids = [cluster.pid(task) for task in cluster.tasks()]
+        spec = json.loads((tmp_path / "out" / "cluster.json").read_text())
+        assert spec["chief"] == [cluster.chief_address] and spec["ps"] == ["127.0.0.1:0"] * 2
+        tell_chief(cluster, "exit 4")
+        assert cluster.wait(timeout_s=10) == 4
+        assert cluster.wait_all(timeout_s=10) == ()
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_killed_worker_is_restarted_and_said_so(tmp_path: Path, fake_roles: Path) -> None:
+    with LocalCluster(launch(tmp_path, workers=1)) as cluster:
+        before = cluster.pid("worker/0")
+        cluster.kill("worker/0")
+        event = next_end(cluster)
+        assert event.restarted and event.code == -signal.SIGKILL
+        assert event.reason == f"worker/0 was killed by SIGKILL: restart 1 of {MAX_RESTARTS}"
+        assert cluster.pid("worker/0") != before and "worker/0" in cluster.running()
+        cluster.kill("worker/0", restart=False)
+        assert not next_end(cluster).restarted
+        assert "worker/0" not in cluster.running()
+        cluster.restart("worker/0")
+        assert "worker/0" in cluster.running()
+
+
+def test_worker_that_fails_the_same_way_is_not_restarted(tmp_path: Path, fake_roles: Path) -> None:
+    with LocalCluster(launch(tmp_path, workers=1, job=job_file(tmp_path, **{"worker/0": 2}))) as cluster:
+        event = next_end(cluster)
+        assert (event.task, event.code, event.restarted) == ("worker/0", 2, False)
+        assert cluster.last_words("worker/0") == "worker/0 has had enough"
+        assert "chief/0" in cluster.running()
+
+
+def test_last_words_are_the_commands_sentence_or_the_last_error_logged(tmp_path: Path) -> None:
+    cluster = LocalCluster(launch(tmp_path))
+    log = cluster.log_path("ps/0")
+    assert cluster.last_words("ps/0") == ""
+    log.parent.mkdir(parents=True)
+    log.write_text("02:07:48 ps/0 step 7 ERROR the disk is full\n02:07:49 ps/0 closed\n")
+    assert cluster.last_words("ps/0") == "the disk is full"
+    with log.open("a") as file:
+        file.write("shardline: gave up\n")
+    assert cluster.last_words("ps/0") == "gave up"
+    cluster.stop()
+
+
+def test_chief_that_fails_at_start_ends_the_launch_with_its_sentence(tmp_path: Path, fake_roles: Path) -> None:
+    cluster = LocalCluster(launch(tmp_path, job=job_file(tmp_path, chief="the disk is full")))
+    with pytest.raises(LaunchError, match="the disk is full") as caught, cluster:
+        pass
+    assert caught.value.code == 6
+    assert cluster.running() == ()
+
+
+def test_interrupt_ends_the_chief_and_with_it_the_others(tmp_path: Path, fake_roles: Path) -> None:
+    with LocalCluster(launch(tmp_path)) as cluster:
+        cluster.interrupt()
+        assert cluster.wait(timeout_s=10) == 0
+        assert cluster.wait_all(timeout_s=10) == ()
+
+
+def test_waits_have_deadlines(tmp_path: Path, fake_roles: Path) -> None:
+    with LocalCluster(launch(tmp_path, workers=1)) as cluster:
+        with pytest.raises(ShardlineError, match="chief/0 has not ended within 0 s"):
+            cluster.wait(timeout_s=0.01)
+        assert "worker/0" in cluster.wait_all(timeout_s=0.01)
+
+
+def start_train(tmp_path: Path, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "shardline", "train", str(job_file(tmp_path)), "--out", str(tmp_path / "run")]
+    return subprocess.Popen(
+        [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def children(tmp_path: Path) -> dict[str, int]:
+    """Pids of the tasks of a `shardline train`, once it says that all of them were started."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            if "--life-fd" in words and str(tmp_path / "run") in words:
+                found[words[words.index("--task") + 1]] = int(entry.name)
+    return found
+
+
+def wait_for_start(process: subprocess.Popen[str]) -> None:
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("logs: ")
+
+
+def wait_gone(pids: dict[str, int], timeout_s: float) -> None:
+    for task, pid in pids.items():
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ready, _, _ = select.select([handle], [], [], timeout_s)
+        os.close(handle)
+        assert ready, f"{task} is still there"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_ends_the_job_by_way_of_the_chief(
+    tmp_path: Path, fake_roles: Path, number: signal.Signals, code: int
+) -> None:
+    process = start_train(tmp_path, "--", "--text", "a b")
+    wait_for_start(process)
+    pids = children(tmp_path)
+    assert set(pids) == {"chief/0", "ps/0", "worker/0"}
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == code, err
+    assert "ending with a checkpoint" in err
+    assert (tmp_path / "run" / "logs" / "worker-0.log").read_text() == "worker/0 args --text 'a b'\n"
+    assert all(is_gone(pid) for pid in pids.values())
+
+
+def test_tasks_end_when_the_launcher_is_killed(tmp_path: Path, fake_roles: Path) -> None:
+    process = start_train(tmp_path)
+    wait_for_start(process)
+    pids = children(tmp_path)
+    process.kill()
+    process.communicate(timeout=5)
+    wait_gone(pids, 5.0)
+
+
+def test_train_that_is_done_copies_the_summary_and_says_where_things_are(tmp_path: Path, fake_roles: Path) -> None:
+    process = start_train(tmp_path, "--summary", str(tmp_path / "new" / "summary.json"))
+    wait_for_start(process)
+    cluster = LocalCluster(launch(tmp_path))
+    cluster.chief_address = json.loads((tmp_path / "run" / "cluster.json").read_text())["chief"][0]
+    tell_chief(cluster, "exit 0")
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    assert json.loads((tmp_path / "new" / "summary.json").read_text())["steps"] == 3
+    assert "3 steps in 1.5 s (2.0 steps/s)" in out
+    assert f"logs:        {tmp_path / 'run' / 'logs'}" in out
+
+
+def test_lifeline_ends_a_process_that_ignores_the_polite_signal() -> None:
+    read, write = os.pipe()
+    code = (
+        "import signal, sys, threading; from shardline import lifeline; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "lifeline.watch(int(sys.argv[1]), grace_s=0.05); threading.Event().wait(20)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(read)], pass_fds=[read], stderr=subprocess.DEVNULL)
+    os.close(read)
+    assert process.poll() is None
+    os.close(write)
+    assert process.wait(timeout=10) == lifeline.EXIT_CODE
+
+
+def test_out_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cluster = LocalCluster(launch(tmp_path, out=tmp_path / "file" / "out"))
+    with pytest.raises(UsageError, match=r"--out .* can't be written"), cluster:
+        pass
