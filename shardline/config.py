@@ -83,7 +83,7 @@ class RoleConfig:
 
     @property
     def task(self) -> str:
-        """This process's name, such as "worker/3"."""
+        """Name of the process, such as "worker/3"."""
         return f"{self.role}/{self.index}"
 
 

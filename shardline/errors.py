@@ -86,10 +86,24 @@ class CheckpointError(ShardlineError):
 
 
 class FencedError(ShardlineError):
-    """This incarnation was replaced by a newer one; its messages change nothing."""
+    """The incarnation was replaced by a newer one; its messages change nothing."""
 
     exit_code = 7
     grpc_status = "FAILED_PRECONDITION"
+
+
+class RolledBackError(ShardlineError):
+    """The job went back to an earlier step, which a person's own loop can't follow by itself.
+
+    `for step in session.steps(...)` restarts its body instead of raising this.
+    """
+
+    exit_code = 9
+    grpc_status = "ABORTED"
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class ProtocolError(ShardlineError):
@@ -114,6 +128,7 @@ def exit_code_name(code: int) -> str:
         NonFiniteError,
         CheckpointError,
         FencedError,
+        RolledBackError,
         ProtocolError,
     ):
         if cls.exit_code == code:

@@ -11,7 +11,6 @@ from types import FrameType
 
 import torch
 
-from shardline import lifeline
 from shardline.config import RoleConfig
 from shardline.errors import UsageError
 
@@ -45,12 +44,6 @@ class Termination:
         # A handler runs between two bytecodes of the main thread, which may hold any lock: leave at once.
         for callback in self._callbacks:
             threading.Thread(target=callback, name="termination", daemon=True).start()
-
-
-def attach_launcher(config: RoleConfig) -> None:
-    """End with the launcher, where there is one."""
-    if config.life_fd is not None:
-        lifeline.watch(config.life_fd)
 
 
 def tell_ready(config: RoleConfig, address: str) -> None:

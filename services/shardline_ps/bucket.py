@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from shardline.contributions import Contributions, Partial
 from shardline.errors import CheckpointError, ProtocolError
 from shardline.image import VALUE, BucketImage
 from shardline.sharding import BucketSpec
 from shardline.spec import DTYPES, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.update import BucketRule
-from shardline_ps.contributions import Contributions, Partial
 
 
 class Bucket:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from shardline.metrics import Metrics
-from shardline.rpc.v1 import parameter_server_pb2
-from shardline_ps.receiver import PushResult, outcome_name
+from shardline_ps.push_servicer import PushResult, outcome_name
 from shardline_ps.store import ParameterStore
 
 
@@ -46,12 +46,10 @@ class Meter:
     def _applied(self, shard: int, wait_s: float) -> None:
         self._metrics.histogram("shardline_barrier_wait_seconds", shard=shard).observe(wait_s)
 
-    def observed(
-        self, status: Callable[[], parameter_server_pb2.PsStatusReply]
-    ) -> Callable[[], parameter_server_pb2.PsStatusReply]:
+    def observed(self, status: Callable[[], Any]) -> Callable[[], Any]:
         """The status function, with the gauges set from what it says."""
 
-        def observe() -> parameter_server_pb2.PsStatusReply:
+        def observe() -> Any:
             reply = status()
             metrics = self._metrics
             for item in reply.shards:

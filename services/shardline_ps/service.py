@@ -11,13 +11,13 @@ import torch
 from shardline.config import RoleConfig
 from shardline.errors import ShardlineError
 from shardline.metrics import Metrics
-from shardline.process import Termination, attach_launcher, memory_limit, resolve_device, tell_ready
+from shardline.process import Termination, memory_limit, resolve_device, tell_ready
 from shardline.rpc.link import ChiefLink, Orders, Phase
 from shardline.rpc.server import RpcServer
 from shardline_ps.metering import Meter
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.store import ParameterStore
-from shardline_ps.voters import Voters
+from shardline_ps.vote_servicer import Voters
 
 log = logging.getLogger("shardline.ps")
 SERVICES = ("shardline.rpc.v1.ParameterServer", "shardline.rpc.v1.Coordinator")
@@ -77,7 +77,6 @@ def run(config: RoleConfig) -> int:
     """Serve until the chief ends the job; returns the exit code."""
     termination = Termination()
     termination.install()
-    attach_launcher(config)
     process = PsProcess(config)
     try:
         address = process.start()

@@ -25,11 +25,11 @@ from shardline.rpc.convert import (
 )
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
-from shardline_ps.puller import AsyncReply, pull
-from shardline_ps.receiver import PushReceiver, PushResult, admit_data, outcome_to_proto
+from shardline_ps.pull_servicer import AsyncReply, pull
+from shardline_ps.push_servicer import PushReceiver, PushResult, admit_data, outcome_to_proto
 from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore, PsConfiguration
-from shardline_ps.voters import Voters
+from shardline_ps.vote_servicer import Voters
 from shardline_ps.voting import Ballot
 
 log = logging.getLogger("shardline.ps")

@@ -11,13 +11,13 @@ import torch
 
 from shardline.consistency import asynchronous, sync
 from shardline.consistency.decision import Decision, Outcome
+from shardline.contributions import Partial, Present
 from shardline.errors import NonFiniteError, ProtocolError, TensorError
 from shardline.image import BucketImage
 from shardline.reduce import Block, mean_, quantum_key, square_sums
 from shardline.sharding import Plan
 from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind
 from shardline_ps.bucket import Bucket
-from shardline_ps.contributions import Partial, Present
 from shardline_ps.cuts import CutBook
 
 

@@ -119,7 +119,10 @@ def _check_image(image: BucketImage, bucket: BucketSpec, where: str) -> None:
     for state, values in image.scalars.items():
         if len(values) != len(bucket.slices):
             raise CheckpointError(f"{where}: {len(values)} values of {state!r} for {len(bucket.slices)} slices")
-    if image.initialized and len(image.initialized) != len(bucket.slices):
+    # Flags travel as whole bytes, so False ones may follow the last slice's.
+    if image.initialized and (
+        len(image.initialized) < len(bucket.slices) or any(image.initialized[len(bucket.slices) :])
+    ):
         raise CheckpointError(f"{where}: {len(image.initialized)} initialized flags for {len(bucket.slices)} slices")
 
 

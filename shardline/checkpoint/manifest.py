@@ -89,6 +89,8 @@ class Manifest(_Model):
     """True: all shards at this step, one cut. False: each shard at an instant of its own (asynchronous mode)."""
     versions: tuple[Count, ...]
     """Optimizer applications per shard."""
+    steps: tuple[Count, ...]
+    """Step of each shard's copy; all equal to `step` in a consistent cut."""
     files: tuple[FileEntry, ...]
     """One per shard, in order."""
     content_sha256: Sha256
@@ -139,6 +141,7 @@ def encode(
     term: int,
     consistent: bool,
     versions: Sequence[int],
+    steps: Sequence[int],
     files: Sequence[FileEntry],
     content_sha256: str,
     cursor: Mapping[str, int],
@@ -157,6 +160,7 @@ def encode(
         "term": term,
         "consistent": consistent,
         "versions": list(versions),
+        "steps": list(steps),
         "files": [entry.model_dump() for entry in files],
         "content_sha256": content_sha256,
         "cursor": dict(cursor),
@@ -257,8 +261,13 @@ def _decode_plan(manifest: Manifest, job: JobSpec) -> Plan:
 
 def _check_files(path: Path, manifest: Manifest) -> None:
     num_shards = len(manifest.shards)
-    if len(manifest.versions) != num_shards:
-        raise CheckpointError(f"{path} is damaged: {len(manifest.versions)} versions for {num_shards} shards")
+    for what, numbers in (("versions", manifest.versions), ("steps", manifest.steps)):
+        if len(numbers) != num_shards:
+            raise CheckpointError(f"{path} is damaged: {len(numbers)} {what} for {num_shards} shards")
+    if manifest.consistent and set(manifest.steps) != {manifest.step}:
+        raise CheckpointError(
+            f"{path} is damaged: shards at steps {manifest.steps} make no cut of step {manifest.step}"
+        )
     if len(manifest.files) != num_shards:
         raise CheckpointError(f"{path} is damaged: it names {len(manifest.files)} files for {num_shards} shards")
     for shard, entry in enumerate(manifest.files):

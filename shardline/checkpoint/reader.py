@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections.abc import Iterator
@@ -143,6 +144,8 @@ class Checkpoint:
     def images(self, plan: Plan, shard: int) -> Iterator[BucketImage]:
         """The content of a shard of any plan of the same tensors, bucket by bucket, exact to the bit.
 
+        Step and version are the shard's own where the plan is the checkpoint's, else the highest of all shards; they
+        differ only where the cut was not consistent.
         Raises CheckpointError where the plan's tensors are not the checkpoint's.
         """
         for tensor in plan.tensors:
@@ -152,10 +155,13 @@ class Checkpoint:
                     f"{self.path}: {tensor.name!r} is {ours.dtype} {ours.shape} here, "
                     f"{tensor.dtype} {tensor.shape} in the plan"
                 )
-        versions = self.manifest.versions
-        version = versions[shard] if plan.plan_id == self.plan.plan_id else max(versions)
+        same = plan.plan_id == self.plan.plan_id
+        steps, versions = self.manifest.steps, self.manifest.versions
+        step, version = (steps[shard], versions[shard]) if same else (max(steps), max(versions))
         for number, bucket in enumerate(plan.shards[shard].buckets):
-            yield self._image(plan, bucket, shard, number, version)
+            yield self._image(
+                plan, bucket, BucketImage(shard=shard, bucket=number, step=step, version=version, tensors={})
+            )
 
     def compatible(self, job: JobSpec) -> list[str]:
         """Check that `job` can go on from here; see compat.resume_notes."""
@@ -261,7 +267,8 @@ class Checkpoint:
         example = entries[0].read(0, 0) if entries[0].rows else entries[0].read()
         return torch.zeros((high - low, *spec.shape[1:]), dtype=example.dtype)
 
-    def _image(self, plan: Plan, bucket: BucketSpec, shard: int, number: int, version: int) -> BucketImage:
+    def _image(self, plan: Plan, bucket: BucketSpec, head: BucketImage) -> BucketImage:
+        """`head` with the bucket's content."""
         specs = [self._spec(plan.tensors[piece.tensor].name) for piece in bucket.slices]
         values = torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype])
         for piece, spec in zip(bucket.slices, specs, strict=True):
@@ -276,11 +283,8 @@ class Checkpoint:
             state: tuple(self._scalar(spec, piece, state) for spec, piece in zip(specs, bucket.slices, strict=True))
             for state in sorted({state for what, state, name in held if what == SCALAR and name in in_bucket})
         }
-        return BucketImage(
-            shard=shard,
-            bucket=number,
-            step=self.step,
-            version=version,
+        return dataclasses.replace(
+            head,
             tensors=tensors,
             scalars=scalars,
             initialized=() if all(flag is None for flag in flags) else tuple(bool(flag) for flag in flags),

@@ -139,9 +139,10 @@ class CheckpointStore:
         """Write and re-read all files of a cut; returns the digest of its content."""
         digest = ContentDigest(cut.job.tensors)
         num_shards = len(cut.plan.shards)
-        entries = []
+        entries, steps = [], []
         for shard in range(num_shards):
             images = _fetch(cut, shard)
+            steps.append(max((image.step for image in images), default=cut.step))
             held = shard_entries(images, cut.plan, shard, cut.job.rule.name)
             digest.add(held, slice_rows(cut.plan, shard))
             path = folder / shard_file(shard, num_shards)
@@ -158,6 +159,7 @@ class CheckpointStore:
             term=cut.term,
             consistent=cut.consistent,
             versions=cut.versions,
+            steps=steps,
             files=entries,
             content_sha256=digest.hexdigest(),
             cursor=cursor,

@@ -76,6 +76,10 @@ class Contributions:
         """All replicas are counted."""
         return len(self.counted) == self._replicas
 
+    def partials(self) -> dict[Block, Partial]:
+        """The partial sums held, by block."""
+        return dict(self._partials)
+
     def missing(self) -> list[int]:
         """Replicas not counted yet."""
         return [replica for replica in range(self._replicas) if replica not in self.counted]

@@ -13,7 +13,7 @@ from shardline.errors import ProtocolError
 from shardline.rpc.convert import DTYPE_TO_PROTO
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.codecs import codec_for
-from shardline_ps.receiver import admit_data, outcome_to_proto
+from shardline_ps.push_servicer import admit_data, outcome_to_proto
 from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore, numbers
 

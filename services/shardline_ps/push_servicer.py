@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardline.consistency.decision import Decision, Outcome
+from shardline.contributions import none_present
 from shardline.errors import ProtocolError, TensorError
 from shardline.reduce import Block
 from shardline.rpc.convert import dtype_from_proto, hyper_from_proto, unpack_bits
@@ -18,7 +19,6 @@ from shardline.sharding import BucketSpec
 from shardline.wire.codecs import RAW, Codec, codec_for
 from shardline.wire.frames import digest, memory_of
 from shardline_ps.authority import unknown_features
-from shardline_ps.contributions import none_present
 from shardline_ps.shard import Gradient, Shard
 from shardline_ps.store import ParameterStore
 

@@ -1,0 +1,85 @@
+"""shardline.connect(): a person's own training script takes its place in a cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from shardline import lifeline, log
+from shardline.client.session import Session
+from shardline.cluster import locate
+from shardline.config import RoleConfig, Timeouts, environment
+from shardline.errors import UsageError
+from shardline.process import Termination
+from shardline.spec import ConsistencySpec
+
+
+def connect(
+    *,
+    cluster: str | None = None,
+    task: str | None = None,
+    consistency: str | None = None,
+    seed: int | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_keep: int = 3,
+    clip_norm: float = 0.0,
+    nan_policy: str = "stop",
+    timeout_s: float | None = None,
+    device: str | None = None,
+    name: str | None = None,
+) -> Session:
+    """Take the place in a cluster that flags and environment name; call attach() next.
+
+    cluster: path of a cluster.json or its text, default SHARDLINE_CLUSTER or TF_CONFIG; task: "worker/0", default
+    SHARDLINE_TASK or TF_CONFIG's. The other settings default to SHARDLINE_CONSISTENCY, SHARDLINE_SEED and so on, then
+    to sync, 0, no checkpoints on the way, 60 s, cpu. They are part of the job: all workers must agree.
+
+    Raises ClusterSpecError, UsageError.
+    """
+    timeouts = Timeouts(total_s=timeout_s if timeout_s is not None else _number("timeout", 60.0))
+    place = locate(
+        "worker",
+        cluster=cluster or environment("cluster"),
+        task=task or environment("task"),
+        tf_config=os.environ.get("TF_CONFIG") or None,
+    )
+    life_fd = environment("life_fd")
+    config = RoleConfig(
+        role="worker",
+        index=place.index,
+        cluster=place.spec,
+        timeouts=timeouts,
+        device=device or environment("device") or "cpu",
+        metrics_port=int(_number("metrics_port", 0)),
+        host=environment("host") or "127.0.0.1",
+        life_fd=int(life_fd) if life_fd else None,
+    )
+    log.setup(config.task)
+    if config.life_fd is not None:
+        lifeline.watch(config.life_fd)
+    termination = Termination()
+    if threading.current_thread() is threading.main_thread():
+        termination.install()
+    return Session(
+        config,
+        termination=termination,
+        name=name or Path(sys.argv[0]).stem or "script",
+        consistency=ConsistencySpec(
+            mode=consistency or environment("consistency") or "sync", clip_norm=clip_norm, nan_policy=nan_policy
+        ),
+        seed=seed if seed is not None else int(_number("seed", 0)),
+        checkpoint_every=checkpoint_every if checkpoint_every is not None else int(_number("checkpoint_every", 0)),
+        checkpoint_keep=checkpoint_keep,
+    )
+
+
+def _number(name: str, default: float) -> float:
+    text = environment(name)
+    if text is None:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"SHARDLINE_{name.upper()} is {text!r}; it must be a number") from None

@@ -1,0 +1,198 @@
+"""One step's pushes and pulls with all shards at once, retried until done, interrupted, or refused."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from shardline.client.layout import BucketSink
+from shardline.config import Timeouts
+from shardline.consistency.decision import Outcome
+from shardline.errors import NonFiniteError, ProtocolError, ShardlineError, UnreachableError
+from shardline.lanes.base import Ack, Contribution, End, Lane, Sender, Want
+
+log = logging.getLogger("shardline.client")
+
+ACCEPTED = (Outcome.COUNTED, Outcome.STAGED, Outcome.APPLIED, Outcome.DUPLICATE, Outcome.SKIPPED)
+
+
+class Restart(Exception):
+    """The step has to begin again from Progress (PROTOCOL 1.4.1): the timeline, the assignment or the step changed."""
+
+
+class Stopped(Exception):
+    """The job goes no further; `reason` names the step."""
+
+
+class Interrupted(Exception):
+    """The session was told to look at its orders."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardTask:
+    """What one shard gets in this step."""
+
+    shard: int
+    contributions: Sequence[Contribution]
+    want: Want | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOutcome:
+    """What became of it."""
+
+    acks: tuple[Ack, ...]
+    end: End | None
+    seconds: float
+    push_s: float
+    """Until the pushes were acknowledged, or the whole exchange where nothing was pushed."""
+    waits: int
+
+
+class Exchange:
+    """Exchanges with all shards in parallel. interrupt() may come from any thread.
+
+    index: the worker's, so that worker i starts at shard i mod S and W workers do not hit one server at once.
+    """
+
+    def __init__(
+        self,
+        lanes: Mapping[int, Lane],
+        sinks: Mapping[int, BucketSink],
+        timeouts: Timeouts,
+        *,
+        index: int,
+        on_retry: Callable[[int], None] = lambda shard: None,
+    ) -> None:
+        self._lanes = lanes
+        self._sinks = sinks
+        self._timeouts = timeouts
+        shards = sorted(lanes)
+        offset = index % max(1, len(shards))
+        self._order = shards[offset:] + shards[:offset]
+        self._pool = ThreadPoolExecutor(max_workers=max(1, len(shards)), thread_name_prefix="shard")
+        self._interrupted = threading.Event()
+        self._on_retry = on_retry
+        self._told: dict[int, str] = {}
+
+    def arm(self) -> None:
+        """Forget earlier interruptions. Look at the orders after this and before run(), so that none is missed."""
+        self._interrupted.clear()
+
+    def interrupt(self) -> None:
+        """Make the running exchange end with Interrupted, soon."""
+        self._interrupted.set()
+        for lane in self._lanes.values():
+            lane.cancel()
+
+    def run(self, sender: Sender, tasks: Mapping[int, ShardTask]) -> dict[int, ShardOutcome]:
+        """Run one task per shard; raises the most telling error of all shards after every one has ended."""
+        futures = {shard: self._pool.submit(self._one, sender, tasks[shard]) for shard in self._order if shard in tasks}
+        results: dict[int, ShardOutcome] = {}
+        errors: list[Exception] = []
+        for shard, future in futures.items():
+            try:
+                results[shard] = future.result()
+            except Exception as error:
+                # The other shards would wait for a step that won't come.
+                if not errors:
+                    for lane in self._lanes.values():
+                        lane.cancel()
+                    self._interrupted.set()
+                errors.append(error)
+        if errors:
+            raise min(errors, key=_rank)
+        return results
+
+    def _one(self, sender: Sender, task: ShardTask) -> ShardOutcome:
+        lane, sink = self._lanes[task.shard], self._sinks[task.shard]
+        sink.begin()
+        start_s = heard_s = time.monotonic()
+        pending = list(task.contributions)
+        acks: list[Ack] = []
+        want, waits, pause_s, push_s = task.want, 0, 0.05, 0.0
+        while True:
+            if self._interrupted.is_set():
+                raise Interrupted
+            try:
+                # A server answers WAITING well before this deadline, so only a dead link runs into it.
+                done = lane.exchange(sender, pending, want, sink, timeout_s=self._timeouts.rpc_s)
+            except UnreachableError as error:
+                if self._interrupted.is_set():
+                    raise Interrupted from error
+                silent_s = time.monotonic() - heard_s
+                if silent_s > self._timeouts.total_s:
+                    raise
+                self._on_retry(task.shard)
+                log.warning("shard %d: %s; trying again", task.shard, error)
+                self._interrupted.wait(pause_s)
+                pause_s = min(pause_s * 2, self._timeouts.heartbeat_s + 1.0)
+                continue
+            heard_s = time.monotonic()
+            for ack in done.acks:
+                check_ack(ack, task.shard)
+            if pending:
+                push_s = done.push_s
+            acks.extend(done.acks)
+            pending = []
+            if done.end is None or done.end.outcome is Outcome.SERVED:
+                return ShardOutcome(
+                    acks=tuple(acks), end=done.end, seconds=time.monotonic() - start_s, push_s=push_s, waits=waits
+                )
+            check_end(done.end, task.shard)
+            waits += 1
+            self._tell_waiting(task.shard, done.end, time.monotonic() - start_s)
+            assert want is not None
+            want = self._rest(want, sink, task.shard)
+
+    def _rest(self, want: Want, sink: BucketSink, shard: int) -> Want:
+        """The buckets that have not come yet."""
+        everything = want.buckets or range(sink.num_buckets)
+        return replace(want, buckets=[number for number in everything if number not in sink.arrived])
+
+    def _tell_waiting(self, shard: int, end: End, waited_s: float) -> None:
+        if waited_s < self._timeouts.suspect_s:
+            return
+        sentence = f"shard {shard} waits for replicas {list(end.waiting_for)} in step {end.step}"
+        if self._told.get(shard) != sentence:
+            self._told[shard] = sentence
+            log.warning("%s since %.0f s; the chief moves them when their worker is dead", sentence, waited_s)
+
+    def close(self) -> None:
+        """End threads."""
+        self.interrupt()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _rank(error: Exception) -> int:
+    """Most telling first: what a shard said beats what our own interruption made of the other calls."""
+    order = (Stopped, NonFiniteError, ProtocolError, ShardlineError, Restart, Interrupted)
+    return next((number for number, cls in enumerate(order) if isinstance(error, cls)), 0)
+
+
+def check_ack(ack: Ack, shard: int) -> None:
+    """Return where the push counts or was counted before; raise what to do otherwise."""
+    if ack.outcome in ACCEPTED:
+        if ack.reason and ack.outcome is Outcome.DUPLICATE and "other bits" in ack.reason:
+            log.error("shard %d: %s", shard, ack.reason)
+        return
+    if ack.outcome is Outcome.STOPPED:
+        raise Stopped(ack.reason)
+    if ack.outcome is Outcome.REFUSED:
+        raise ProtocolError(f"shard {shard} refused the push: {ack.reason}")
+    raise Restart(f"shard {shard}: {ack.outcome.name.lower()}: {ack.reason}")
+
+
+def check_end(end: End, shard: int) -> None:
+    """Return where a pull only has to wait; raise what to do otherwise."""
+    if end.outcome is Outcome.WAITING:
+        return
+    if end.outcome is Outcome.STOPPED:
+        raise Stopped(end.reason)
+    if end.outcome is Outcome.REFUSED:
+        raise ProtocolError(f"shard {shard} refused the pull: {end.reason}")
+    raise Restart(f"shard {shard}: {end.outcome.name.lower()}: {end.reason}")

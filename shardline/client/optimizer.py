@@ -1,0 +1,58 @@
+"""A torch.optim.Optimizer whose step happens on the parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardline.update import hyper_numbers
+
+if TYPE_CHECKING:
+    from shardline.client.session import Session
+
+
+class ShardlineOptimizer(torch.optim.Optimizer):
+    """What Session.attach returns: pushes .grad, waits for the update, leaves the new parameters in the model.
+
+    LR schedulers, param_groups, zero_grad, closures and step hooks work as in torch. The optimizer's state (momentum
+    and so on) lives on the servers and in the job's checkpoints: state_dict() has the param groups only.
+    """
+
+    def __init__(self, session: Session, inner: torch.optim.Optimizer, rule: str) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self._session = session
+        self._rule = rule
+        self._initial = [hyper_numbers(rule, group) for group in self.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Push this replica's gradients as one step and pull the updated parameters; returns closure's loss.
+
+        Raises RolledBackError where the job went back, unless the loop is `for step in session.steps(...)`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._session.finish_step(None if loss is None else float(loss), self.hyper())
+        return loss
+
+    def hyper(self) -> dict[int, Mapping[str, float]]:
+        """Numbers of the groups that differ from what the job was configured with (an LR scheduler's doing)."""
+        changed: dict[int, Mapping[str, float]] = {}
+        for number, (group, initial) in enumerate(zip(self.param_groups, self._initial, strict=True)):
+            now = hyper_numbers(self._rule, group)
+            if now != initial:
+                changed[number] = now
+        return changed
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after attach: the plan is made from the groups there were."""
+        if hasattr(self, "_session"):
+            raise RuntimeError("parameter groups can't be added after attach(); give them to the optimizer before it")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The base class's, without the session: an optimizer that is copied or pickled is a plain description.
+        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}

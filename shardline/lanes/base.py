@@ -1,0 +1,169 @@
+"""The lane seam: how the bytes of pushes and pulls between one task and one shard travel.
+
+A lane changes no state: what became of a push is only what the shard's ack says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shardline.consistency.decision import Outcome
+from shardline.reduce import Block
+from shardline.wire.frames import Buffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sender:
+    """Who speaks, and in which history."""
+
+    job: str
+    timeline: int
+    plan_id: str
+    task: str
+    incarnation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPayload:
+    """One bucket on its way out. data: encoded bytes, unchanged until acknowledged (retries resend them)."""
+
+    bucket: int
+    dtype: str
+    elements: int
+    present: bytes
+    """Bitmap of the slices that have a gradient; empty = all."""
+    data: Buffer
+    raw_bytes: int
+    digest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """One push to one shard."""
+
+    buckets: Sequence[BucketPayload]
+    empty: Sequence[int] = ()
+    step: int = 0
+    block: Block = field(default_factory=lambda: Block(0, 1))
+    seq: int = 0
+    init: bool = False
+    base_min: int = 0
+    base_max: int = 0
+    hyper: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    codec: str = "raw"
+    nonfinite: Sequence[str] = ()
+    num_samples: int = 0
+    scale: float = 1.0
+    skip: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Want:
+    """What to pull. step None = the latest."""
+
+    step: int | None
+    have_step: int | None = None
+    buckets: Sequence[int] = ()
+    """In the order wanted; empty = all."""
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """Head of one pulled bucket."""
+
+    bucket: int
+    step: int
+    version: int
+    unchanged: bool
+    codec: str
+    payload_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ack:
+    """What became of a push."""
+
+    outcome: Outcome
+    reason: str = ""
+    step: int = 0
+    version: int = 0
+    staleness: int = 0
+    next_seq: int = 0
+    timeline: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a pull ended."""
+
+    outcome: Outcome
+    reason: str = ""
+    step: int = 0
+    version: int = 0
+    timeline: int = 0
+    waiting_for: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanged:
+    """Result of one exchange; `end` is None where nothing was pulled."""
+
+    acks: tuple[Ack, ...]
+    end: End | None
+    push_s: float = 0.0
+    """Seconds until the last ack came."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Progress of some replicas at one shard."""
+
+    outcome: Outcome
+    reason: str
+    timeline: int
+    replicas: Mapping[int, int]
+    step_max: int
+    version: int
+    last_seq: int
+
+
+class Sink(Protocol):
+    """Takes pulled buckets. Called on the exchanging thread, bucket after bucket."""
+
+    def buffer(self, arrival: Arrival) -> memoryview:
+        """Writable memory of payload_bytes for this bucket."""
+        ...
+
+    def done(self, arrival: Arrival) -> None:
+        """All bytes of the bucket are there."""
+        ...
+
+
+class Lane(Protocol):
+    """One task's way to one shard. Used by one thread at a time; cancel() may come from any."""
+
+    name: str
+
+    def exchange(
+        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
+        """Push contributions and pull in one call.
+
+        Raises UnreachableError on a broken or late call, ProtocolError where the shard refuses it as malformed.
+        """
+        ...
+
+    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+        """What the shard has counted of some replicas."""
+        ...
+
+    def cancel(self) -> None:
+        """End a running exchange early; it raises UnreachableError."""
+        ...
+
+    def close(self) -> None:
+        """Free the connection."""
+        ...

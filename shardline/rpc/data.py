@@ -1,0 +1,223 @@
+"""Frames of pushes and pulls, client side: built from and read into the lane seam's values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from shardline.consistency.decision import Outcome
+from shardline.errors import ProtocolError
+from shardline.lanes.base import Ack, Arrival, Contribution, End, Sender, Sink, Standing, Want
+from shardline.rpc.channel import Peer
+from shardline.rpc.convert import DTYPE_TO_PROTO, hyper_to_proto
+from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2_grpc
+
+PROTOCOL_MINOR = 1
+CHUNK_BYTES = 2 << 20
+
+
+def outcome_from_proto(value: int) -> Outcome:
+    """The outcome of the same name; raises ProtocolError for one this version doesn't know."""
+    try:
+        return Outcome[common_pb2.Outcome.Name(common_pb2.Outcome.ValueType(value)).removeprefix("OUTCOME_")]
+    except (KeyError, ValueError):
+        raise ProtocolError(f"outcome number {value} is unknown to this version; update it") from None
+
+
+def data_header(sender: Sender, shard: int) -> common_pb2.DataHeader:
+    """Head of a data message."""
+    return common_pb2.DataHeader(
+        job=sender.job,
+        timeline=sender.timeline,
+        plan_id=sender.plan_id,
+        shard=shard,
+        task=sender.task,
+        incarnation=sender.incarnation,
+        protocol_minor=PROTOCOL_MINOR,
+        lane=common_pb2.LANE_GRPC,
+    )
+
+
+def push_header(sender: Sender, shard: int, push: Contribution) -> data_pb2.PushHeader:
+    """Head of a push."""
+    return data_pb2.PushHeader(
+        data=data_header(sender, shard),
+        step=push.step,
+        seq=push.seq,
+        block=data_pb2.Block(first=push.block.first, count=push.block.count),
+        num_samples=push.num_samples,
+        base_min=push.base_min,
+        base_max=push.base_max,
+        kind=data_pb2.PUSH_KIND_INIT if push.init else data_pb2.PUSH_KIND_GRADIENT,
+        hyper=hyper_to_proto(push.hyper),
+        codec=push.codec,
+        nonfinite_tensors=push.nonfinite,
+        empty_buckets=push.empty,
+    )
+
+
+def push_frames(sender: Sender, shard: int, push: Contribution) -> Iterator[data_pb2.PushFrame]:
+    """One frame per chunk; head and end of a bucket ride with its first and last chunk."""
+    header: data_pb2.PushHeader | None = push_header(sender, shard, push)
+    total = 0
+    for item in push.buckets:
+        size = len(item.data)
+        total += size
+        head: data_pb2.BucketHeader | None = data_pb2.BucketHeader(
+            bucket=item.bucket,
+            dtype=DTYPE_TO_PROTO[item.dtype],
+            elements=item.elements,
+            present=item.present,
+            payload_bytes=size,
+        )
+        count = -(-size // CHUNK_BYTES)
+        end = data_pb2.BucketCommit(bucket=item.bucket, bytes=size, chunks=count, digest=item.digest)
+        if count == 0:
+            yield data_pb2.PushFrame(header=header, bucket=head, bucket_commit=end)
+            header = None
+        for number in range(count):
+            offset = number * CHUNK_BYTES
+            payload = bytes(item.data[offset : offset + CHUNK_BYTES])
+            yield data_pb2.PushFrame(
+                header=header,
+                bucket=head,
+                chunk=data_pb2.Chunk(bucket=item.bucket, offset=offset, payload=payload),
+                bucket_commit=end if number == count - 1 else None,
+            )
+            header = head = None
+    commit = data_pb2.Commit(
+        buckets=len(push.buckets), bytes=total, scale=0.0 if push.scale == 1.0 else push.scale, skip=push.skip
+    )
+    yield data_pb2.PushFrame(header=header, commit=commit)
+
+
+def pull_request(sender: Sender, shard: int, want: Want) -> data_pb2.PullRequest:
+    """A pull of an exact step, or of the latest."""
+    request = data_pb2.PullRequest(
+        data=data_header(sender, shard),
+        what=data_pb2.PULL_WHAT_PARAMS,
+        buckets=want.buckets,
+        have_step=want.have_step,
+        wait_s=want.wait_s,
+    )
+    if want.step is None:
+        request.latest = True
+    else:
+        request.exact_step = want.step
+    return request
+
+
+def exchange_requests(
+    sender: Sender, shard: int, contributions: Sequence[Contribution], want: Want | None
+) -> Iterator[data_pb2.PushPullRequest]:
+    """Requests of one PushPull. The pull goes first, so that buckets are answered while others are still sent."""
+    if want is not None:
+        yield data_pb2.PushPullRequest(pull=pull_request(sender, shard, want))
+    for push in contributions:
+        for frame in push_frames(sender, shard, push):
+            yield data_pb2.PushPullRequest(push=frame)
+
+
+def progress_request(sender: Sender, shard: int, replicas: Sequence[int]) -> data_pb2.ProgressRequest:
+    """Question of a (re)started worker."""
+    return data_pb2.ProgressRequest(data=data_header(sender, shard), replicas=replicas)
+
+
+def ps_stub(peer: Peer) -> parameter_server_pb2_grpc.ParameterServerStub:
+    """The generated client of a ps."""
+    return parameter_server_pb2_grpc.ParameterServerStub(peer.channel)
+
+
+def ack_from_proto(message: data_pb2.PushAck) -> Ack:
+    """What became of a push; the reason of the first bucket that differs is added."""
+    reason = message.reason or next((item.reason for item in message.buckets if item.reason), "")
+    return Ack(
+        outcome=outcome_from_proto(message.outcome),
+        reason=reason,
+        step=message.step,
+        version=message.version,
+        staleness=message.staleness,
+        next_seq=message.next_seq,
+        timeline=message.timeline,
+    )
+
+
+def standing_from_proto(message: data_pb2.ProgressReply) -> Standing:
+    """Progress of replicas."""
+    return Standing(
+        outcome=outcome_from_proto(message.outcome),
+        reason=message.reason,
+        timeline=message.timeline,
+        replicas={item.replica: item.step for item in message.replicas},
+        step_max=message.step_max,
+        version=message.version,
+        last_seq=message.last_seq,
+    )
+
+
+class PullReader:
+    """Takes the frames of one pull's answer and fills the sink."""
+
+    def __init__(self, sink: Sink, elements: Sequence[int]) -> None:
+        self._sink = sink
+        self._elements = elements
+        self._arrival: Arrival | None = None
+        self._memory = memoryview(b"")
+        self._filled = 0
+        self.end: End | None = None
+
+    def feed(self, frame: data_pb2.PullFrame) -> None:
+        """Take one frame. Raises ProtocolError where frames don't follow one another."""
+        if frame.HasField("bucket"):
+            self._begin(frame.bucket)
+        if frame.HasField("chunk"):
+            self._chunk(frame.chunk)
+        if frame.HasField("end"):
+            if self._arrival is not None:
+                raise ProtocolError(f"the answer to a pull ended within bucket {self._arrival.bucket}")
+            end = frame.end
+            self.end = End(
+                outcome=outcome_from_proto(end.outcome),
+                reason=end.reason,
+                step=end.step,
+                version=end.version,
+                timeline=end.timeline,
+                waiting_for=tuple(end.waiting_for),
+            )
+
+    def _begin(self, state: data_pb2.BucketState) -> None:
+        if self._arrival is not None:
+            raise ProtocolError(f"bucket {state.bucket} came before bucket {self._arrival.bucket} was whole")
+        if state.bucket >= len(self._elements) or state.elements != self._elements[state.bucket]:
+            raise ProtocolError(
+                f"the shard sent bucket {state.bucket} with {state.elements} elements, which the plan doesn't have"
+            )
+        arrival = Arrival(
+            bucket=state.bucket,
+            step=state.step,
+            version=state.version,
+            unchanged=state.unchanged,
+            codec=state.codec,
+            payload_bytes=state.payload_bytes,
+        )
+        if state.unchanged or state.payload_bytes == 0:
+            self._sink.done(arrival)
+            return
+        self._arrival = arrival
+        self._memory = self._sink.buffer(arrival)
+        self._filled = 0
+
+    def _chunk(self, chunk: data_pb2.Chunk) -> None:
+        arrival = self._arrival
+        end = chunk.offset + len(chunk.payload)
+        if (
+            arrival is None
+            or chunk.bucket != arrival.bucket
+            or chunk.offset != self._filled
+            or end > arrival.payload_bytes
+        ):
+            raise ProtocolError(f"the shard sent a chunk of bucket {chunk.bucket} at {chunk.offset} out of order")
+        self._memory[chunk.offset : end] = chunk.payload
+        self._filled = end
+        if end == arrival.payload_bytes:
+            self._arrival = None
+            self._sink.done(arrival)

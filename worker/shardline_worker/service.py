@@ -1,0 +1,51 @@
+"""The training replica: a job file's loop over the same session that a person's own script uses."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from shardline.client.session import Session
+from shardline.config import RoleConfig
+from shardline.data import BatchSource, replica_gradients
+from shardline.errors import ShardlineError, UsageError
+from shardline.job import Job, load_job
+from shardline.process import Termination, tell_ready
+
+log = logging.getLogger("shardline.worker")
+
+
+def run(config: RoleConfig) -> int:
+    """Train until the job ends or this worker is asked to go; returns the exit code."""
+    termination = Termination()
+    termination.install()
+    if config.job is None:
+        raise UsageError(f"{config.task} needs --job JOB.py; a plain training script runs by itself, see examples")
+    job = load_job(config.job, config.overrides)
+    torch.set_num_threads(job.threads)
+    session = Session(config, termination=termination)
+    try:
+        train(session, job, config)
+    except ShardlineError as error:
+        session.fail(error)
+        raise
+    finally:
+        session.shutdown()
+    return 0
+
+
+def train(session: Session, job: Job, config: RoleConfig) -> None:
+    """Join with the job's model, then run the replicas that the chief assigns, step after step."""
+    model = job.build_model().to(session.device)
+    spec = job.spec(model)
+    optimizer = session.attach(model, job.build_optimizer(model), job=spec)
+    tell_ready(config, session.link.task)
+    source = BatchSource(job)
+    for step in session.steps():
+        for replica in session.replicas:
+            session.begin_replica()
+            loss, samples = replica_gradients(model, job, source, step, replica)
+            session.contribute(replica, loss=loss, samples=samples)
+        optimizer.step()
+    log.info("done at step %d: %s", session.step, session.link.orders.reason or "the job has ended")
