@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardline.checkpoint import CheckpointStore, Cut, export, find_checkpoint
+from shardline.checkpoint import Checkpoint, CheckpointStore, Cut, export, find_checkpoint
 from shardline.checkpoint.content import ContentDigest, Key, shard_entries, slice_rows
 from shardline.errors import CheckpointError, UsageError
 from shardline.image import VALUE, BucketImage
 from shardline.sharding import BucketSpec, Plan, ShardSpec, Slice, make_plan
-from shardline.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
+from shardline.spec import Argument, ConsistencySpec, JobSpec, RuleSpec, TensorSpec
+from shardline.update import BucketRule, is_elementwise, rule
 from shardline.update.layout import flat_elements
 from tests.checkpoint_cases import (
     BUFFER,
@@ -207,6 +208,104 @@ def test_states_missing_in_a_shard_that_never_saw_a_gradient_become_zeros(tmp_pa
                 assert bool(image.tensors["exp_avg"][start : start + piece.elements].any()) is held
     with pytest.raises(CheckpointError, match="lack rows"):
         checkpoint.read_slice("big", 0, 400, "exp_avg")
+
+
+class Shards:
+    """All shards of a plan with real update rules, as parameter servers hold them."""
+
+    def __init__(self, job: JobSpec, plan: Plan) -> None:
+        self.plan, self.step = plan, 0
+        self.values: dict[tuple[int, int], torch.Tensor] = {}
+        self.rules: dict[tuple[int, int], BucketRule] = {}
+        for s, shard in enumerate(plan.shards):
+            for b, bucket in enumerate(shard.buckets):
+                self.values[s, b] = padded_with_zeros(plan, s, b, self._content(0))
+                self.rules[s, b] = BucketRule(job.rule, job.schedule, bucket, plan.tensors, torch.device("cpu"))
+
+    @staticmethod
+    def _content(step: int) -> Callable[[TensorSpec], torch.Tensor]:
+        return lambda tensor: random_tensor(tensor.elements, torch.float32, 1000 * step + tensor.rows)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step += 1
+            for (s, b), values in self.values.items():
+                gradient = padded_with_zeros(self.plan, s, b, self._content(self.step))
+                # One tensor never gets a gradient, another not in the first steps: their states begin late or never.
+                names = [self.plan.tensors[p.tensor].name for p in self.plan.shards[s].buckets[b].slices]
+                present = [name != "unused" and (name != "late" or self.step > 3) for name in names]
+                self.rules[s, b].apply(values, gradient, clock=self.step, present=present)
+
+    def images(self) -> dict[int, list[BucketImage]]:
+        out: dict[int, list[BucketImage]] = {s: [] for s in range(len(self.plan.shards))}
+        for (s, b), values in self.values.items():
+            states, scalars, flags = self.rules[s, b].export()
+            image = BucketImage(
+                shard=s,
+                bucket=b,
+                step=self.step,
+                version=self.step,
+                tensors={VALUE: values.clone(), **states},
+                scalars=scalars,
+                initialized=flags,
+            )
+            out[s].append(image)
+        return out
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        self.step = checkpoint.step
+        for s in range(len(self.plan.shards)):
+            for image in checkpoint.images(self.plan, s):
+                self.values[s, image.bucket] = image.tensors[VALUE]
+                self.rules[s, image.bucket].load(image.tensors, image.scalars, image.initialized)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Rprop", "Muon", "Adafactor"])
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
+def test_training_goes_on_bit_for_bit_on_another_plan(tmp_path: Path, name: str, before: int, after: int) -> None:
+    group: dict[str, Argument] = {"lr": 0.01, "momentum": 0.9} if name in ("SGD", "RMSprop") else {"lr": 0.01}
+    whole = not is_elementwise(name)
+    shapes: dict[str, tuple[int, ...]] = {"big": (400, 300), "late": (200, 310), "unused": (50, 30), "small": (9, 4)}
+    if name != "Muon":
+        shapes["bias"] = (301,)
+    tensors = tuple(spec(tensor, shape, whole=whole) for tensor, shape in shapes.items())
+    job = JobSpec(name="digits", tensors=tensors, rule=rule(name, (group,)))
+    store = CheckpointStore(tmp_path, keep=5)
+
+    straight = Shards(job, make_plan(tensors, before))
+    straight.train(2)
+    store.commit(cut_of(job, step=2, plan=straight.plan, images=straight.images()))
+    resumed = Shards(job, make_plan(tensors, after, bucket_bytes=1 << 18))
+    resumed.load(store.open(2))
+
+    straight.train(3)
+    resumed.train(3)
+    path = store.commit(cut_of(job, step=5, plan=straight.plan, images=straight.images()))
+    # Content other in a single bit would be refused here.
+    assert store.commit(cut_of(job, step=5, plan=resumed.plan, images=resumed.images())) == path
+
+
+def test_shards_of_an_asynchronous_cut_come_back_at_steps_of_their_own(tmp_path: Path) -> None:
+    job = job_of(consistency=ConsistencySpec(mode="async"))
+    plan = make_plan(job.tensors, 2)
+    images = {0: images_of(plan, 41)[0], 1: images_of(plan, 43)[1]}
+    store = CheckpointStore(tmp_path, keep=1)
+    store.commit(cut_of(job, step=40, plan=plan, images=images, consistent=False, versions=[41, 43]))
+    checkpoint = store.open(40)
+    for shard in (0, 1):
+        assert_same_images(list(checkpoint.images(plan, shard)), images[shard])
+    assert {(i.step, i.version) for i in checkpoint.images(make_plan(job.tensors, 1), 0)} == {(43, 43)}
+
+
+def test_flags_padded_to_whole_bytes_are_those_of_the_slices(tmp_path: Path) -> None:
+    """Without scalars (SGD with momentum) the wire can't tell how many slices there were."""
+    plan = make_plan(SMALL, 1)
+    bare = [dataclasses.replace(image, scalars={}) for image in images_of(plan, 1)[0]]
+    padded = [dataclasses.replace(image, initialized=(*image.initialized, False, False)) for image in bare]
+    store = CheckpointStore(tmp_path, keep=1)
+    store.commit(cut_of(step=1, plan=plan, images={0: padded}))
+    flags = [image.initialized for image in store.open(1).images(plan, 0) if "exp_avg" in image.tensors]
+    assert flags == [image.initialized for image in bare if "exp_avg" in image.tensors] != []
 
 
 def test_manifest_carries_cursor_leases_timeline_and_versions(tmp_path: Path) -> None:
