@@ -14,7 +14,7 @@ from shardline.config import RoleConfig
 from shardline.errors import UsageError
 from shardline.job import load_job
 from shardline.metrics import Metrics
-from shardline.process import Termination, attach_launcher, tell_ready
+from shardline.process import Termination, tell_ready
 from shardline.rpc.server import RpcServer
 from shardline.spec import JobSpec
 from shardline_chief.checkpointer import Checkpointer, ResumePoint
@@ -37,7 +37,6 @@ def run(config: RoleConfig) -> int:
     """Run one job to its end; returns the exit code."""
     termination = Termination()
     termination.install()
-    attach_launcher(config)
     spec = _job_spec(config)
     out = (config.out or DEFAULT_OUT).absolute()
     with Journal(out / "chief") as journal:

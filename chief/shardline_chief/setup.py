@@ -49,7 +49,7 @@ class Setup:
             self._begin(now_s)
         elif state.phase is Phase.INIT and not self.values_there:
             self._choose_initializer()
-        elif self.active:
+        elif state.phase is Phase.INIT and self.active:
             self._maybe_run(now_s)
 
     def _begin(self, now_s: float) -> None:
@@ -235,6 +235,8 @@ class Setup:
         state = self.state
         job = state.job
         assert job is not None
+        if state.phase is not Phase.INIT:
+            return
         trainers = state.trainers()
         missing = state.settings.trainers - len(trainers)
         late = now_s - state.started_s >= state.timeouts.join_s

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shardline.job import Job
+from shardline import Job
 from shardline.schedule import cosine
 
 VOCABULARY = 256

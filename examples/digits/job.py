@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shardline.job import Job
+from shardline import Job
 from shardline.schedule import cosine
 
 TEST_SAMPLES = 360

@@ -1,0 +1,73 @@
+"""Which checkpoint to score next, and how one is scored. Pure apart from the model itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardline.errors import MismatchError, ShardlineError
+from shardline.job import Job
+from shardline.model import named_values
+from shardline.rpc.link import Orders, Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What became of scoring one checkpoint. failure: the sentence where it could not be scored."""
+
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    failure: str = ""
+
+
+def next_step(orders: Orders, scored: int) -> int | None:
+    """The checkpoint to score now; None where there is none beyond `scored`.
+
+    Only committed checkpoints are named by the orders. One that is overtaken while an earlier one is being scored is
+    left out, the newest never is; so the last of the job is always scored.
+    """
+    if orders.phase is Phase.ENDED or orders.checkpoint_step <= scored:
+        return None
+    return orders.checkpoint_step
+
+
+@torch.no_grad()
+def load(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put a checkpoint's parameters and buffers into a model of the same job, in place; tied weights follow.
+
+    Raises MismatchError naming the tensor where the model has another one, and changes nothing then.
+    """
+    own = named_values(model)
+    for name, target in own.items():
+        if name not in tensors:
+            raise MismatchError(f"the checkpoint has no tensor {name!r}, which the model has; is it of another job?")
+        value = tensors[name]
+        if value.shape != target.shape or value.dtype != target.dtype:
+            raise MismatchError(
+                f"tensor {name!r} is {value.dtype} {tuple(value.shape)} in the checkpoint, "
+                f"{target.dtype} {tuple(target.shape)} in the model; is it of another job?"
+            )
+    for name, target in own.items():
+        target.copy_(tensors[name])
+
+
+def score(job: Job, model: nn.Module, step: int, tensors: Mapping[str, torch.Tensor]) -> Score:
+    """Score one checkpoint. What `evaluate` raises becomes a sentence: it must not end anybody's training."""
+    start_s = time.monotonic()
+    try:
+        load(model, tensors)
+        metrics = job.score(model)
+    except ShardlineError as error:
+        return Score(step=step, failure=str(error), seconds=time.monotonic() - start_s)
+    except Exception as error:
+        return Score(
+            step=step,
+            failure=f"evaluate(model) raised {type(error).__name__}: {error}",
+            seconds=time.monotonic() - start_s,
+        )
+    return Score(step=step, metrics=metrics, seconds=time.monotonic() - start_s)

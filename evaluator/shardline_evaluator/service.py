@@ -1,0 +1,123 @@
+"""The process of an evaluator: join, score every checkpoint as it is committed, go when the job ends."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from shardline.config import RoleConfig
+from shardline.errors import FencedError, ProtocolError, ShardlineError, UnreachableError, UsageError
+from shardline.job import Job, load_job
+from shardline.metrics import Metrics
+from shardline.process import Termination, resolve_device, tell_ready
+from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline_evaluator.scoring import Score, next_step, score
+
+log = logging.getLogger("shardline_evaluator")
+
+
+def run(config: RoleConfig) -> int:
+    """Score checkpoints until the chief ends the job; returns the exit code."""
+    termination = Termination()
+    termination.install()
+    if config.job is None:
+        raise UsageError("an evaluator needs --job JOB.py: the file has the model and `evaluate`")
+    job = load_job(config.job, config.overrides)
+    device = resolve_device(config.device, config.gpu_memory_fraction)
+    torch.set_num_threads(job.threads)
+    model = job.build_model()
+    spec = job.spec(model)
+    if job.evaluate is None:
+        log.warning("the job has no `evaluate`, so there is nothing to score")
+    metrics = Metrics("evaluator", config.task)
+    metrics_address = metrics.serve(config.host, config.metrics_port)
+    tell_ready(config, "")
+    link = ChiefLink(
+        config.cluster.chief,
+        config.timeouts,
+        role="evaluator",
+        index=config.index,
+        metrics_address=metrics_address,
+        job=spec,
+    )
+    try:
+        link.join()
+        log.info("joined as %s, metrics at http://%s/metrics", link.task, metrics_address)
+        return Evaluator(link, job, model.to(device), metrics, termination).run()
+    finally:
+        link.close()
+        metrics.close()
+
+
+class Evaluator:
+    """The loop of an evaluator that has joined."""
+
+    def __init__(self, link: ChiefLink, job: Job, model: nn.Module, metrics: Metrics, termination: Termination) -> None:
+        self._link = link
+        self._job = job
+        self._model = model
+        self._metrics = metrics
+        self._termination = termination
+        self._scored = -1
+
+    def run(self) -> int:
+        """Until the job ends, or this task is asked to."""
+        # Wakes the wait below; what is being scored is finished first.
+        self._termination.call(self._link.leave)
+        while True:
+            self._link.wait(self._has_work)
+            orders = self._link.orders
+            if orders.phase is Phase.ENDED:
+                log.info("the job has ended: %s", orders.reason or "done")
+                return 0
+            if self._termination.event.is_set():
+                log.info("asked to end: the job goes on without this evaluator")
+                return 0
+            step = next_step(orders, self._scored)
+            if step is not None:
+                self._one(step)
+
+    def _has_work(self, orders: Orders) -> bool:
+        ended = orders.phase is Phase.ENDED or self._termination.event.is_set()
+        return ended or next_step(orders, self._scored) is not None
+
+    def _one(self, step: int) -> None:
+        """Fetch, score, report one checkpoint."""
+        result = self._fetch_and_score(step)
+        if result is None:
+            return
+        self._scored = step
+        self._link.set_step(step)
+        outcome = "failed" if result.failure else "scored"
+        self._metrics.counter("shardline_evaluations_total", outcome=outcome).inc()
+        self._metrics.histogram("shardline_evaluation_seconds").observe(result.seconds)
+        self._metrics.gauge("shardline_step").set(step)
+        for name, value in result.metrics.items():
+            self._metrics.gauge("shardline_evaluation_metric", metric=name).set(value)
+        if result.failure:
+            log.error("step %d: %s", step, result.failure)
+        best = self._link.client.report(
+            self._link.task, self._link.incarnation, step, result.metrics, result.seconds, result.failure
+        )
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
+        log.info("step %d: %s%s", step, shown or "not scored", " (best so far)" if best else "")
+
+    def _fetch_and_score(self, step: int) -> Score | None:
+        """None: a newer checkpoint took this one's place while it was asked for."""
+        if self._job.evaluate is None:
+            return Score(step=step)
+        try:
+            found = self._link.client.fetch_parameters(step)
+        except (FencedError, UnreachableError):
+            raise
+        except ProtocolError as error:
+            if self._link.orders.checkpoint_step > step:
+                log.info("step %d is gone, going on with a newer one: %s", step, error)
+                self._scored = step
+                return None
+            return Score(step=step, failure=str(error))
+        except ShardlineError as error:
+            return Score(step=step, failure=str(error))
+        return score(self._job, self._model, step, found.tensors)

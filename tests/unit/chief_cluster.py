@@ -1,0 +1,322 @@
+"""A cluster without a network: servers that answer the chief's commands, and a clock that tests move."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardline.config import Timeouts
+from shardline.errors import CheckpointError, ShardlineError, UnreachableError
+from shardline.rpc.link import Orders
+from shardline.rpc.status import HeldCut, PsStatus, ShardStatus
+from shardline.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
+from shardline_chief.actions import (
+    Activate,
+    Answer,
+    AskStatus,
+    Command,
+    CommandResult,
+    Configure,
+    Cut,
+    Finish,
+    Lead,
+    MarkBest,
+    Members,
+    Order,
+    Record,
+    Release,
+    Restore,
+    Save,
+    Saved,
+    Say,
+)
+from shardline_chief.messages import Beat, Join, JoinAnswer
+from shardline_chief.program import Program
+from shardline_chief.state import Settings
+
+T = 60.0
+
+
+def make_job(**changes: Any) -> JobSpec:
+    mode = changes.pop("mode", "sync")
+    fields: dict[str, Any] = {
+        "name": "job",
+        "tensors": (
+            TensorSpec(name="weight", shape=(64, 4), dtype="float32"),
+            TensorSpec(name="bias", shape=(64,), dtype="float32"),
+        ),
+        "rule": RuleSpec(name="SGD", groups=({"lr": 0.1},)),
+        "consistency": ConsistencySpec(mode=mode),
+        "replicas": 1 if mode == "async" else 4,
+        "steps": 100,
+    }
+    return JobSpec(**{**fields, **changes})
+
+
+@dataclass
+class FakeResume:
+    """A checkpoint to go on from."""
+
+    step: int = 40
+    path: str = "/out/checkpoints/step-00000040"
+    cursor: dict[str, Any] = field(default_factory=dict)
+    refuses: str = ""
+
+    def check(self, job: JobSpec) -> None:
+        if self.refuses:
+            raise CheckpointError(self.refuses)
+
+
+@dataclass
+class FakePs:
+    """One server with one shard."""
+
+    number: int
+    step: int = 0
+    version: int = 0
+    timeline: int = 0
+    initialized: bool = False
+    active: bool = False
+    stop: int | None = None
+    members: dict[str, int] = field(default_factory=dict)
+    cuts: dict[int, HeldCut] = field(default_factory=dict)
+    dead: bool = False
+    asynchronous: bool = False
+    passes: int = 0
+    """So many Cut commands come too late."""
+    failure: str = ""
+
+    @property
+    def task(self) -> str:
+        return f"ps/{self.number}"
+
+    def status(self) -> PsStatus:
+        shard = ShardStatus(
+            shard=self.number,
+            step_min=self.step,
+            step_max=self.step,
+            version=self.version,
+            initialized=self.initialized,
+            cuts=tuple(self.cuts.values()),
+        )
+        return PsStatus(
+            task=self.task, timeline=self.timeline, shards=(shard,) if self.timeline else (), failure=self.failure
+        )
+
+    def advance(self, step: int) -> None:
+        """Close steps until `step`, not past the stop, cutting where asked."""
+        target = step if self.stop is None else min(step, self.stop)
+        for wanted in list(self.cuts.values()):
+            if not wanted.complete and self.step <= wanted.step <= target:
+                self.cuts[wanted.step] = HeldCut(step=wanted.step, complete=True)
+        self.step = self.version = max(self.step, target)
+
+    def obey(self, order: Order) -> Any:
+        if self.dead:
+            raise UnreachableError(f"{self.task} did not answer")
+        match order:
+            case Lead():
+                return self.timeline
+            case Configure():
+                self.timeline, self.initialized, self.active = order.timeline, False, False
+                self.asynchronous = order.job.consistency.mode == "async"
+                self.step, self.cuts, self.stop = 0, {}, None
+                return 1000
+            case Members():
+                self.members = dict(order.members)
+                return 0
+            case Restore():
+                self.initialized = True
+                self.step = self.version = 40
+            case Activate():
+                assert self.initialized
+                self.active = True
+            case Cut():
+                return self._cut(order)
+            case Release():
+                self.cuts = {step: cut for step, cut in self.cuts.items() if step > order.step}
+            case AskStatus():
+                return self.status()
+        return None
+
+    def _cut(self, order: Cut) -> tuple[bool, int]:
+        if self.passes > 0 or (not self.asynchronous and order.step < self.step):
+            self.passes -= 1
+            return True, self.step
+        if order.stop:
+            self.stop = order.step
+        whole = self.asynchronous or order.step == self.step
+        self.cuts[order.step] = HeldCut(step=order.step, complete=whole)
+        return False, self.step
+
+
+class Cluster:
+    """The program and its surroundings."""
+
+    def __init__(
+        self,
+        *,
+        job: JobSpec | None = None,
+        ps: int = 2,
+        workers: int = 2,
+        resume: FakeResume | None = None,
+        **settings: Any,
+    ) -> None:
+        self.now_s = 0.0
+        self.ps = [FakePs(number) for number in range(ps)]
+        self.commands: list[Order] = []
+        self.said: list[Say] = []
+        self.journal: list[Record] = []
+        self.log: list[str] = []
+        """Names of records and orders in the order in which they were given."""
+        self.saves: list[Save] = []
+        self.bests: list[int] = []
+        self.disk_full = False
+        self.hold_commands = False
+        self.held: list[Command] = []
+        self.finish: Finish | None = None
+        self.lives: dict[str, int] = {}
+        self._stable = 0
+        self.program = Program(
+            Settings(
+                term=3,
+                chief_uuid="u",
+                chief_address="chief:1",
+                ps=tuple(f"host{number}:1" for number in range(ps)),
+                workers=workers,
+                timeouts=Timeouts(total_s=T),
+                **settings,
+            ),
+            self.now_s,
+            job=job,
+            resume=resume,
+        )
+        self.settle()
+
+    # Doing what the program wants
+
+    def settle(self) -> None:
+        while actions := self.program.take():
+            for action in actions:
+                match action:
+                    case Say():
+                        self.said.append(action)
+                    case Record():
+                        self.journal.append(action)
+                        self.log.append(f"record {action.kind}")
+                    case Answer():
+                        action.ticket.append(action.value)
+                    case Save():
+                        self._save(action)
+                    case MarkBest():
+                        self.bests.append(action.step)
+                    case Finish():
+                        assert self.finish is None, "a job ends once"
+                        self.finish = action
+                    case Command():
+                        self.log.append(type(action.order).__name__)
+                        if self.hold_commands:
+                            self.held.append(action)
+                        else:
+                            self._run(action)
+
+    def release_commands(self) -> None:
+        self.hold_commands = False
+        held, self.held = self.held, []
+        for command in held:
+            self._run(command)
+        self.settle()
+
+    def _run(self, command: Command) -> None:
+        self.commands.append(command.order)
+        values, errors = {}, {}
+        for ps in self.ps:
+            try:
+                values[ps.task] = ps.obey(command.order)
+            except ShardlineError as error:
+                errors[ps.task] = error
+        self.program.done(command.number, CommandResult(values=values, errors=errors), self.now_s)
+
+    def _save(self, save: Save) -> None:
+        assert all(ps.cuts[save.step].complete for ps in self.ps), "a cut was fetched that is not whole"
+        if self.disk_full:
+            self.program.saved(Saved(step=save.step, error="No space left on device"), self.now_s)
+            return
+        self.saves.append(save)
+        self.program.saved(Saved(step=save.step, path=f"/out/step-{save.step}", seconds=0.1, nbytes=10), self.now_s)
+
+    # What happens
+
+    def ask(self, role: str, index: int | None = 0, **fields: Any) -> list[JoinAnswer]:
+        self._stable += 1
+        answers: list[JoinAnswer] = []
+        join = Join(
+            role=role, index=index, stable_id=fields.pop("stable_id", f"s{self._stable}"), address="h:1", **fields
+        )
+        self.program.join(answers, join, self.now_s)
+        self.settle()
+        if answers and answers[0].accepted:
+            self.lives[answers[0].task] = answers[0].incarnation
+        return answers
+
+    def join(self, role: str, index: int = 0, **fields: Any) -> JoinAnswer:
+        (answer,) = self.ask(role, index, **fields)
+        assert answer.accepted, answer.reason
+        return answer
+
+    def beat(self, task: str, **fields: Any) -> bool:
+        ps = next((p.status() for p in self.ps if p.task == task), None)
+        alive = self.program.beat(Beat(task=task, incarnation=self.lives[task], ps=ps, **fields), self.now_s)
+        self.settle()
+        return alive
+
+    def tick(self, seconds: float = 0.1, *, silent: tuple[str, ...] = ()) -> None:
+        """Let time pass; everybody who is not silent (or a dead ps) beats about twice per suspect time."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + 2.0)
+            for task in list(self.lives):
+                dead = any(ps.dead for ps in self.ps if ps.task == task)
+                if task not in silent and not dead and self.program.state.members.current(task, self.lives[task]):
+                    self.beat(task)
+            self.program.tick(self.now_s)
+            self.settle()
+
+    def orders(self, task: str) -> Orders:
+        return self.program.orders(task, self.lives[task])
+
+    def initialize(self) -> None:
+        """The worker that was told to sets the first values."""
+        assert any(self.orders(task).init for task in self.lives)
+        for ps in self.ps:
+            ps.initialized = True
+        self.tick()
+        self.tick()
+
+    def start(self, workers: int = 2) -> None:
+        """All join and training begins."""
+        for ps in self.ps:
+            self.join("ps", ps.number)
+        for index in range(workers):
+            self.join("worker", index)
+        if self.program.state.resume is None:
+            self.initialize()
+        else:
+            self.tick()
+
+    def advance(self, step: int) -> None:
+        for ps in self.ps:
+            ps.advance(step)
+        self.tick()
+        self.tick()
+
+    def text(self) -> str:
+        return "\n".join(say.sentence for say in self.said)
+
+    def kinds(self, kind: type) -> list[Any]:
+        return [order for order in self.commands if isinstance(order, kind)]
+
+
+def other(job: JobSpec, **changes: Any) -> JobSpec:
+    return dataclasses.replace(job, **changes)
