@@ -44,6 +44,8 @@ class Ending:
         self._failed = False
         self._deadline_s = 0.0
         self._asked_s = 0.0
+        self._named = False
+        """Asynchronous mode: the number of the last cut is known."""
         self._margin_s = MARGIN_S
         self._exit_code = 0
 
@@ -166,26 +168,27 @@ class Ending:
         """Asynchronous mode: ask once more how far the shards are, so that the cut is named right, then cut."""
         state = self.state
         self.stage = Stage.CUT
-        self._asked_s = now_s
         self._deadline_s = now_s + state.timeouts.dead_s
         if state.training_end_s is None:
             state.training_end_s = now_s
 
-        def cut(result: CommandResult, at_s: float) -> None:
+        def named(result: CommandResult, at_s: float) -> None:
             state.stop_step = state.step
-            self.running.cut_now(stop=True)
+            self._named = True
 
-        state.command(AskStatus(), cut)
+        state.command(AskStatus(), named)
 
     def _cut(self, now_s: float) -> None:
         state = self.state
-        if state.saving is not None:
+        if state.saving is not None or self.running.cut_asked or (state.leases is not None and not self._named):
             return
         if state.checkpoint_step == state.stop_step:
             self._score_next(now_s)
         elif now_s >= self._deadline_s:
             self._give_up(f"no whole cut at step {state.stop_step}", now_s)
-        elif state.sync and now_s - self._asked_s >= state.timeouts.heartbeat_s:
+        elif state.leases is not None:
+            self.running.cut_now(stop=True)
+        elif now_s - self._asked_s >= state.timeouts.heartbeat_s:
             # The servers may have left this cut out while an earlier one was held: they stand still now, so ask again.
             self._asked_s = now_s
             state.ledger.reopen(state.stop_step)

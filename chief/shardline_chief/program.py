@@ -17,6 +17,7 @@ from shardline.errors import InternalError, TaskLostError, UsageError
 from shardline.rpc.client import JobView
 from shardline.rpc.link import Orders, Phase
 from shardline.rpc.status import PsStatus, TaskStatus, Traffic
+from shardline.sharding import make_plan
 from shardline.spec import JobSpec
 from shardline_chief import admission
 from shardline_chief.actions import Action, CommandResult, MarkBest, Resume, Saved
@@ -364,9 +365,11 @@ class Program:
     def job_view(self) -> JobView:
         """Job, plan and placement. Raises UsageError while they are not known yet."""
         state = self.state
-        if state.job is None or state.plan is None or not state.timeline:
+        if state.job is None or not (state.timeline or state.ended):
             raise UsageError("the job is not known yet; ask again once the orders name a timeline")
-        return JobView(job=state.job, plan=state.plan, placement=state.placement, timeline=state.timeline)
+        # A job that ended before it began still has its plan, for those who only want to know what it was.
+        plan = state.plan or make_plan(state.job.tensors, len(state.settings.ps))
+        return JobView(job=state.job, plan=plan, placement=state.placement, timeline=state.timeline)
 
     def orders(self, task: str, incarnation: int) -> Orders:
         """What one life of a task shall do now."""

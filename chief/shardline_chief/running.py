@@ -16,7 +16,8 @@ class Running:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self._cut_asked = False
+        self.cut_asked = False
+        """Asynchronous mode: the servers are copying themselves."""
         self._last_cut = 0
 
     # Checkpoints
@@ -43,21 +44,23 @@ class Running:
         state = self.state
         every = state.job.checkpoint_every if state.job is not None else 0
         start = max(self._last_cut, state.first_step)
-        if every > 0 and not self._cut_asked and state.step // every > start // every:
+        # At the last batch the last cut is near, and its leases are all done.
+        at_end = state.leases is not None and state.step >= state.leases.steps
+        if every > 0 and not at_end and not self.cut_asked and state.step // every > start // every:
             self.cut_now(stop=False)
 
     def cut_now(self, *, stop: bool) -> None:
         """Asynchronous mode: all shards copy themselves at once, under the lowest version as the number."""
         state = self.state
-        if state.leases is None or self._cut_asked:
+        if state.leases is None or self.cut_asked:
             return
-        self._cut_asked = True
+        self.cut_asked = True
         step = self._last_cut = state.step
         # Noted first: then every update of a done lease is inside the copies (PROTOCOL 1.7).
         cursor = state.leases.cursor()
 
         def taken(result: CommandResult, now_s: float) -> None:
-            self._cut_asked = False
+            self.cut_asked = False
             self.save(step, cursor)
 
         state.command(Cut(timeline=state.timeline, step=step, stop=stop), state.history(taken))

@@ -13,6 +13,7 @@ from shardline.job import Job, load_job
 from shardline.metrics import Metrics
 from shardline.process import Termination, resolve_device, tell_ready
 from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.rpc.server import RpcServer
 from shardline_evaluator.scoring import Score, next_step, score
 
 log = logging.getLogger("shardline_evaluator")
@@ -33,12 +34,16 @@ def run(config: RoleConfig) -> int:
         log.warning("the job has no `evaluate`, so there is nothing to score")
     metrics = Metrics("evaluator", config.task)
     metrics_address = metrics.serve(config.host, config.metrics_port)
-    tell_ready(config, "")
+    # Nobody calls an evaluator; it serves health and reflection, as every task does.
+    server = RpcServer(config.cluster.address(config.task), name=config.task)
+    address = server.start()
+    tell_ready(config, address)
     link = ChiefLink(
         config.cluster.chief,
         config.timeouts,
         role="evaluator",
         index=config.index,
+        address=address,
         metrics_address=metrics_address,
         job=spec,
     )
@@ -48,6 +53,7 @@ def run(config: RoleConfig) -> int:
         return Evaluator(link, job, model.to(device), metrics, termination).run()
     finally:
         link.close()
+        server.close(grace_s=0.5)
         metrics.close()
 
 
