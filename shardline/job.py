@@ -43,6 +43,7 @@ from shardline.model import model_tensors
 from shardline.schedule import complete, constant
 from shardline.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.update import check_tensors, rule, rule_from_optimizer
+from shardline.wire.codecs import check_codec
 
 __all__ = ["Job", "load_job", "lowest_is_best", "model_tensors"]
 
@@ -94,6 +95,8 @@ class Job:
     """"max" or "min"; "" = "min" where the metric's name contains loss, error, perplexity or bits, else "max"."""
     threads: int = 1
     """Intra-op threads of one replica; the last bits of gradients depend on it."""
+    codec: str = "raw"
+    """How gradients and parameters travel: "raw", or "bf16" and "fp16" for half the bytes (rounded)."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch of a list of samples; None = torch's default_collate."""
     name: str = ""
@@ -121,6 +124,7 @@ class Job:
         )
         _require(isinstance(self.clip_norm, int | float), "clip_norm", self.clip_norm, "give a number")
         complete(self.schedule, self.steps)
+        check_codec(self.codec)
         self.consistency_spec()
         _check_dataset(self.dataset)
         # Names a wrong class or argument at the job file's line, before any process starts.
@@ -232,6 +236,7 @@ class Job:
             checkpoint_every=self.checkpoint_every,
             checkpoint_keep=self.checkpoint_keep,
             threads=self.threads,
+            codec=self.codec,
             best_metric=self.best_metric,
             best_is_lowest=self.best_mode == "min" or (not self.best_mode and lowest_is_best(self.best_metric)),
             samples=self.samples,
@@ -333,7 +338,7 @@ def _check_dataset(data: object, where: str = "dataset", *, one_shot: bool = Fal
 _OVERRIDES: Mapping[str, type[int] | type[float] | type[str]] = {
     **dict.fromkeys(_LOWEST, int),
     "clip_norm": float,
-    **dict.fromkeys(("consistency", "nan_policy", "best_metric", "best_mode", "name"), str),
+    **dict.fromkeys(("consistency", "nan_policy", "codec", "best_metric", "best_mode", "name"), str),
 }
 """Job fields that a command line can set, and how their text is read."""
 

@@ -377,3 +377,13 @@ def test_the_character_model_takes_a_text_from_the_command_line(
     monkeypatch.setenv("SHARDLINE_JOB_ARGS", "--txt x")
     with pytest.raises(JobError, match=r"the file ends the process \(SystemExit: 2\)"):
         load_job(EXAMPLES / "charlm" / "job.py")
+
+
+def test_an_unknown_codec_is_refused_by_name() -> None:
+    with pytest.raises(JobError, match="codec is 'zip'; use one of raw, bf16, fp16"):
+        make_job(codec="zip")
+
+
+def test_the_codec_is_part_of_the_job() -> None:
+    job = make_job(codec="bf16")
+    assert job.spec(job.build_model()).codec == "bf16"
