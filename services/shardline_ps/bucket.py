@@ -123,11 +123,6 @@ class Bucket:
         present = None if all(total.present) else total.present
         return self.rule.apply(target, total.values, clock=self.step, present=present, hyper=self.hyper)
 
-    def apply_async(self, total: Partial, *, scale: float, hyper: Mapping[str, float] | None) -> None:
-        """Apply one worker's gradient in place; step and version advance together."""
-        self.hyper = hyper
-        self.apply(total, scale=scale)
-
     def image(self) -> BucketImage:
         """A copy of everything, for a cut."""
         tensors = {VALUE: self.values.detach().to("cpu", copy=True)}

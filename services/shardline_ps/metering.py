@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from shardline.errors import NonFiniteError
 from shardline.metrics import Metrics
 from shardline_ps.push_servicer import PushResult, outcome_name
 from shardline_ps.store import ParameterStore
@@ -16,8 +17,9 @@ class Meter:
     def __init__(self, metrics: Metrics, store: ParameterStore) -> None:
         self._metrics = metrics
         self._store = store
-        self._skipped = 0
+        self._seen: dict[str, int] = {}
         store.on_pulled = self._pulled
+        store.on_barrier = self._waited
         store.on_applied = self._applied
 
     def pushed(self, result: PushResult) -> None:
@@ -43,8 +45,22 @@ class Meter:
         metrics.counter("shardline_pull_wire_bytes_total", peer=peer, codec=codec, lane="grpc").inc(wire_bytes)
         metrics.histogram("shardline_pull_seconds", peer=peer).observe(seconds)
 
-    def _applied(self, shard: int, wait_s: float) -> None:
+    def refused(self, method: str, error: Exception) -> None:
+        """A message was answered with an error."""
+        self._metrics.counter("shardline_refused_messages_total", method=method).inc()
+        if isinstance(error, NonFiniteError):
+            self._metrics.counter("shardline_nonfinite_total", what="gradient").inc()
+
+    def _waited(self, shard: int, wait_s: float) -> None:
         self._metrics.histogram("shardline_barrier_wait_seconds", shard=shard).observe(wait_s)
+
+    def _applied(self, shard: int, seconds: float) -> None:
+        self._metrics.histogram("shardline_apply_seconds", shard=shard).observe(seconds)
+
+    def _raise_to(self, name: str, total: int) -> None:
+        """Bring a counter up to a total that another part keeps."""
+        self._metrics.counter(name).inc(max(0, total - self._seen.get(name, 0)))
+        self._seen[name] = max(total, self._seen.get(name, 0))
 
     def observed(self, status: Callable[[], Any]) -> Callable[[], Any]:
         """The status function, with the gauges set from what it says."""
@@ -57,9 +73,11 @@ class Meter:
                 metrics.gauge("shardline_shard_step", shard=item.shard).set(item.step_min)
             if reply.shards:
                 metrics.gauge("shardline_step").set(min(item.step_min for item in reply.shards))
-                skipped = max(item.skipped_steps for item in reply.shards)
-                metrics.counter("shardline_skipped_steps_total").inc(max(0, skipped - self._skipped))
-                self._skipped = max(skipped, self._skipped)
+                self._raise_to("shardline_skipped_steps_total", max(item.skipped_steps for item in reply.shards))
+                mismatches = sum(item.duplicate_mismatches for item in reply.shards)
+                self._raise_to("shardline_duplicate_mismatches_total", mismatches)
+                cuts = sum(shard.cuts.skipped_total for shard in self._store.shards.values())
+                self._raise_to("shardline_cuts_skipped_total", cuts)
             for kind, held in self._store.held_by_kind().items():
                 metrics.gauge("shardline_held_bytes", kind=kind).set(held)
             metrics.counter("shardline_heartbeats_total", peer="chief").inc()

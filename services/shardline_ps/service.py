@@ -42,7 +42,12 @@ class PsProcess:
         self.meter = Meter(self.metrics, self.store)
         self.voters = Voters(self.store, config.timeouts)
         self.servicer = ParameterServer(
-            config.task, self.store, self.voters, on_stop=self._stop, on_push=self.meter.pushed
+            config.task,
+            self.store,
+            self.voters,
+            on_stop=self._stop,
+            on_push=self.meter.pushed,
+            on_refused=self.meter.refused,
         )
         self.server = RpcServer(
             config.cluster.address(config.task),

@@ -48,12 +48,14 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         *,
         on_stop: Callable[[str], None],
         on_push: Callable[[PushResult], None] = lambda result: None,
+        on_refused: Callable[[str, Exception], None] = lambda method, error: None,
     ) -> None:
         self._task = task
         self._store = store
         self._voters = voters
         self._on_stop = on_stop
         self._on_push = on_push
+        self.on_refused = on_refused
 
     # Data plane
 

@@ -97,6 +97,7 @@ class Shard:
         on_publish: Callable[[int], None] = lambda bucket: None,
         on_complete: Callable[[int], None] = lambda step: None,
         on_barrier: Callable[[float], None] = lambda wait_s: None,
+        on_apply: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.number = number
         self.settings = settings
@@ -128,6 +129,7 @@ class Shard:
         self._on_publish = on_publish
         self._on_complete = on_complete
         self._on_barrier = on_barrier
+        self._on_apply = on_apply
         self._opened_s: float | None = None
         """When the first contribution to bucket 0's open step came."""
         self._completed: set[int] = set()
@@ -242,7 +244,7 @@ class Shard:
                 total = held.contributions.take()
                 if total.values is not None and held.spec.kind is TensorKind.PARAM:
                     mean_(total.values, self.settings.replicas)
-                held.apply(total)
+                self._apply(held, total)
                 self._cut_if_wanted(held)
                 published = True
         with self.lock:
@@ -253,6 +255,12 @@ class Shard:
             self._complete(step)
             return Decision(Outcome.STAGED)
         return decision
+
+    def _apply(self, held: Bucket, total: Partial, *, scale: float = 1.0, skip: bool = False) -> None:
+        """Apply to a bucket whose lock is held, and tell how long it took."""
+        start_s = time.monotonic()
+        held.apply(total, scale=scale, skip=skip)
+        self._on_apply(time.monotonic() - start_s)
 
     def _time_barrier(self, held: Bucket, block: Block) -> None:
         """Tell how long the step's first contribution waited for its last; bucket 0 stands for the shard."""
@@ -348,7 +356,7 @@ class Shard:
                 if bucket.step != step or staged.epoch != self._epoch:
                     continue
                 factor = scale if bucket.spec.kind is TensorKind.PARAM else 1.0
-                bucket.apply(total, scale=factor, skip=skip)
+                self._apply(bucket, total, scale=factor, skip=skip)
                 self._cut_if_wanted(bucket)
             self._on_publish(bucket.number)
         with self.lock:
@@ -412,7 +420,8 @@ class Shard:
             if gradient is not None and gradient.values is not None:
                 total = Partial(gradient.values.to(bucket.device), gradient.present)
             with bucket.lock:
-                bucket.apply_async(total, scale=scale, hyper=hyper.get(bucket.group))
+                bucket.hyper = hyper.get(bucket.group)
+                self._apply(bucket, total, scale=scale)
 
     # Cuts, restore, stop
 

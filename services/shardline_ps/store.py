@@ -82,8 +82,10 @@ class ParameterStore:
         """(shard, step): all contributions of a voted step are there. Called from pool threads."""
         self.on_pulled: Callable[[str, str, int, int, float], None] = lambda peer, codec, raw, wire, seconds: None
         """(peer, codec, raw bytes, wire bytes, seconds) of a finished pull."""
-        self.on_applied: Callable[[int, float], None] = lambda shard, wait_s: None
+        self.on_barrier: Callable[[int, float], None] = lambda shard, wait_s: None
         """(shard, seconds from the first contribution to the last) of a synchronous step's first bucket."""
+        self.on_applied: Callable[[int, float], None] = lambda shard, seconds: None
+        """(shard, seconds) of the update rule on one bucket."""
 
     async def work(self, function: Callable[..., T], *args: object) -> T:
         """Run tensor work in the pool; it must never wait for another task."""
@@ -149,7 +151,8 @@ class ParameterStore:
             settings,
             on_publish=lambda bucket: self._notify(number, bucket),
             on_complete=lambda step: self.on_complete(number, step),
-            on_barrier=lambda wait_s: self.on_applied(number, wait_s),
+            on_barrier=lambda wait_s: self.on_barrier(number, wait_s),
+            on_apply=lambda seconds: self.on_applied(number, seconds),
         )
 
     def _notify(self, shard: int, bucket: int) -> None:

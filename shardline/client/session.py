@@ -263,6 +263,7 @@ class Session:
             incarnation=link.incarnation,
             index=self.config.index,
         )
+        self._trainer.on_nonfinite = lambda name: self.metrics.counter("shardline_nonfinite_total", what=name).inc()
 
     # Orders
 

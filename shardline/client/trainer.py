@@ -75,6 +75,8 @@ class Trainer:
         """The first step after a (re)start: parts of a block may be counted already."""
         self._tensor_of = {spec.name: number for number, spec in enumerate(view.plan.tensors)}
         self._pushed = {shard: [0, 0] for shard in self.sinks}
+        self.on_nonfinite: Callable[[str], None] = lambda name: None
+        """Called with "loss" or a tensor's name when it is not finite."""
         self._metered: dict[int, tuple[int, int, int, int]] = {}
 
     # Starting
@@ -164,9 +166,11 @@ class Trainer:
                 numbers[number] = gradient
         bad = self._nonfinite(numbers, loss)
         if bad:
+            for name in bad:
+                self.on_nonfinite(name)
             if self.job.consistency.nan_policy == "stop":
                 raise NonFiniteError(
-                    f"step {self.step}, replica {replica}: {', '.join(bad)} has NaN or infinity; nothing was sent. "
+                    f"step {self.step}, replica {replica}: {_names(bad)} has NaN or infinity; nothing was sent. "
                     f"Lower the learning rate, clip gradients (clip_norm), or set nan_policy='skip'"
                 )
             self._staging.extras.nonfinite.extend(name for name in bad if name not in self._staging.extras.nonfinite)
@@ -187,7 +191,7 @@ class Trainer:
         norms = [torch.linalg.vector_norm(g.detach(), ord=float("inf")) for g in gradients.values() if g.numel()]
         if norms and not bool(torch.isfinite(torch.stack([norm.to(torch.float64) for norm in norms])).all()):
             bad.extend(
-                f"gradient of {self.plan.tensors[number].name!r}"
+                self.plan.tensors[number].name
                 for number, g in gradients.items()
                 if g.numel() and not bool(torch.isfinite(g).all())
             )
@@ -274,3 +278,7 @@ class Trainer:
     def close(self) -> None:
         """End threads and calls."""
         self.exchange.close()
+
+
+def _names(bad: Iterable[str]) -> str:
+    return ", ".join(name if name == "loss" else f"the gradient of {name!r}" for name in bad)

@@ -15,7 +15,11 @@ log = logging.getLogger("shardline.rpc")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+async def _abort(servicer: Any, method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+    # A servicer that counts what it refuses has this attribute.
+    refused: Callable[[str, Exception], None] | None = getattr(servicer, "on_refused", None)
+    if refused is not None:
+        refused(method, error)
     if isinstance(error, ShardlineError):
         await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error))
     # What we did not foresee is our defect: the caller gets no internals, the log gets everything.
@@ -34,7 +38,7 @@ def unary(method: Callable[[Any, Any, Any], Awaitable[Any]]) -> Callable[[Any, A
         except (grpc.aio.AbortError, grpc.RpcError):
             raise
         except Exception as error:
-            await _abort(context, error)
+            await _abort(self, method.__name__, context, error)
 
     return handler
 
@@ -50,7 +54,7 @@ def stream(method: Callable[[Any, Any, Any], AsyncIterator[Any]]) -> Callable[[A
         except (grpc.aio.AbortError, grpc.RpcError):
             raise
         except Exception as error:
-            await _abort(context, error)
+            await _abort(self, method.__name__, context, error)
 
     return handler
 
