@@ -110,6 +110,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     async def _read(self, request: AsyncIterator[Any], replies: asyncio.Queue[Any], group: asyncio.TaskGroup) -> None:
         """Take the call's requests; a pull runs beside the pushes."""
         fused: AsyncReply | None = None
+        latest: data_pb2.PullRequest | None = None
 
         def copy(shard: Shard) -> None:
             if fused is not None:
@@ -121,8 +122,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                 if message.HasField("pull"):
                     if self._is_async(message.pull) and message.pull.WhichOneof("want") == "latest":
                         codec = self._store.configuration.codec if self._store.configuration else "raw"
-                        fused = AsyncReply(message.pull, codec)
-                        shard_number = message.pull.data.shard
+                        # Answered from the state right after the push that this call brings.
+                        fused, latest = AsyncReply(message.pull, codec), message.pull
                     else:
                         group.create_task(self._pull_into(message.pull, replies))
                 if message.HasField("push"):
@@ -130,10 +131,13 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                     if result is not None:
                         self._on_push(result)
                         await replies.put(data_pb2.PushPullReply(ack=result.ack))
-                        if fused is not None:
-                            async for frame in fused.frames(self._store, self._store.shard(shard_number)):
+                        if fused is not None and latest is not None:
+                            shard = self._store.shard(latest.data.shard)
+                            async for frame in fused.frames(self._store, shard):
                                 await replies.put(data_pb2.PushPullReply(pull=frame))
-                            fused = None
+                            fused = latest = None
+            if latest is not None:
+                await self._pull_into(latest, replies)
         finally:
             await receiver.abandon()
 
