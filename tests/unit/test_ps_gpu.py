@@ -1,0 +1,70 @@
+"""Shards on a CUDA device; skipped where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardline.image import VALUE
+from shardline.process import memory_limit, resolve_device
+from shardline.reduce import Block
+from shardline.sharding import make_plan
+from shardline.spec import ConsistencySpec, ScheduleSpec, TensorSpec
+from shardline.update import rule
+from shardline_ps.shard import Gradient, Shard, ShardSettings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+def make_shard(device: str, mode: str = "sync") -> Shard:
+    tensors = (
+        TensorSpec(name="weight", shape=(300, 70), dtype="float32"),
+        TensorSpec(name="bias", shape=(70,), dtype="float32"),
+    )
+    settings = ShardSettings(
+        plan=make_plan(tensors, 1),
+        rule=rule("AdamW", groups=({"lr": 0.01},)),
+        schedule=ScheduleSpec(),
+        consistency=ConsistencySpec(mode=mode),
+        replicas=2 if mode == "sync" else 1,
+        cut_every=2,
+        device=torch.device(device),
+    )
+    return Shard(0, settings)
+
+
+def train(shard: Shard, steps: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    bucket = shard.buckets[0]
+    present = (True,) * len(bucket.spec.slices)
+    if not bucket.initialized:
+        shard.initialize(0, torch.zeros(bucket.spec.elements))
+    for step in range(bucket.step, bucket.step + steps):
+        for replica in range(shard.settings.replicas):
+            values = torch.randn(bucket.spec.elements, generator=generator)
+            shard.contribute(0, step, Block(replica, 1), Gradient(values, present))
+    return bucket.image().tensors[VALUE]
+
+
+def test_a_shard_on_the_gpu_learns_what_one_on_the_cpu_learns() -> None:
+    on_gpu, on_cpu = make_shard("cuda"), make_shard("cpu")
+    torch.testing.assert_close(train(on_gpu, 5), train(on_cpu, 5), rtol=1e-5, atol=1e-6)
+    assert on_gpu.buckets[0].values.is_cuda
+
+
+def test_a_cut_from_the_gpu_restores_to_the_bit_on_the_gpu() -> None:
+    first, second = make_shard("cuda"), make_shard("cuda")
+    train(first, 2)
+    images = first.cuts.get(2)
+    assert images is not None
+    second.restore(images)
+    torch.testing.assert_close(train(second, 3), train(first, 3), rtol=0, atol=0)
+
+
+def test_the_memory_limit_is_the_asked_fraction_of_the_device() -> None:
+    device = resolve_device("cuda", 0.5)
+    total = torch.cuda.get_device_properties(device).total_memory
+    assert memory_limit(device, 0.5) == total // 2
