@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 from shardline.checkpoint import Checkpoint
@@ -38,6 +38,7 @@ class Commander:
         self._uuid = chief_uuid
         self._resume = resume
         self._controls: dict[str, PsControl] = {}
+        self._closed = False
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="ps-command")
 
@@ -69,8 +70,9 @@ class Commander:
                 values[task] = future.result()
             except ShardlineError as error:
                 errors[task] = error
-            except Exception as error:
-                log.exception("%s: %s failed", task, type(order).__name__)
+            except (Exception, CancelledError) as error:
+                if not self._closed:
+                    log.exception("%s: %s failed", task, type(order).__name__)
                 errors[task] = InternalError(f"{task}: {type(order).__name__}: {type(error).__name__}: {error}")
         return CommandResult(values=values, errors=errors)
 
@@ -107,6 +109,7 @@ class Commander:
 
     def close(self) -> None:
         """Drop what waits and close the connections; calls under way end with that."""
+        self._closed = True
         self._queue.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
         for control in self._controls.values():
@@ -116,7 +119,8 @@ class Commander:
 def _stop(control: PsControl, reason: str) -> None:
     try:
         control.stop(reason)
-    except ShardlineError as error:
+    except (ShardlineError, ValueError) as error:
+        # ValueError is grpc's word for a channel that was closed while it tried again.
         log.debug("%s", error)
 
 

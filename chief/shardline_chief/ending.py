@@ -68,7 +68,8 @@ class Ending:
         self._deadline_s = now_s + (state.timeouts.suspect_s if self._failed else state.timeouts.dead_s)
         state.phase = Phase.STOPPING
         state.reason = reason
-        state.say("failure" if self._failed else "stopping", reason, "error" if self._failed else "info")
+        sentence = "training is done, the last checkpoint follows" if done else reason
+        state.say("failure" if self._failed else "stopping", sentence, "error" if self._failed else "info")
         if done and state.sync and not state.script:
             state.training_end_s = now_s
             self._reached(now_s)
@@ -81,12 +82,13 @@ class Ending:
     def _choose(self, result: CommandResult, now_s: float) -> None:
         """Statuses are fresh now: choose where to stop."""
         state = self.state
+        if self.stage is not Stage.CHOOSE or state.ended:
+            return
         self.stage = Stage.REACH
         if not state.sync:
             return
-        if self._failed or not state.working():
-            # Nobody goes on, so the shards must stop where they are.
-            self._stop_where_equal(now_s)
+        if self._failed or self._nobody_goes_on():
+            self._stop_where_equal()
             return
         rate = (state.step - state.first_step) / max(state.seconds(now_s), 1e-3)
         step = state.step_max + 2 + int(rate * self._margin_s)
@@ -100,6 +102,9 @@ class Ending:
         )
 
     def _stop_asked(self, step: int, result: CommandResult) -> None:
+        if self._failed or self.stage is not Stage.REACH:
+            # Something broke meanwhile, so that step will not be reached; or all of it took too long.
+            return
         if any(passed for passed, _ in result.values.values()):
             self._margin_s *= 4
             self.stage = Stage.CHOOSE
@@ -108,16 +113,33 @@ class Ending:
         self.state.stop_step = step
         self.state.say("stop_step", f"the job stops at step {step}")
 
-    def _stop_where_equal(self, now_s: float) -> None:
+    def _nobody_goes_on(self) -> bool:
+        """No step will be closed any more. A job file's worker that has finished only waits at the stop step."""
+        state = self.state
+        return not (state.working() if state.script else state.trainers())
+
+    def _stop_where_equal(self) -> None:
+        """Nobody goes on, so the shards must stop where they are, if that is one step."""
         state = self.state
         step = state.common_step()
         if step is None:
             return
-        state.stop_step = step
+        # Until the answer comes nothing else is tried.
+        self.stage = Stage.CHOOSE
         state.record("stop", step=step)
-        state.ledger.reopen(step)
-        state.command(Cut(timeline=state.timeline, step=step, stop=True))
-        self._reached(now_s)
+
+        def asked(result: CommandResult, at_s: float) -> None:
+            if self.stage is not Stage.CHOOSE:
+                return
+            if any(passed for passed, _ in result.values.values()):
+                # What was told of the shards was old: they went on before they stood still.
+                state.command(AskStatus(), self._choose)
+                return
+            state.stop_step = step
+            state.ledger.reopen(step)
+            self._reached(at_s)
+
+        state.command(Cut(timeline=state.timeline, step=step, stop=True), state.history(asked))
 
     def _reached(self, now_s: float) -> None:
         self.stage = Stage.CUT
@@ -146,7 +168,7 @@ class Ending:
             self._cut(now_s)
         elif self.stage is Stage.SCORE:
             self._score(now_s)
-        elif now_s >= self._deadline_s:
+        elif self.stage is Stage.CHOOSE and now_s >= self._deadline_s:
             self._give_up("the servers did not tell where they are", now_s)
 
     def _reach(self, now_s: float) -> None:
@@ -158,8 +180,8 @@ class Ending:
             return
         if 0 < state.stop_step <= state.step:
             self._reached(now_s)
-        elif self._failed or not state.working():
-            self._stop_where_equal(now_s)
+        elif self._failed or self._nobody_goes_on():
+            self._stop_where_equal()
         if self.stage is Stage.REACH and now_s >= self._deadline_s:
             waiting = f"stop step {state.stop_step} was not reached (shards are at {state.step} to {state.step_max})"
             self._give_up(waiting, now_s)

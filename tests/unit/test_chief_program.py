@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardline.rpc.link import Phase
-from shardline_chief.actions import Activate, Configure, Cut, Members, Release, Restore
+from shardline_chief.actions import Activate, CommandResult, Configure, Cut, Members, Release, Restore
 from shardline_chief.messages import Beat, Join
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -436,6 +436,44 @@ def test_a_nan_ends_the_job_with_a_checkpoint_where_all_shards_stand_and_its_cod
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 5
     assert "worker/1: loss of step 10 is nan" in cluster.finish.reason
+
+
+def test_a_stop_is_not_moved_by_reports_older_than_the_workers_end() -> None:
+    cluster = running()
+    cluster.advance(10)
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    cluster.settle()
+    stop = cluster.orders("worker/0").stop_step
+    for ps in cluster.ps:
+        ps.advance(stop)
+    # The workers are at the stop step and say so before any ps does.
+    cluster.hold_commands = True
+    for task in ("worker/0", "worker/1"):
+        cluster.program.beat(Beat(task=task, incarnation=cluster.lives[task], finished=True), cluster.now_s)
+        cluster.settle()
+    cluster.release_commands()
+    cluster.tick()
+    assert [save.step for save in cluster.saves] == [0, stop]
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+
+
+def test_a_failure_seen_with_old_reports_still_ends_where_the_shards_stand() -> None:
+    cluster = running()
+    cluster.advance(10)
+    cluster.program.ending.begin("worker/1: it broke", cluster.now_s, exit_code=1)
+    # The question was answered before the shards went on to step 12, the cut was asked for after.
+    (question,) = [action for action in cluster.program.state.actions if hasattr(action, "order")]
+    cluster.program.state.actions.clear()
+    statuses = {ps.task: ps.status() for ps in cluster.ps}
+    for ps in cluster.ps:
+        ps.advance(12)
+    cluster.program.done(question.number, CommandResult(values=statuses), cluster.now_s)
+    cluster.settle()
+    cluster.tick(1)
+    assert [save.step for save in cluster.saves] == [0, 12]
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 1
 
 
 def test_a_failure_while_shards_differ_is_bounded() -> None:
