@@ -1,0 +1,296 @@
+"""Chunk frames written and read by hand: the bytes of proto/shardline/rpc/v1/data.proto without protobuf's copies.
+
+A frame's small parts (headers, commits) are generated messages; only the chunk, which carries the tensor bytes, is
+written as tag, length, memoryview and joined once, and read back as a view of the received message. A client made of
+generated stubs reads and writes the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from google.protobuf.message import DecodeError
+
+from shardline.errors import ProtocolError
+from shardline.rpc.v1 import data_pb2
+from shardline.wire.frames import Buffer
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+"""Wire types that proto3 uses."""
+
+
+class Serializable(Protocol):
+    """A generated message."""
+
+    def SerializeToString(self) -> bytes:
+        """Its bytes."""
+        ...
+
+
+def varint(value: int) -> bytes:
+    """Base-128, least significant group first."""
+    if value < 0x80:
+        return bytes((value,))
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if position >= len(data) or shift > 63:
+            raise ProtocolError("frame with a cut or endless number")
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFF_FFFF_FFFF_FFFF, position
+        shift += 7
+
+
+def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """(field number, value) of each field: an int, or a view of the bytes. Raises ProtocolError on malformed bytes."""
+    position, end = 0, len(data)
+    while position < end:
+        tag, position = _read_varint(data, position)
+        number, kind = tag >> 3, tag & 7
+        value: int | memoryview
+        if kind == VARINT:
+            value, position = _read_varint(data, position)
+        elif kind == BYTES:
+            size, position = _read_varint(data, position)
+            if size > end - position:
+                raise ProtocolError(f"frame whose field {number} claims {size} bytes where {end - position} are left")
+            value, position = data[position : position + size], position + size
+        elif kind in (FIXED64, FIXED32):
+            size = 8 if kind == FIXED64 else 4
+            if size > end - position:
+                raise ProtocolError(f"frame whose field {number} is cut short")
+            value, position = int.from_bytes(data[position : position + size], "little"), position + size
+        else:
+            raise ProtocolError(f"frame with wire type {kind} in field {number}, which proto3 doesn't have")
+        if number == 0:
+            raise ProtocolError("frame with field number 0")
+        yield number, value
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkView:
+    """A chunk; payload is a view of the message it came in, or of the tensor it goes out from."""
+
+    bucket: int
+    offset: int
+    payload: Buffer
+
+
+@dataclass(slots=True)
+class PushFrameView:
+    """data.proto's PushFrame; absent parts are None."""
+
+    header: data_pb2.PushHeader | None = None
+    bucket: data_pb2.BucketHeader | None = None
+    chunk: ChunkView | None = None
+    bucket_commit: data_pb2.BucketCommit | None = None
+    commit: data_pb2.Commit | None = None
+
+
+@dataclass(slots=True)
+class PullFrameView:
+    """data.proto's PullFrame; absent parts are None."""
+
+    bucket: data_pb2.BucketState | None = None
+    chunk: ChunkView | None = None
+    end: data_pb2.PullEnd | None = None
+
+
+@dataclass(slots=True)
+class RequestView:
+    """PushPullRequest (or PushRequest, whose only field is the frame)."""
+
+    push: PushFrameView | None = None
+    pull: data_pb2.PullRequest | None = None
+    error: ProtocolError | None = None
+    """Why the message can't be read; the handler raises it, since a deserializer's error would lose its sentence."""
+
+
+@dataclass(slots=True)
+class ReplyView:
+    """PushPullReply (or PullReply, whose only field is the frame)."""
+
+    ack: data_pb2.PushAck | None = None
+    pull: PullFrameView | None = None
+    error: ProtocolError | None = None
+
+
+def _head(field: int, size: int) -> bytes:
+    return varint(field << 3 | BYTES) + varint(size)
+
+
+def _part(field: int, message: Serializable | None) -> bytes:
+    if message is None:
+        return b""
+    data = message.SerializeToString()
+    return _head(field, len(data)) + data
+
+
+def _chunk_head(field: int, chunk: ChunkView) -> bytes:
+    """Everything of a chunk field up to its payload."""
+    inner = b""
+    if chunk.bucket:
+        inner += b"\x08" + varint(chunk.bucket)
+    if chunk.offset:
+        inner += b"\x10" + varint(chunk.offset)
+    size = len(chunk.payload)
+    if size:
+        inner += b"\x1a" + varint(size)
+    return _head(field, len(inner) + size) + inner
+
+
+def write_push(frame: PushFrameView, *, outer: int = 1) -> bytes:
+    """A PushPullRequest (outer field 1) or PushRequest with this frame; one copy of the payload."""
+    before = _part(1, frame.header) + _part(2, frame.bucket)
+    after = _part(4, frame.bucket_commit) + _part(5, frame.commit)
+    return _join(outer, before, frame.chunk, after)
+
+
+def write_pull(frame: PullFrameView, *, outer: int) -> bytes:
+    """A PushPullReply (outer field 2) or PullReply (1) with this frame; one copy of the payload."""
+    return _join(outer, _part(1, frame.bucket), frame.chunk, _part(3, frame.end), chunk_field=2)
+
+
+def _join(outer: int, before: bytes, chunk: ChunkView | None, after: bytes, *, chunk_field: int = 3) -> bytes:
+    if chunk is None:
+        return b"".join((_head(outer, len(before) + len(after)), before, after))
+    head = _chunk_head(chunk_field, chunk)
+    size = len(before) + len(head) + len(chunk.payload) + len(after)
+    return b"".join((_head(outer, size), before, head, chunk.payload, after))
+
+
+def _read_chunk(data: memoryview) -> ChunkView:
+    bucket = offset = 0
+    payload: memoryview = memoryview(b"")
+    for number, value in fields(data):
+        if number == 1 and isinstance(value, int):
+            bucket = value
+        elif number == 2 and isinstance(value, int):
+            offset = value
+        elif number == 3 and isinstance(value, memoryview):
+            payload = value
+        elif number in (1, 2, 3):
+            raise ProtocolError(f"chunk whose field {number} has the wrong type")
+    return ChunkView(bucket, offset, payload)
+
+
+def _message(cls: Any, value: int | memoryview, what: str) -> Any:
+    if not isinstance(value, memoryview):
+        raise ProtocolError(f"frame whose {what} is no message")
+    try:
+        return cls.FromString(bytes(value))
+    except DecodeError as error:
+        raise ProtocolError(f"frame whose {what} can't be read: {error}") from None
+
+
+def _once(present: object, what: str) -> None:
+    # Protobuf would merge two; nothing of ours sends that, and merging half-checked headers helps only an attacker.
+    if present is not None:
+        raise ProtocolError(f"frame with two of {what}")
+
+
+def read_push(data: memoryview) -> PushFrameView:
+    """A PushFrame; the chunk's payload is a view of `data`."""
+    frame = PushFrameView()
+    for number, value in fields(data):
+        if number == 1:
+            _once(frame.header, "header")
+            frame.header = _message(data_pb2.PushHeader, value, "header")
+        elif number == 2:
+            _once(frame.bucket, "bucket")
+            frame.bucket = _message(data_pb2.BucketHeader, value, "bucket")
+        elif number == 3:
+            _once(frame.chunk, "chunk")
+            if not isinstance(value, memoryview):
+                raise ProtocolError("frame whose chunk is no message")
+            frame.chunk = _read_chunk(value)
+        elif number == 4:
+            _once(frame.bucket_commit, "bucket_commit")
+            frame.bucket_commit = _message(data_pb2.BucketCommit, value, "bucket_commit")
+        elif number == 5:
+            _once(frame.commit, "commit")
+            frame.commit = _message(data_pb2.Commit, value, "commit")
+    return frame
+
+
+def read_pull(data: memoryview) -> PullFrameView:
+    """A PullFrame; the chunk's payload is a view of `data`."""
+    frame = PullFrameView()
+    for number, value in fields(data):
+        if number == 1:
+            _once(frame.bucket, "bucket")
+            frame.bucket = _message(data_pb2.BucketState, value, "bucket")
+        elif number == 2:
+            _once(frame.chunk, "chunk")
+            if not isinstance(value, memoryview):
+                raise ProtocolError("frame whose chunk is no message")
+            frame.chunk = _read_chunk(value)
+        elif number == 3:
+            _once(frame.end, "end")
+            frame.end = _message(data_pb2.PullEnd, value, "end")
+    return frame
+
+
+def read_request(data: bytes) -> RequestView:
+    """A PushPullRequest or PushRequest; never raises, see RequestView.error."""
+    view = RequestView()
+    try:
+        for number, value in fields(memoryview(data)):
+            if number == 1:
+                _once(view.push, "push")
+                if not isinstance(value, memoryview):
+                    raise ProtocolError("request whose push is no message")
+                view.push = read_push(value)
+            elif number == 2:
+                _once(view.pull, "pull")
+                view.pull = _message(data_pb2.PullRequest, value, "pull")
+    except ProtocolError as error:
+        return RequestView(error=error)
+    return view
+
+
+def read_reply(data: bytes) -> ReplyView:
+    """A PushPullReply; never raises, see ReplyView.error."""
+    view = ReplyView()
+    try:
+        for number, value in fields(memoryview(data)):
+            if number == 1:
+                _once(view.ack, "ack")
+                view.ack = _message(data_pb2.PushAck, value, "ack")
+            elif number == 2:
+                _once(view.pull, "pull")
+                if not isinstance(value, memoryview):
+                    raise ProtocolError("reply whose pull is no message")
+                view.pull = read_pull(value)
+    except ProtocolError as error:
+        return ReplyView(error=error)
+    return view
+
+
+def write_request(view: RequestView) -> bytes:
+    """A PushPullRequest."""
+    if view.pull is not None:
+        return _part(2, view.pull)
+    assert view.push is not None
+    return write_push(view.push)
+
+
+def write_reply(view: ReplyView) -> bytes:
+    """A PushPullReply."""
+    if view.ack is not None:
+        return _part(1, view.ack)
+    assert view.pull is not None
+    return write_pull(view.pull, outer=2)
