@@ -13,6 +13,8 @@ from shardline.errors import ProtocolError
 from shardline.rpc.convert import DTYPE_TO_PROTO
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.codecs import codec_for
+from shardline.wire.frames import Buffer
+from shardline.wire.protobuf import ChunkView, PullFrameView
 from shardline_ps.push_servicer import admit_data, outcome_to_proto
 from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore, numbers
@@ -27,7 +29,7 @@ class Encoded:
     """One bucket as it leaves."""
 
     state: data_pb2.BucketState
-    payload: bytes
+    payload: Buffer
     raw_bytes: int
 
 
@@ -91,30 +93,31 @@ def encode_bucket(shard: Shard, number: int, want: Want, codec_name: str) -> Enc
     return Encoded(state, payload, bucket.spec.nbytes)
 
 
-def frames(encoded: Encoded) -> list[data_pb2.PullFrame]:
+def frames(encoded: Encoded) -> list[PullFrameView]:
     """One frame per chunk; state and first chunk share one."""
-    state, payload = encoded.state, encoded.payload
+    state, payload = encoded.state, memoryview(encoded.payload)
     if not payload:
-        return [data_pb2.PullFrame(bucket=state)]
-    result = []
-    for offset in range(0, len(payload), CHUNK_BYTES):
-        part = payload if len(payload) <= CHUNK_BYTES else payload[offset : offset + CHUNK_BYTES]
-        chunk = data_pb2.Chunk(bucket=state.bucket, offset=offset, payload=part)
-        result.append(data_pb2.PullFrame(bucket=state if offset == 0 else None, chunk=chunk))
-    return result
+        return [PullFrameView(bucket=state)]
+    return [
+        PullFrameView(
+            bucket=state if offset == 0 else None,
+            chunk=ChunkView(state.bucket, offset, payload[offset : offset + CHUNK_BYTES]),
+        )
+        for offset in range(0, len(payload), CHUNK_BYTES)
+    ]
 
 
-def end_frame(store: ParameterStore, shard: Shard | None, outcome: Outcome, reason: str = "") -> data_pb2.PullFrame:
+def end_frame(store: ParameterStore, shard: Shard | None, outcome: Outcome, reason: str = "") -> PullFrameView:
     """The last frame of a pull."""
     end = data_pb2.PullEnd(outcome=outcome_to_proto(outcome), reason=reason, timeline=store.authority.timeline)
     if shard is not None:
         end.step, end.version = shard.step_min, shard.version
         if outcome is Outcome.WAITING:
             end.waiting_for.extend(shard.waiting_for())
-    return data_pb2.PullFrame(end=end)
+    return PullFrameView(end=end)
 
 
-async def pull(store: ParameterStore, request: data_pb2.PullRequest) -> AsyncIterator[data_pb2.PullFrame]:
+async def pull(store: ParameterStore, request: data_pb2.PullRequest) -> AsyncIterator[PullFrameView]:
     """Frames of a pull's answer, in the order buckets become ready within the order asked for."""
     decision = admit_data(store, request.data, init=False)
     if decision.outcome is not Outcome.SERVED:
@@ -157,12 +160,9 @@ async def pull(store: ParameterStore, request: data_pb2.PullRequest) -> AsyncIte
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or not await signal.wait(waiter, left_s):
                 signal.disarm(waiter)
-                end = end_frame(store, shard, Outcome.WAITING)
-                missing = numbers(list(end.end.waiting_for))
-                end.end.reason = (
-                    f"step {want.step} lacks replicas {missing} at shard {shard.number} after {wait_s:.1f} s"
-                )
-                yield end
+                missing = numbers(shard.waiting_for())
+                reason = f"step {want.step} lacks replicas {missing} at shard {shard.number} after {wait_s:.1f} s"
+                yield end_frame(store, shard, Outcome.WAITING, reason)
                 return
         raw_bytes += encoded.raw_bytes
         wire_bytes += len(encoded.payload)
@@ -191,7 +191,7 @@ class AsyncReply:
             if isinstance(encoded, Encoded):
                 self.buckets.append(encoded)
 
-    async def frames(self, store: ParameterStore, shard: Shard) -> AsyncIterator[data_pb2.PullFrame]:
+    async def frames(self, store: ParameterStore, shard: Shard) -> AsyncIterator[PullFrameView]:
         """What was copied."""
         started_s = time.monotonic()
         for encoded in self.buckets:

@@ -18,6 +18,7 @@ from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.sharding import BucketSpec
 from shardline.wire.codecs import RAW, Codec, codec_for
 from shardline.wire.frames import digest, memory_of
+from shardline.wire.protobuf import ChunkView, PushFrameView
 from shardline_ps.authority import unknown_features
 from shardline_ps.shard import Gradient, Shard
 from shardline_ps.store import ParameterStore
@@ -129,21 +130,21 @@ class PushReceiver:
         self._push: _Push | None = None
         self._slot: _Slot | None = None
 
-    async def feed(self, frame: data_pb2.PushFrame) -> PushResult | None:
+    async def feed(self, frame: PushFrameView) -> PushResult | None:
         """Take one frame; returns the result when it ended a push. Raises ProtocolError or TensorError."""
-        if frame.HasField("header"):
+        if frame.header is not None:
             self._begin(frame.header)
         push = self._push
         if push is None:
             raise ProtocolError("a push starts with a header frame; this one has none")
         if push.rejected is None:
-            if frame.HasField("bucket"):
+            if frame.bucket is not None:
                 self._begin_bucket(push, frame.bucket)
-            if frame.HasField("chunk"):
+            if frame.chunk is not None:
                 self._chunk(frame.chunk)
-            if frame.HasField("bucket_commit"):
+            if frame.bucket_commit is not None:
                 self._end_bucket(push, frame.bucket_commit)
-        if frame.HasField("commit"):
+        if frame.commit is not None:
             return await self._commit(push, frame.commit)
         return None
 
@@ -208,7 +209,7 @@ class PushReceiver:
         memory = memory_of(torch.empty(expected, dtype=torch.uint8)) if expected else memoryview(b"")
         self._slot = _Slot(header.bucket, spec, codec, present, memory)
 
-    def _chunk(self, chunk: data_pb2.Chunk) -> None:
+    def _chunk(self, chunk: ChunkView) -> None:
         slot = self._slot
         if slot is None or chunk.bucket != slot.number:
             raise ProtocolError(f"chunk of bucket {chunk.bucket} without its bucket header")

@@ -24,6 +24,7 @@ from shardline.rpc.convert import (
     schedule_from_proto,
 )
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
+from shardline.wire.protobuf import PushFrameView, ReplyView, read_request, write_pull, write_reply
 from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
 from shardline_ps.pull_servicer import AsyncReply, pull
 from shardline_ps.push_servicer import PushReceiver, PushResult, admit_data, outcome_to_proto
@@ -68,7 +69,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
             async for message in request:
                 if result is not None:
                     raise ProtocolError("Push carries one push; use PushPull for several")
-                result = await receiver.feed(message.frame)
+                result = await receiver.feed(_readable(message.push, message.error))
         finally:
             await receiver.abandon()
         if result is None:
@@ -80,7 +81,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     async def Pull(self, request: data_pb2.PullRequest, context: Any) -> AsyncIterator[Any]:
         """Buckets as they become ready."""
         async for frame in pull(self._store, request):
-            yield parameter_server_pb2.PullReply(frame=frame)
+            yield frame
 
     @rpc_errors.stream
     async def PushPull(self, request: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
@@ -119,22 +120,24 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         receiver = PushReceiver(self._store, async_reply=copy)
         try:
             async for message in request:
-                if message.HasField("pull"):
+                if message.error is not None:
+                    raise message.error
+                if message.pull is not None:
                     if self._is_async(message.pull) and message.pull.WhichOneof("want") == "latest":
                         codec = self._store.configuration.codec if self._store.configuration else "raw"
                         # Answered from the state right after the push that this call brings.
                         fused, latest = AsyncReply(message.pull, codec), message.pull
                     else:
                         group.create_task(self._pull_into(message.pull, replies))
-                if message.HasField("push"):
+                if message.push is not None:
                     result = await receiver.feed(message.push)
                     if result is not None:
                         self._on_push(result)
-                        await replies.put(data_pb2.PushPullReply(ack=result.ack))
+                        await replies.put(ReplyView(ack=result.ack))
                         if fused is not None and latest is not None:
                             shard = self._store.shard(latest.data.shard)
                             async for frame in fused.frames(self._store, shard):
-                                await replies.put(data_pb2.PushPullReply(pull=frame))
+                                await replies.put(ReplyView(pull=frame))
                             fused = latest = None
             if latest is not None:
                 await self._pull_into(latest, replies)
@@ -148,7 +151,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
 
     async def _pull_into(self, request: data_pb2.PullRequest, replies: asyncio.Queue[Any]) -> None:
         async for frame in pull(self._store, request):
-            await replies.put(data_pb2.PushPullReply(pull=frame))
+            await replies.put(ReplyView(pull=frame))
 
     @rpc_errors.unary
     async def Progress(self, request: data_pb2.ProgressRequest, context: Any) -> data_pb2.ProgressReply:
@@ -463,11 +466,53 @@ def _first(errors: BaseExceptionGroup[Any]) -> Exception:
     return RuntimeError(str(errors))
 
 
+def _readable(frame: PushFrameView | None, error: ProtocolError | None) -> PushFrameView:
+    """The frame of a request, or why it can't be read."""
+    if error is not None:
+        raise error
+    if frame is None:
+        raise ProtocolError("a request of Push without a frame")
+    return frame
+
+
 def register(servicer: ParameterServer) -> Callable[[grpc.aio.Server], None]:
-    """Adds both services to a server."""
+    """Adds both services to a server; the calls that carry tensor bytes get hand-written frames."""
 
     def add(server: grpc.aio.Server) -> None:
-        parameter_server_pb2_grpc.add_ParameterServerServicer_to_server(servicer, server)
+        generated = _Captured()
+        parameter_server_pb2_grpc.add_ParameterServerServicer_to_server(servicer, generated)  # type: ignore[arg-type]
+        for service, handlers in generated.handlers.items():
+            own: dict[str, Any] = {
+                "Push": grpc.stream_unary_rpc_method_handler(
+                    servicer.Push,
+                    request_deserializer=read_request,
+                    response_serializer=data_pb2.PushReply.SerializeToString,
+                ),
+                "Pull": grpc.unary_stream_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=data_pb2.PullRequest.FromString,
+                    response_serializer=lambda frame: write_pull(frame, outer=1),
+                ),
+                "PushPull": grpc.stream_stream_rpc_method_handler(
+                    servicer.PushPull, request_deserializer=read_request, response_serializer=write_reply
+                ),
+            }
+            handler = grpc.method_handlers_generic_handler(service, {**handlers, **own})
+            server.add_generic_rpc_handlers((handler,))
         parameter_server_pb2_grpc.add_CoordinatorServicer_to_server(servicer, server)
 
     return add
+
+
+class _Captured:
+    """Takes the method table that generated code would give to a server, so that entries can be replaced."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, dict[str, Any]] = {}
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Generated code also offers the table in this form; the other one names the methods."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        """The table."""
+        self.handlers[service] = handlers

@@ -18,6 +18,7 @@ from shardline.rpc.data import (
     exchange_requests,
     progress_request,
     ps_stub,
+    push_pull_method,
     standing_from_proto,
 )
 from shardline.rpc.errors import from_status
@@ -33,6 +34,7 @@ class GrpcLane:
         self._shard = shard
         self._elements = tuple(elements)
         self._stub = ps_stub(peer)
+        self._push_pull = push_pull_method(peer)
         self._lock = threading.Lock()
         self._call: grpc.Call | None = None
 
@@ -55,14 +57,16 @@ class GrpcLane:
         start_s = time.monotonic()
         push_s = 0.0
         try:
-            call = self._stub.PushPull(requests(), timeout=timeout_s)
+            call = self._push_pull(requests(), timeout=timeout_s)
             with self._lock:
                 self._call = call
             for reply in call:
-                if reply.HasField("ack"):
+                if reply.error is not None:
+                    raise reply.error
+                if reply.ack is not None:
                     acks.append(ack_from_proto(reply.ack))
                     push_s = time.monotonic() - start_s
-                if reply.HasField("pull"):
+                if reply.pull is not None:
                     reader.feed(reply.pull)
         except grpc.RpcError as error:
             if failure:

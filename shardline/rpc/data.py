@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from shardline.consistency.decision import Outcome
 from shardline.errors import ProtocolError
@@ -10,6 +11,14 @@ from shardline.lanes.base import Ack, Arrival, Contribution, End, Sender, Sink, 
 from shardline.rpc.channel import Peer
 from shardline.rpc.convert import DTYPE_TO_PROTO, hyper_to_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2_grpc
+from shardline.wire.protobuf import (
+    ChunkView,
+    PullFrameView,
+    PushFrameView,
+    RequestView,
+    read_reply,
+    write_request,
+)
 
 PROTOCOL_MINOR = 1
 CHUNK_BYTES = 2 << 20
@@ -55,12 +64,13 @@ def push_header(sender: Sender, shard: int, push: Contribution) -> data_pb2.Push
     )
 
 
-def push_frames(sender: Sender, shard: int, push: Contribution) -> Iterator[data_pb2.PushFrame]:
-    """One frame per chunk; head and end of a bucket ride with its first and last chunk."""
+def push_frames(sender: Sender, shard: int, push: Contribution) -> Iterator[PushFrameView]:
+    """One frame per chunk; head and end of a bucket ride with its first and last chunk. Payloads are views."""
     header: data_pb2.PushHeader | None = push_header(sender, shard, push)
     total = 0
     for item in push.buckets:
-        size = len(item.data)
+        data = memoryview(item.data)
+        size = len(data)
         total += size
         head: data_pb2.BucketHeader | None = data_pb2.BucketHeader(
             bucket=item.bucket,
@@ -72,22 +82,21 @@ def push_frames(sender: Sender, shard: int, push: Contribution) -> Iterator[data
         count = -(-size // CHUNK_BYTES)
         end = data_pb2.BucketCommit(bucket=item.bucket, bytes=size, chunks=count, digest=item.digest)
         if count == 0:
-            yield data_pb2.PushFrame(header=header, bucket=head, bucket_commit=end)
+            yield PushFrameView(header=header, bucket=head, bucket_commit=end)
             header = None
         for number in range(count):
             offset = number * CHUNK_BYTES
-            payload = bytes(item.data[offset : offset + CHUNK_BYTES])
-            yield data_pb2.PushFrame(
+            yield PushFrameView(
                 header=header,
                 bucket=head,
-                chunk=data_pb2.Chunk(bucket=item.bucket, offset=offset, payload=payload),
+                chunk=ChunkView(item.bucket, offset, data[offset : offset + CHUNK_BYTES]),
                 bucket_commit=end if number == count - 1 else None,
             )
             header = head = None
     commit = data_pb2.Commit(
         buckets=len(push.buckets), bytes=total, scale=0.0 if push.scale == 1.0 else push.scale, skip=push.skip
     )
-    yield data_pb2.PushFrame(header=header, commit=commit)
+    yield PushFrameView(header=header, commit=commit)
 
 
 def pull_request(sender: Sender, shard: int, want: Want) -> data_pb2.PullRequest:
@@ -108,13 +117,23 @@ def pull_request(sender: Sender, shard: int, want: Want) -> data_pb2.PullRequest
 
 def exchange_requests(
     sender: Sender, shard: int, contributions: Sequence[Contribution], want: Want | None
-) -> Iterator[data_pb2.PushPullRequest]:
+) -> Iterator[RequestView]:
     """Requests of one PushPull. The pull goes first, so that buckets are answered while others are still sent."""
     if want is not None:
-        yield data_pb2.PushPullRequest(pull=pull_request(sender, shard, want))
+        yield RequestView(pull=pull_request(sender, shard, want))
     for push in contributions:
         for frame in push_frames(sender, shard, push):
-            yield data_pb2.PushPullRequest(push=frame)
+            yield RequestView(push=frame)
+
+
+def push_pull_method(peer: Peer) -> Callable[..., Any]:
+    """PushPull with hand-written frames: takes an iterator of RequestView, gives ReplyViews."""
+    method: Callable[..., Any] = peer.channel.stream_stream(
+        "/shardline.rpc.v1.ParameterServer/PushPull",
+        request_serializer=write_request,
+        response_deserializer=read_reply,
+    )
+    return method
 
 
 def progress_request(sender: Sender, shard: int, replicas: Sequence[int]) -> data_pb2.ProgressRequest:
@@ -165,13 +184,13 @@ class PullReader:
         self._filled = 0
         self.end: End | None = None
 
-    def feed(self, frame: data_pb2.PullFrame) -> None:
+    def feed(self, frame: PullFrameView) -> None:
         """Take one frame. Raises ProtocolError where frames don't follow one another."""
-        if frame.HasField("bucket"):
+        if frame.bucket is not None:
             self._begin(frame.bucket)
-        if frame.HasField("chunk"):
+        if frame.chunk is not None:
             self._chunk(frame.chunk)
-        if frame.HasField("end"):
+        if frame.end is not None:
             if self._arrival is not None:
                 raise ProtocolError(f"the answer to a pull ended within bucket {self._arrival.bucket}")
             end = frame.end
@@ -206,7 +225,7 @@ class PullReader:
         self._memory = self._sink.buffer(arrival)
         self._filled = 0
 
-    def _chunk(self, chunk: data_pb2.Chunk) -> None:
+    def _chunk(self, chunk: ChunkView) -> None:
         arrival = self._arrival
         end = chunk.offset + len(chunk.payload)
         if (
