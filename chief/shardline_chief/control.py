@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from shardline.checkpoint import CheckpointStore
-from shardline.errors import CheckpointError, InternalError, UsageError
+from shardline.errors import CheckpointError, InternalError, UsageError, exit_code_name
 from shardline.metrics import Metrics
 from shardline.rpc.link import Orders, Phase
 from shardline.rpc.status import ChiefStatus, Traffic
@@ -137,6 +137,12 @@ class Control:
     def request_stop(self, reason: str) -> Future[int]:
         """End the job with a checkpoint."""
         return self.call(lambda now_s: self.program.stop(reason, now_s))
+
+    def trainer_ended(self, code: int) -> None:
+        """The chief's own training process has gone; what it did is taken over like any dead worker's."""
+        if code:
+            sentence = f"the chief's training process ended with exit code {code} ({exit_code_name(code)})"
+            self.post(lambda now_s: self.program.state.say("trainer", sentence, "error"))
 
     # The thread
 

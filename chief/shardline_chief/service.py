@@ -145,7 +145,7 @@ class ChiefProcess:
         log.info("serves at %s, metrics at http://%s/metrics", address, metrics_address)
         termination.call(lambda: self._asked_to_end(termination))
         if self._config.chief_trains:
-            self._trainer = Trainer(self._config, address)
+            self._trainer = Trainer(self._config, address, on_exit=self._control.trainer_ended)
         return self._control.run()
 
     def _asked_to_end(self, termination: Termination) -> None:

@@ -14,12 +14,14 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardline import lifeline
 from shardline import log as logs
-from shardline.cluster import ClusterSpec
+from shardline.cluster import ClusterSpec, format_address, parse_address
 from shardline.config import RoleConfig, Timeouts
 from shardline.errors import ShardlineError, UsageError
 
@@ -43,7 +45,7 @@ def to_json(config: RoleConfig) -> str:
 def from_json(text: str) -> RoleConfig:
     """Inverse of to_json."""
     fields = json.loads(text)
-    fields["cluster"] = ClusterSpec.from_mapping(fields["cluster"])
+    fields["cluster"] = TrainerCluster(ClusterSpec.from_mapping(fields["cluster"]).tasks)
     fields["timeouts"] = Timeouts(total_s=fields.pop("timeout_s"))
     for name in ("job", "out"):
         fields[name] = Path(fields[name]) if fields[name] is not None else None
@@ -51,11 +53,23 @@ def from_json(text: str) -> RoleConfig:
     return RoleConfig(**fields)
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainerCluster(ClusterSpec):
+    """The cluster as the trainer sees it: `chief` is where it calls, but its own services need a port of their own."""
+
+    def address(self, task: str) -> str:
+        """Address to serve at; any free port for chief/0."""
+        if task != "chief/0":
+            return super().address(task)
+        host, _ = parse_address(self.chief)
+        return format_address(host, 0)
+
+
 class Trainer:
     """The chief's own training process."""
 
-    def __init__(self, config: RoleConfig, chief_address: str) -> None:
-        """Start it. config: the chief's."""
+    def __init__(self, config: RoleConfig, chief_address: str, *, on_exit: Callable[[int], None]) -> None:
+        """Start it. config: the chief's. on_exit gets its exit code, on a thread of its own."""
         self._life_read, self._life_write = os.pipe()
         settings = dataclasses.replace(
             config,
@@ -78,6 +92,8 @@ class Trainer:
         assert self._process.stdin is not None
         self._process.stdin.write(to_json(settings).encode())
         self._process.stdin.close()
+        watcher = threading.Thread(target=lambda: on_exit(self._process.wait()), name="trainer-watch", daemon=True)
+        watcher.start()
 
     def close(self, timeout_s: float) -> None:
         """Wait until it has gone; after timeout_s it is killed."""
@@ -93,7 +109,9 @@ class Trainer:
 def main() -> int:
     """Run the worker role under the chief's name; returns its exit code."""
     config = from_json(sys.stdin.read())
-    logs.setup(config.task)
+    if config.life_fd is not None:
+        lifeline.watch(config.life_fd)
+    logs.setup(f"{config.task} trainer")
     try:
         found = tuple(importlib.metadata.entry_points(group="shardline.roles", name="worker"))
         if not found:
