@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from multiprocessing.connection import Connection
 
@@ -114,7 +115,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--codec", default="raw")
     options = parser.parse_args()
-    os.environ.update(ALLOCATOR)
+    if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
+        os.environ.update(ALLOCATOR)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,), name="ps")

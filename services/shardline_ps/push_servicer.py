@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -284,7 +284,7 @@ class PushReceiver:
                 f"shard {shard.number}: the push lacks buckets {missing[:8]}; a contribution counts in every bucket "
                 f"(name the ones it adds nothing to in empty_buckets)"
             )
-        await asyncio.gather(*push.running)
+        await _all(push.running)
         decisions = [push.decisions[number] for number in sorted(push.decisions)]
         worst = min(decisions, key=lambda decision: SEVERITY.index(decision.outcome))
         return self._result(push, worst, 0)
@@ -352,3 +352,10 @@ class PushReceiver:
         self._push = None
         if push is not None and push.running:
             await asyncio.gather(*push.running, return_exceptions=True)
+
+
+async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for every task, then raise the first error: none is left behind to end unseen."""
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

@@ -14,7 +14,7 @@ from shardline.consistency.decision import Decision, Outcome
 from shardline.contributions import Partial, Present
 from shardline.errors import NonFiniteError, ProtocolError, TensorError
 from shardline.image import BucketImage
-from shardline.reduce import Block, mean_, quantum_key, square_sums
+from shardline.reduce import Block, is_finite, mean_, quantum_key, square_sums
 from shardline.sharding import Plan
 from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind
 from shardline_ps.bucket import Bucket
@@ -485,13 +485,6 @@ class Shard:
             self._nonfinite.clear()
             self._completed.clear()
         return dropped
-
-
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether a float tensor has neither NaN nor infinity; one pass over memory, integers always are."""
-    if values.numel() == 0 or not (values.is_floating_point() or values.is_complex()):
-        return True
-    return bool(torch.isfinite(torch.linalg.vector_norm(values, ord=float("inf"))))
 
 
 def nonfinite_names(bucket: Bucket, values: torch.Tensor) -> list[str]:

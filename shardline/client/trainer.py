@@ -16,6 +16,7 @@ from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
 from shardline.errors import NonFiniteError, ProtocolError
 from shardline.lanes.base import Contribution, Lane, Sender, Want
+from shardline.reduce import is_finite
 from shardline.rpc.client import JobView
 from shardline.spec import TensorKind
 
@@ -188,13 +189,8 @@ class Trainer:
         bad = []
         if loss is not None and not (-float("inf") < loss < float("inf")):
             bad.append("loss")
-        norms = [torch.linalg.vector_norm(g.detach(), ord=float("inf")) for g in gradients.values() if g.numel()]
-        if norms and not bool(torch.isfinite(torch.stack([norm.to(torch.float64) for norm in norms])).all()):
-            bad.extend(
-                self.plan.tensors[number].name
-                for number, g in gradients.items()
-                if g.numel() and not bool(torch.isfinite(g).all())
-            )
+        with torch.no_grad():
+            bad.extend(self.plan.tensors[number].name for number, g in gradients.items() if not is_finite(g))
         return bad
 
     def finish(self, *, clip_scale: float = 1.0) -> StepFigures:

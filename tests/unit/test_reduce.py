@@ -16,6 +16,7 @@ from shardline.reduce import (
     clip_scale,
     cover,
     global_norm,
+    is_finite,
     is_node,
     mean_,
     nodes,
@@ -269,3 +270,19 @@ def test_clipping_scales_as_torch_does(clip_norm: float) -> None:
 )
 def test_clip_scale(norm: float, clip_norm: float, scale: float) -> None:
     assert clip_scale(norm, clip_norm) == scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_bad_number_anywhere_is_found(dtype: torch.dtype, bad: float) -> None:
+    for position in (0, 7, 64, 16_383):
+        values = torch.ones(16_384, dtype=dtype)
+        assert is_finite(values)
+        values[position] = bad
+        assert not is_finite(values)
+
+
+def test_empty_and_integer_tensors_are_finite() -> None:
+    assert is_finite(torch.empty(0))
+    assert is_finite(torch.tensor([2**31 - 1]))
+    assert is_finite(torch.tensor(3.0))
