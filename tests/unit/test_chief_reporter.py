@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardline.metrics import Metrics
+from shardline.rpc.link import StepReport
+from shardline_chief.reporter import OPEN_STEPS, Rate, Reporter, StepBoard
+
+
+def report(step: int, replica: int = 0, loss: float = 1.0) -> StepReport:
+    return StepReport(step=step, replica=replica, loss=loss, samples=8)
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_step_is_written_when_all_its_replicas_have_told() -> None:
+    board = StepBoard(2, joined=True)
+    assert board.add(report(0, 0)) == []
+    assert board.add(report(1, 0)) == []
+    ((step, group),) = board.add(report(0, 1))
+    assert (step, [r.replica for r in group]) == (0, [0, 1])
+
+
+def test_steps_come_in_order_and_a_repeated_report_counts_once() -> None:
+    board = StepBoard(2, joined=True)
+    board.add(report(0, 0, loss=9.0))
+    board.add(report(1, 0))
+    board.add(report(0, 0, loss=2.0))
+    # Replica 1 of step 0 was computed by a worker that died before it could tell: the new one tells step 1 first.
+    assert board.add(report(1, 1)) == []
+    ready = board.add(report(0, 1))
+    assert [step for step, _ in ready] == [0, 1]
+    assert ready[0][1][0].loss == 2.0
+    # A replica that was computed twice reports a closed step again.
+    assert board.add(report(0, 0)) == []
+
+
+def test_a_report_that_was_lost_with_its_worker_holds_nothing_up_for_ever() -> None:
+    board = StepBoard(2, joined=True)
+    board.add(report(0, 0))
+    ready = [step for number in range(1, OPEN_STEPS + 1) for step, _ in board.add(report(number, 0))]
+    assert ready == [0]
+
+
+def test_asynchronous_reports_are_lines_of_their_own() -> None:
+    board = StepBoard(1, joined=False)
+    assert [len(board.add(report(7))) for _ in range(3)] == [1, 1, 1]
+
+
+def test_rate_is_over_the_last_seconds_and_survives_a_counter_that_starts_again() -> None:
+    rate = Rate()
+    assert rate.per_second == 0.0
+    for second in range(20):
+        rate.add(second * (1.0 if second < 10 else 3.0), float(second))
+    assert rate.per_second == pytest.approx(3.0)
+    rate.add(0.0, 20.0)
+    rate.add(5.0, 21.0)
+    assert rate.per_second == pytest.approx(5.0)
+
+
+def test_logs_hold_mean_loss_by_timeline_and_step_and_every_event(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))
+    reporter.event("joined", "worker/0 joined", "info", {"incarnation": 7})
+    reporter.begin(replicas=2, sync=True, timeline=5, first_step=10)
+    reporter.report("worker/0", [report(10, 0, loss=1.0)])
+    reporter.report("worker/1", [report(10, 1, loss=3.0), report(11, 1)])
+    reporter.evaluation(10, {"accuracy": 0.5})
+    reporter.close()
+    (event,) = lines(tmp_path / "events.jsonl")
+    assert (event["message"], event["incarnation"]) == ("worker/0 joined", 7)
+    first, last = lines(tmp_path / "steps.jsonl")
+    assert (first["timeline"], first["step"], first["loss"], first["samples"]) == (5, 10, 2.0, 16)
+    assert (last["step"], last["replicas"]) == (11, 1)
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_logs_that_can_not_be_written_are_said_once_and_cost_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    reporter = Reporter(tmp_path / "file" / "logs", Metrics("chief", "chief/0"))
+    for _ in range(3):
+        reporter.event("joined", "worker/0 joined", "info", {})
+    reporter.close()
+    assert len([r for r in caplog.records if "can't be written" in r.getMessage()]) == 1
+    assert len(reporter.events) == 3

@@ -1,0 +1,210 @@
+"""The chief over real gRPC on loopback, without parameter servers: what a task sees of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from shardline.checkpoint import Cut
+from shardline.cluster import ClusterSpec
+from shardline.config import RoleConfig, Timeouts
+from shardline.errors import FencedError, MismatchError, ProtocolError, UsageError
+from shardline.image import VALUE, BucketImage
+from shardline.process import Termination
+from shardline.rpc.client import ChiefClient
+from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.sharding import make_plan
+from shardline.spec import JobSpec, RuleSpec, TensorSpec
+from shardline_chief import service, trainer
+from shardline_chief.journal import Journal
+
+TIMEOUTS = Timeouts(total_s=6.0)
+
+
+def make_job() -> JobSpec:
+    tensors = (TensorSpec(name="weight", shape=(3, 2), dtype="float32"),)
+    return JobSpec(name="job", tensors=tensors, rule=RuleSpec(name="SGD", groups=({"lr": 0.1},)), steps=10)
+
+
+class Chief:
+    """A chief in a thread of this process."""
+
+    def __init__(self, out: Path) -> None:
+        cluster = ClusterSpec({"chief": ("127.0.0.1:0",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
+        self.config = RoleConfig(role="chief", index=0, cluster=cluster, out=out, timeouts=TIMEOUTS)
+        self.journal = Journal(out / "chief")
+        term = self.journal.begin_term()
+        self.process = service.ChiefProcess(self.config, out, self.journal, make_job(), None, term=term, chief_uuid="u")
+        self.code: int | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        deadline_s = time.monotonic() + 10.0
+        while not self.process._server.address:
+            assert time.monotonic() < deadline_s
+            assert self._thread.is_alive()
+            self._thread.join(0.01)
+        self.address = self.process._server.address
+        self.client = ChiefClient(self.address, TIMEOUTS)
+
+    def _run(self) -> None:
+        self.code = self.process.run(Termination())
+
+    def link(self, role: str, index: int = 0, **fields: object) -> ChiefLink:
+        return ChiefLink(self.address, TIMEOUTS, role=role, index=index, address="127.0.0.1:9", **fields)  # type: ignore[arg-type]
+
+    def wait(self) -> int | None:
+        self._thread.join(10.0)
+        return self.code
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self.process._control.request_stop("test over")
+            self._thread.join(10.0)
+        self.client.close()
+        self.process.close()
+        self.journal.close()
+
+
+@pytest.fixture
+def chief(tmp_path: Path) -> Iterator[Chief]:
+    chief = Chief(tmp_path)
+    yield chief
+    chief.close()
+
+
+def test_a_task_joins_gets_orders_and_is_told_the_end(chief: Chief, tmp_path: Path) -> None:
+    link = chief.link("evaluator")
+    link.join()
+    assert link.task == "evaluator/0"
+    assert link.incarnation >> 32 == 1
+    assert link.wait(lambda orders: orders.version > 0, timeout_s=5.0)
+    chief.client.stop("enough")
+    assert link.wait(lambda orders: orders.phase is Phase.ENDED, timeout_s=5.0)
+    assert link.orders.reason == "stopped: enough"
+    link.close()
+    assert chief.wait() == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["reason"] == "stopped: enough"
+
+
+def test_status_names_tasks_with_their_state_and_the_last_events(chief: Chief) -> None:
+    link = chief.link("evaluator")
+    link.join()
+    status = chief.client.status()
+    assert status.phase == "waiting"
+    assert [(row.task, row.state) for row in status.tasks] == [("evaluator/0", "alive")]
+    assert any("evaluator/0 joined" in event for event in status.events)
+    link.close()
+
+
+def test_a_process_that_was_replaced_is_told_that_it_is_fenced(chief: Chief) -> None:
+    old = chief.link("worker", job=make_job())
+    old.join()
+    assert old.wait(lambda orders: orders.version > 0, timeout_s=5.0)
+    # The same process joins once more, as after a long pause: its first life is over.
+    new = chief.link("worker", job=make_job())
+    new._stable_id = old._stable_id
+    new.join()
+    with pytest.raises(FencedError):
+        old.wait(lambda orders: False, timeout_s=5.0)
+    assert new.wait(lambda orders: orders.version > 0, timeout_s=5.0)
+    assert not new.orders.fenced
+    old.close()
+    new.close()
+
+
+def test_a_broken_stream_makes_the_task_suspect_at_once(chief: Chief) -> None:
+    link = chief.link("worker", job=make_job())
+    link.join()
+    assert link.wait(lambda orders: orders.version > 0, timeout_s=5.0)
+    link.close()
+    deadline_s = time.monotonic() + 5.0
+    while chief.client.status().tasks[0].state != "suspect":
+        assert time.monotonic() < deadline_s
+        threading.Event().wait(0.05)
+
+
+def test_another_job_is_refused_over_the_wire_with_the_difference(chief: Chief) -> None:
+    link = chief.link("worker", job=dataclasses.replace(make_job(), seed=9))
+    with pytest.raises(MismatchError, match="seed: 9 here, 0 in the job"):
+        link.join()
+    link.close()
+
+
+def test_questions_before_the_job_is_set_up_are_refused_with_a_status(chief: Chief) -> None:
+    with pytest.raises(ProtocolError, match="not known yet"):
+        chief.client.get_job("worker/0", 1)
+    with pytest.raises(ProtocolError, match="no checkpoint yet"):
+        chief.client.fetch_parameters()
+    with pytest.raises(FencedError, match="worker/7"):
+        chief.client.lease("worker/7", 1, [])
+
+
+def test_parameters_of_a_committed_checkpoint_come_whole_and_exact(chief: Chief) -> None:
+    job = make_job()
+    plan = make_plan(job.tensors, 1)
+    (bucket,) = plan.shards[0].buckets
+    value = torch.arange(bucket.elements, dtype=torch.float32)
+    image = BucketImage(shard=0, bucket=0, step=4, version=4, tensors={VALUE: value}, initialized=(False,))
+    store = chief.process._checkpointer.store
+    store.commit(
+        Cut(job=job, plan=plan, step=4, timeline=1, term=1, consistent=True, versions=[4], images={0: [image]})
+    )
+    found = chief.client.fetch_parameters(4)
+    assert found.step == 4
+    assert torch.equal(found.tensors["weight"], torch.arange(6, dtype=torch.float32).reshape(3, 2))
+    with pytest.raises(ProtocolError, match="no checkpoint of step 5"):
+        chief.client.fetch_parameters(5)
+
+
+def test_health_is_served(chief: Chief) -> None:
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(chief.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = stub.Check(health_pb2.HealthCheckRequest(service="shardline.rpc.v1.Chief"), timeout=5.0)
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_an_earlier_run_is_not_overwritten_without_resume(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
+    cluster = ClusterSpec({"chief": ("127.0.0.1:0",), "ps": ("127.0.0.1:0",)})
+    config = RoleConfig(role="chief", index=0, cluster=cluster, out=tmp_path)
+    with pytest.raises(UsageError, match=r"up to step 10.*--resume"):
+        service._resume(config, tmp_path)
+
+
+def test_settings_of_the_trainer_process_survive_the_way_there() -> None:
+    cluster = ClusterSpec({"chief": ("127.0.0.1:4000",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
+    config = RoleConfig(
+        role="chief",
+        index=0,
+        cluster=cluster,
+        job=Path("job.py"),
+        out=Path("/out"),
+        timeouts=TIMEOUTS,
+        overrides=(("steps", "7"),),
+        chief_trains=True,
+    )
+    back = trainer.from_json(trainer.to_json(config))
+    assert (back.job, back.out, back.timeouts, back.overrides) == (
+        config.job,
+        config.out,
+        config.timeouts,
+        config.overrides,
+    )
+    assert back.cluster.chief == "127.0.0.1:4000"
+    # It calls the chief there, and serves at a port of its own.
+    assert back.cluster.address("chief/0") == "127.0.0.1:0"
+    assert back.cluster.address("worker/0") == cluster.address("worker/0")
+
+
+def test_orders_start_at_version_zero_so_that_the_first_ones_count() -> None:
+    assert Orders().version == 0
