@@ -318,13 +318,20 @@ class ChiefLink:
                         )
                     )
                     return
+            if self._orders.phase is Phase.ENDED or self._orders.fenced:
+                # The chief has said its last word and let go.
+                return
             # Jitter, so that a whole cluster does not return in the same instant.
             self._closed.wait(self.timeouts.heartbeat_s * (0.25 + 0.5 * random.random()))
 
     def _stream(self) -> None:
         ended = threading.Event()
         call = self.client.stub.Heartbeat(self._beats(ended), timeout=3600.0)
-        self._call = call
+        with self._lock:
+            self._call = call
+            if self._closed.is_set():
+                # close() has come in between and cancelled the call before this one.
+                call.cancel()
         try:
             for message in call:
                 self._last_heard_s = time.monotonic()
@@ -353,10 +360,11 @@ class ChiefLink:
 
     def close(self) -> None:
         """Send a last beat and end."""
-        self._closed.set()
+        with self._lock:
+            self._closed.set()
+            if self._call is not None:
+                self._call.cancel()
         self._wake.set()
-        if self._call is not None:
-            self._call.cancel()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
         self.client.close()
