@@ -208,7 +208,10 @@ class Program:
         """A task was asked to end, and wants to go."""
         state = self.state
         member = state.members.get(task)
-        if member is None or state.phase in (Phase.STOPPING, Phase.ENDED):
+        if member is None or state.phase is Phase.ENDED:
+            return
+        if state.phase is Phase.STOPPING and member.role != "evaluator":
+            # The common last step needs everybody else; they are let go with the end.
             return
         others = [other for other in state.trainers() if other.task != task]
         if member.role == "ps" or (member.trains and (not others or state.script)):

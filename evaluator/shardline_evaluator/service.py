@@ -80,6 +80,8 @@ class Evaluator:
                 return 0
             if self._termination.event.is_set():
                 log.info("asked to end: the job goes on without this evaluator")
+                # Without the chief's word it would look like a death, and the end of the job would wait for it.
+                self._link.wait(lambda o: o.fenced or o.phase is Phase.ENDED, self._link.timeouts.suspect_s)
                 return 0
             step = next_step(orders, self._scored)
             if step is not None:

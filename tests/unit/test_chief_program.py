@@ -512,6 +512,18 @@ def test_who_can_not_be_replaced_leaves_with_the_job_and_a_checkpoint(task: str)
     assert f"{task} was asked to end" in cluster.finish.reason
 
 
+def test_an_evaluator_that_leaves_while_the_job_stops_is_not_waited_for() -> None:
+    cluster = running()
+    cluster.join("evaluator")
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    cluster.settle()
+    cluster.beat("evaluator/0", leaving=True)
+    cluster.advance(100)
+    cluster.tick(0.2)
+    assert cluster.finish is not None
+    assert "evaluator/0 is dead" not in cluster.text()
+
+
 def test_a_worker_that_dies_while_the_job_stops_is_replaced_by_the_others() -> None:
     cluster = running()
     cluster.program.stop("SIGTERM", cluster.now_s)
