@@ -140,7 +140,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     @rpc_errors.unary
     async def Report(self, request: chief_pb2.ReportRequest, context: Any) -> chief_pb2.ReportReply:
         """Metrics of a checkpoint."""
-        metrics = dict(sorted(request.metrics.items()))
+        order = [*request.metric_order, *sorted(request.metrics)]
+        metrics = {name: request.metrics[name] for name in dict.fromkeys(order) if name in request.metrics}
         best = await self._ask(
             lambda now_s: self._control.program.report(
                 request.task, request.incarnation, request.step, metrics, request.failure, now_s

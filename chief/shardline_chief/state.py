@@ -268,11 +268,11 @@ class State:
     def better(self, metrics: Mapping[str, float]) -> bool:
         """Whether these metrics beat the best so far; the first ones always do. A NaN never does.
 
-        The job's best_metric decides; without one the first by name, and less is better where the name says so.
+        The job's best_metric decides; without one the first that evaluate gives, and less is better where the name says so.
         """
         if not metrics or self.job is None:
             return False
-        name = self.job.best_metric or min(metrics)
+        name = self.job.best_metric or next(iter(metrics))
         lowest = self.job.best_is_lowest if self.job.best_metric else lowest_is_best(name)
         value = metrics.get(name)
         if value is None or value != value:

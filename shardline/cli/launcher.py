@@ -128,6 +128,8 @@ def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: M
         settings["SHARDLINE_TIMEOUT"] = str(options.timeouts.total_s)
         settings["SHARDLINE_DEVICE"] = options.device
         settings[LIFE_FD] = str(life_fd)
+        # As torchrun does: each of several processes would otherwise take all cores and get in the others' way.
+        settings.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
         for name, value in options.overrides:
             settings[f"SHARDLINE_{name.upper()}"] = value
     return settings

@@ -281,7 +281,13 @@ class ChiefClient:
     ) -> bool:
         """Evaluation metrics of a checkpoint; returns whether it is the best so far."""
         request = chief_pb2.ReportRequest(
-            task=task, incarnation=incarnation, step=step, metrics=dict(metrics), seconds=seconds, failure=failure
+            task=task,
+            incarnation=incarnation,
+            step=step,
+            metrics=dict(metrics),
+            seconds=seconds,
+            failure=failure,
+            metric_order=list(metrics),
         )
         return bool(self.peer.call(self.stub.Report, request, what="Report").best)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -43,14 +44,16 @@ def unary(method: Callable[[Any, Any, Any], Awaitable[Any]]) -> Callable[[Any, A
     return handler
 
 
-def stream(method: Callable[[Any, Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any, Any], AsyncIterator[Any]]:
+def stream(method: Callable[[Any, Any, Any], AsyncGenerator[Any]]) -> Callable[[Any, Any, Any], AsyncGenerator[Any]]:
     """Translate errors of an async handler with a stream of replies."""
 
     @functools.wraps(method)
-    async def handler(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
+    async def handler(self: Any, request: Any, context: Any) -> AsyncGenerator[Any]:
         try:
-            async for reply in method(self, request, context):
-                yield reply
+            # Closed at once when the call ends early, so that nothing it holds outlives the call.
+            async with contextlib.aclosing(method(self, request, context)) as replies:
+                async for reply in replies:
+                    yield reply
         except (grpc.aio.AbortError, grpc.RpcError):
             raise
         except Exception as error:

@@ -489,6 +489,7 @@ class ReportRequest(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    METRIC_ORDER_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     step: _builtins.int
@@ -497,6 +498,10 @@ class ReportRequest(_message.Message):
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Evaluation metrics of that checkpoint."""
+
+    @_builtins.property
+    def metric_order(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names in the order in which the job's evaluate gave them; a map has none. The first one decides `best`."""
 
     def __init__(
         self,
@@ -507,10 +512,11 @@ class ReportRequest(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         seconds: _builtins.float = ...,
         failure: _builtins.str = ...,
+        metric_order: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "incarnation", b"incarnation", "metrics", b"metrics", "seconds", b"seconds", "step", b"step", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "incarnation", b"incarnation", "metric_order", b"metric_order", "metrics", b"metrics", "seconds", b"seconds", "step", b"step", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
