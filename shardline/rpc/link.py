@@ -27,6 +27,8 @@ log = logging.getLogger("shardline.link")
 
 PROTOCOL_MINOR = 1
 FEATURES = ("sync", "async", "voted", "cut", "restore")
+GOODBYE_S = 2.0
+"""How long a task that ends waits for the chief to take its last beat."""
 
 
 class Phase(enum.Enum):
@@ -131,6 +133,7 @@ class ChiefLink:
         self._failure_sent = threading.Event()
         self._wake = threading.Event()
         self._closed = threading.Event()
+        self._dropped = False
         self._call: grpc.Call | None = None
         self._thread: threading.Thread | None = None
         self._last_heard_s = time.monotonic()
@@ -256,6 +259,9 @@ class ChiefLink:
                 self._failure_sent.set()
             self._wake.wait(self.timeouts.heartbeat_s)
             self._wake.clear()
+        if self._reports and not ended.is_set():
+            # Steps that ended after the beat before this one: without it their lines would lack in the logs.
+            yield self._beat()
 
     def _beat(self) -> chief_pb2.Beat:
         reports: list[chief_pb2.StepReport] = []
@@ -329,7 +335,7 @@ class ChiefLink:
         call = self.client.stub.Heartbeat(self._beats(ended), timeout=3600.0)
         with self._lock:
             self._call = call
-            if self._closed.is_set():
+            if self._dropped:
                 # close() has come in between and cancelled the call before this one.
                 call.cancel()
         try:
@@ -359,12 +365,15 @@ class ChiefLink:
             self._on_orders(self._orders)
 
     def close(self) -> None:
-        """Send a last beat and end."""
+        """Send what was not told yet as a last beat, and end; a chief that does not take it is not waited for."""
+        self._closed.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout=GOODBYE_S if self.lost is None else 0.0)
         with self._lock:
-            self._closed.set()
+            self._dropped = True
             if self._call is not None:
                 self._call.cancel()
-        self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
         self.client.close()

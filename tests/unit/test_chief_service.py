@@ -20,7 +20,7 @@ from shardline.errors import FencedError, MismatchError, ProtocolError, UsageErr
 from shardline.image import VALUE, BucketImage
 from shardline.process import Termination
 from shardline.rpc.client import ChiefClient
-from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.rpc.link import ChiefLink, Orders, Phase, StepReport
 from shardline.sharding import make_plan
 from shardline.spec import JobSpec, RuleSpec, TensorSpec
 from shardline_chief import service, trainer
@@ -129,6 +129,23 @@ def test_a_broken_stream_makes_the_task_suspect_at_once(chief: Chief) -> None:
     while chief.client.status().tasks[0].state != "suspect":
         assert time.monotonic() < deadline_s
         threading.Event().wait(0.05)
+
+
+def test_steps_that_ended_just_before_the_farewell_are_told_with_it(
+    chief: Chief, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(
+        chief.process._reporter, "report", lambda task, reports: told.extend(item.step for item in reports)
+    )
+    link = chief.link("worker", job=make_job())
+    link.join()
+    assert link.wait(lambda orders: orders.version > 0, timeout_s=5.0)
+    for step in range(3):
+        link.report(StepReport(step=step, replica=0, loss=0.5, samples=1))
+    link.close()
+    chief.close()
+    assert told == [0, 1, 2]
 
 
 def test_another_job_is_refused_over_the_wire_with_the_difference(chief: Chief) -> None:
