@@ -60,16 +60,24 @@ class Authority:
             )
         if plan_id != self.plan_id:
             return Decision(Outcome.REFUSED, f"the plan is {self.plan_id}, the message was cut by {plan_id}")
-        if self.members is not None and self.members.get(task) != incarnation:
-            known = self.members.get(task)
-            return Decision(
-                Outcome.FENCED,
-                f"{task} incarnation {incarnation:#x} is not admitted"
-                + (f", {known:#x} is" if known is not None else "; the chief has not (or no longer) listed it"),
-            )
+        fenced = self.fenced(task, incarnation)
+        if fenced is not None:
+            return fenced
         if not self.active and not init:
             return Decision(Outcome.NOT_CONFIGURED, "this ps is being prepared and admits no training yet")
         return Decision(Outcome.SERVED)
+
+    def fenced(self, task: str, incarnation: int) -> Decision | None:
+        """Why this life of a task counts no more; None where it does. May be asked from any thread."""
+        members = self.members
+        if members is None or members.get(task) == incarnation:
+            return None
+        known = members.get(task)
+        return Decision(
+            Outcome.FENCED,
+            f"{task} incarnation {incarnation:#x} is not admitted"
+            + (f", {known:#x} is" if known is not None else "; the chief has not (or no longer) listed it"),
+        )
 
 
 def unknown_features(required: list[str]) -> list[str]:

@@ -43,6 +43,8 @@ class Bucket:
         self.device = device
         self.step = 0
         self.version = 0
+        self.oldest = 0
+        """Step at which the values came by Init or Restore: what came before it was never published here."""
         self.changed_step = 0
         """Lowest s with theta_s == ... == theta_step: a holder of theta_s or later needs no bytes."""
         self.initialized = False
@@ -161,7 +163,8 @@ class Bucket:
         for buffer in self._pub:
             buffer.copy_(values)
         self._zero_padding()
-        self.step, self.version, self.changed_step = image.step, image.version, image.step
+        self.step, self.version = image.step, image.version
+        self.oldest = self.changed_step = image.step
         self.contributions.clear()
         self.hyper = None
         self.initialized = True

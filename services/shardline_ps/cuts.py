@@ -16,7 +16,6 @@ class HeldCut:
     images: dict[int, BucketImage] = field(default_factory=dict)
     skipped: bool = False
     """The budget was spent when the first bucket got there; nothing is kept."""
-    forced: bool = False
 
 
 class CutBook:
@@ -29,6 +28,8 @@ class CutBook:
         self._budget = budget
         self._requested: set[int] = set()
         self._held: dict[int, HeldCut] = {}
+        self._released = -1
+        """Highest step released. A bucket that gets there later makes no copy that could never be completed."""
         self.skipped_total = 0
 
     def request(self, step: int) -> None:
@@ -42,7 +43,7 @@ class CutBook:
             if step in self._requested:
                 held = self._held.get(step)
                 return held is None or not held.skipped
-            if self._every <= 0 or step == 0 or step % self._every:
+            if not self._on_cadence(step) or step <= self._released:
                 return False
             held = self._held.get(step)
             if held is None:
@@ -52,6 +53,16 @@ class CutBook:
                     held.skipped = True
                     self.skipped_total += 1
             return not held.skipped
+
+    def _on_cadence(self, step: int) -> bool:
+        return self._every > 0 and step > 0 and step % self._every == 0
+
+    def withdraw(self, step: int) -> None:
+        """Forget a request that came too late, and the copies that were made for it alone."""
+        with self._lock:
+            self._requested.discard(step)
+            if not self._on_cadence(step):
+                self._held.pop(step, None)
 
     def store(self, image: BucketImage) -> None:
         """Keep one bucket's copy."""
@@ -72,8 +83,9 @@ class CutBook:
             return [held.images[number] for number in sorted(held.images)]
 
     def release(self, step: int) -> int:
-        """Forget the cuts up to this step; returns how many."""
+        """Forget the cuts up to this step, for good; returns how many were held."""
         with self._lock:
+            self._released = max(self._released, step)
             gone = [number for number in self._held if number <= step]
             for number in gone:
                 del self._held[number]
@@ -85,6 +97,7 @@ class CutBook:
         with self._lock:
             self._held.clear()
             self._requested.clear()
+            self._released = -1
 
     def status(self) -> list[tuple[int, bool, bool]]:
         """(step, complete, skipped) of each cut."""

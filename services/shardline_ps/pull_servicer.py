@@ -58,6 +58,18 @@ def parse_want(request: data_pb2.PullRequest) -> Want:
             raise ProtocolError(f"pull without a want this version knows ({other})")
 
 
+def wanted_buckets(shard: Shard, request: data_pb2.PullRequest) -> list[int]:
+    """Buckets in the order asked for, each once; raises ProtocolError where the shard hasn't got one."""
+    for number in request.buckets:
+        if number >= len(shard.buckets):
+            raise ProtocolError(
+                f"shard {shard.number} has {len(shard.buckets)} buckets, the pull names bucket {number}"
+            )
+    if len(set(request.buckets)) < len(request.buckets):
+        raise ProtocolError(f"shard {shard.number}: the pull names a bucket twice; name each once")
+    return list(request.buckets) or list(range(len(shard.buckets)))
+
+
 def encode_bucket(shard: Shard, number: int, want: Want, codec_name: str) -> Encoded | Outcome:
     """Copy and encode one bucket under its lock, or say why not. Runs in the pool."""
     bucket = shard.buckets[number]
@@ -70,7 +82,9 @@ def encode_bucket(shard: Shard, number: int, want: Want, codec_name: str) -> Enc
                 if step < want.step:
                     return Outcome.WAITING
             else:
-                outcome = sync.serve_pull(want.step, bucket_step=step)
+                # Asynchronous buckets keep no step before the present one.
+                oldest = bucket.oldest if shard.is_sync else step
+                outcome = sync.serve_pull(want.step, bucket_step=step, oldest=oldest)
                 if outcome is not Outcome.SERVED:
                     return outcome
                 step = want.step
@@ -125,12 +139,7 @@ async def pull(store: ParameterStore, request: data_pb2.PullRequest) -> AsyncIte
         return
     shard = store.shard(request.data.shard)
     want = parse_want(request)
-    wanted = list(request.buckets) or list(range(len(shard.buckets)))
-    for number in wanted:
-        if number >= len(shard.buckets):
-            raise ProtocolError(
-                f"shard {shard.number} has {len(shard.buckets)} buckets, the pull names bucket {number}"
-            )
+    wanted = wanted_buckets(shard, request)
     wait_s = min(request.wait_s or DEFAULT_WAIT_S, MAX_WAIT_S)
     deadline_s = time.monotonic() + wait_s
     generation = store.generation
@@ -176,17 +185,19 @@ async def pull(store: ParameterStore, request: data_pb2.PullRequest) -> AsyncIte
 class AsyncReply:
     """Copies of all buckets made under the shard's lock right after an asynchronous push, for the pull of that call."""
 
-    def __init__(self, request: data_pb2.PullRequest, codec: str) -> None:
+    def __init__(self, request: data_pb2.PullRequest, shard: Shard, codec: str) -> None:
         self._want = parse_want(request)
-        self._numbers = list(request.buckets)
+        self._numbers = wanted_buckets(shard, request)
         self._codec = codec
         self._task = request.data.task
         self.buckets: list[Encoded] = []
+        self.copied = False
+        """False as long as no push of this call was looked at, since it was fenced or malformed."""
 
     def copy(self, shard: Shard) -> None:
         """Called with the shard's lock held."""
-        self.buckets = []
-        for number in self._numbers or range(len(shard.buckets)):
+        self.buckets, self.copied = [], True
+        for number in self._numbers:
             encoded = encode_bucket(shard, number, Want(None, False, self._want.have), self._codec)
             if isinstance(encoded, Encoded):
                 self.buckets.append(encoded)

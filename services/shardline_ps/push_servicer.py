@@ -164,10 +164,8 @@ class PushReceiver:
             raise ProtocolError(f"weight {header.weight}: this job sums uniformly; send 0 or 1")
         push = _Push(header, shard, hyper_from_proto(header.hyper), self._store.generation)
         self._push = push
-        if kind == data_pb2.PUSH_KIND_GRADIENT and shard.is_sync:
-            if header.block.count == 0:
-                raise ProtocolError("a synchronous push names its block of replicas")
-            shard.note_nonfinite(header.step, list(header.nonfinite_tensors))
+        if kind == data_pb2.PUSH_KIND_GRADIENT and shard.is_sync and header.block.count == 0:
+            raise ProtocolError("a synchronous push names its block of replicas")
         for number in header.empty_buckets:
             self._check_bucket(push, number)
             push.done.add(number)
@@ -262,11 +260,24 @@ class PushReceiver:
         block = Block(header.block.first, header.block.count)
 
         def count() -> Decision:
-            if push.generation != self._store.generation:
-                return Decision(Outcome.WRONG_TIMELINE, "the ps was configured anew while this push came in")
-            return push.shard.contribute(number, header.step, block, gradient, hyper=push.hyper)
+            return push.shard.contribute(
+                number,
+                header.step,
+                block,
+                gradient,
+                hyper=push.hyper,
+                nonfinite=header.nonfinite_tensors,
+                guard=lambda: self._outdated(push),
+            )
 
         push.decisions[number] = await self._store.work(count)
+
+    def _outdated(self, push: _Push) -> Decision | None:
+        """Why a push that was admitted counts no more: the history or its sender's life ended while it came in."""
+        if push.generation != self._store.generation:
+            return Decision(Outcome.WRONG_TIMELINE, "the ps was configured anew while this push came in")
+        data = push.header.data
+        return self._store.authority.fenced(data.task, data.incarnation)
 
     async def _commit(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
         self._push = None
@@ -298,8 +309,6 @@ class PushReceiver:
             raise ProtocolError(f"scale {commit.scale} of the gradient is not a positive finite number")
 
         def apply() -> tuple[Decision, int]:
-            if push.generation != self._store.generation:
-                return Decision(Outcome.WRONG_TIMELINE, "the ps was configured anew while this push came in"), 0
             return shard.push_async(
                 header.data.task,
                 header.data.incarnation,
@@ -309,6 +318,7 @@ class PushReceiver:
                 scale=scale,
                 skip=commit.skip,
                 hyper=push.hyper,
+                guard=lambda: self._outdated(push),
                 then=lambda: self._async_reply(shard),
             )
 

@@ -112,6 +112,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         """Take the call's requests; a pull runs beside the pushes."""
         fused: AsyncReply | None = None
         latest: data_pb2.PullRequest | None = None
+        pulls = 0
 
         def copy(shard: Shard) -> None:
             if fused is not None:
@@ -123,10 +124,15 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                 if message.error is not None:
                     raise message.error
                 if message.pull is not None:
+                    # Each pull may hold a copy of the shard, so one call can't ask for any number of them.
+                    pulls += 1
+                    if pulls > 1:
+                        raise ProtocolError("PushPull carries one pull; this call has sent another before")
                     if self._is_async(message.pull) and message.pull.WhichOneof("want") == "latest":
                         codec = self._store.configuration.codec if self._store.configuration else "raw"
                         # Answered from the state right after the push that this call brings.
-                        fused, latest = AsyncReply(message.pull, codec), message.pull
+                        shard = self._store.shard(message.pull.data.shard)
+                        fused, latest = AsyncReply(message.pull, shard, codec), message.pull
                     else:
                         group.create_task(self._pull_into(message.pull, replies))
                 if message.push is not None:
@@ -134,7 +140,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                     if result is not None:
                         self._on_push(result)
                         await replies.put(ReplyView(ack=result.ack))
-                        if fused is not None and latest is not None:
+                        if fused is not None and latest is not None and fused.copied:
                             shard = self._store.shard(latest.data.shard)
                             async for frame in fused.frames(self._store, shard):
                                 await replies.put(ReplyView(pull=frame))

@@ -20,6 +20,9 @@ from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind
 from shardline_ps.bucket import Bucket
 from shardline_ps.cuts import CutBook
 
+Guard = Callable[[], Decision | None]
+"""Why a message counts no more, or None where it does."""
+
 
 @dataclass(frozen=True)
 class Gradient:
@@ -218,16 +221,20 @@ class Shard:
         gradient: Gradient,
         *,
         hyper: Mapping[int, Mapping[str, float]] | None = None,
+        nonfinite: Collection[str] = (),
+        guard: Guard = lambda: None,
     ) -> Decision:
         """Count a whole contribution of one bucket; applies the step where it was the last one (EAGER).
 
-        The gradient's tensor is the shard's from now on. Raises TensorError or NonFiniteError, the bucket unchanged.
+        The gradient's tensor is the shard's from now on. nonfinite: what the worker found not finite, for the vote.
+        guard is asked under the bucket's lock, so that nothing of another history counts after it was dropped.
+        Raises TensorError or NonFiniteError, the bucket unchanged.
         """
         held = self.buckets[bucket]
         self._check(held, block, gradient)
         published = False
         with held.lock:
-            decision = self._admit(held, step, block)
+            decision = guard() or self._admit(held, step, block)
             if decision.outcome is Outcome.DUPLICATE:
                 if step == held.step and held.contributions.digest_differs(block, gradient.digest):
                     decision = self._mismatch(held, step, block)
@@ -240,6 +247,10 @@ class Shard:
             held.contributions.add(block, values, gradient.present, gradient.digest)
             if hyper and block.first == 0:
                 held.hyper = hyper.get(held.group)
+            if nonfinite and self.voted:
+                # Before the step can be seen complete, so that the vote never misses it.
+                with self.lock:
+                    self._nonfinite.setdefault(step, set()).update(nonfinite)
             if held.contributions.complete and not self.voted:
                 total = held.contributions.take()
                 if total.values is not None and held.spec.kind is TensorKind.PARAM:
@@ -304,12 +315,6 @@ class Shard:
 
     # Voted
 
-    def note_nonfinite(self, step: int, names: Collection[str]) -> None:
-        """Tensors a worker found not finite, for the vote."""
-        if names:
-            with self.lock:
-                self._nonfinite.setdefault(step, set()).update(names)
-
     def _complete(self, step: int) -> None:
         """Tell once when every bucket has all contributions of the step."""
         for bucket in self.buckets:
@@ -322,8 +327,11 @@ class Shard:
             self._completed.add(step)
         self._on_complete(step)
 
-    def vote(self, step: int) -> tuple[ShardVote, Staged]:
-        """The mean gradient of a complete step with its square sums. Its replicas stay counted until the verdict."""
+    def vote(self, step: int) -> tuple[ShardVote, Staged] | None:
+        """The mean gradient of a complete step with its square sums. Its replicas stay counted until the verdict.
+
+        None where the contributions were dropped since the step was complete (a new timeline).
+        """
         sums: list[tuple[int, float]] = []
         with self.lock:
             nonfinite = set(self._nonfinite.pop(step, set()))
@@ -331,7 +339,9 @@ class Shard:
         totals = []
         for bucket in self.buckets:
             with bucket.lock:
-                total = Partial(None, ()) if bucket.step != step else bucket.contributions.take()
+                if bucket.step != step or not bucket.contributions.complete:
+                    return None
+                total = bucket.contributions.take()
             totals.append(total)
             if total.values is None or bucket.spec.kind is not TensorKind.PARAM:
                 continue
@@ -383,15 +393,22 @@ class Shard:
         scale: float = 1.0,
         skip: bool = False,
         hyper: Mapping[int, Mapping[str, float]] | None = None,
+        guard: Guard = lambda: None,
         then: Callable[[], None] = lambda: None,
     ) -> tuple[Decision, int]:
         """Apply one worker's whole push to all buckets, once; returns the decision and the staleness.
 
-        then() runs under the shard's lock after the decision, for a reply that no other push comes between.
+        then() runs under the shard's lock after the decision, for a reply that no other push comes between. guard is
+        asked under it before, so that nothing counts after its sender was fenced.
         """
         for number, gradient in gradients.items():
             self._check(self.buckets[number], Block(0, 1), gradient)
+        # A codec may have made infinities of what was finite at the worker.
+        skip = skip or (self.settings.consistency.nan_policy == "skip" and not _all_finite(gradients.values()))
         with self.lock:
+            refused = guard()
+            if refused is not None:
+                return refused, 0
             record = self.sequence(task, incarnation)
             decision = asynchronous.admit_push(seq, last_seq=record.last_seq, skip=skip)
             if self.stop_step is not None and self.buckets[0].step >= self.stop_step:
@@ -434,16 +451,22 @@ class Shard:
             return False, self.step_max
         # Registered first: a bucket that reaches the step in between then copies itself.
         self.cuts.request(step)
+        before = self.stop_step
         if stop:
             self.stop_step = step
-        highest = self.step_max
         for bucket in self.buckets:
             with bucket.lock:
                 if bucket.step > step:
-                    return True, highest
+                    self._withdraw_cut(step, before)
+                    return True, self.step_max
                 if bucket.step == step and bucket.initialized:
                     self.cuts.store(bucket.image())
-        return False, highest
+        return False, self.step_max
+
+    def _withdraw_cut(self, step: int, stop_step: int | None) -> None:
+        """A request came too late: stop nothing, and keep no copy that can't be completed."""
+        self.stop_step = stop_step
+        self.cuts.withdraw(step)
 
     def _cut_now(self, step: int) -> None:
         with self.lock:
@@ -485,6 +508,10 @@ class Shard:
             self._nonfinite.clear()
             self._completed.clear()
         return dropped
+
+
+def _all_finite(gradients: Collection[Gradient]) -> bool:
+    return all(gradient.values is None or is_finite(gradient.values) for gradient in gradients)
 
 
 def nonfinite_names(bucket: Bucket, values: torch.Tensor) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 
 class Signal:
@@ -13,8 +14,10 @@ class Signal:
         self._waiters: set[asyncio.Future[None]] = set()
 
     def notify(self) -> None:
-        """Wake everybody who waits now."""
-        self._loop.call_soon_threadsafe(self._wake)
+        """Wake everybody who waits now; nothing where the loop is closed, since nobody waits on it then."""
+        # The loop may close between a check and the call, so asking is_closed() first would not do.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         for waiter in self._waiters:

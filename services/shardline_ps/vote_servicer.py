@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -38,7 +39,9 @@ class Voters:
     def on_complete(self, shard: int, step: int) -> None:
         """All contributions of a step are at a shard."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._start, shard, step)
+            # A pool thread may end its work after the loop has closed at shutdown.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._start, shard, step)
 
     def _start(self, shard: int, step: int) -> None:
         task = asyncio.get_running_loop().create_task(self._decide(shard, step))
@@ -55,7 +58,10 @@ class Voters:
         store = self._store
         timeline, generation = store.authority.timeline, store.generation
         shard = store.shard(number)
-        vote, staged = await store.work(shard.vote, step)
+        voted = await store.work(shard.vote, step)
+        if voted is None:
+            return
+        vote, staged = voted
         verdict = await self._ask(timeline, generation, number, vote)
         if verdict is not None:
             await store.work(lambda: shard.apply_verdict(staged, scale=verdict.scale, skip=verdict.skip))

@@ -72,6 +72,8 @@ class Trainer:
         self._have: int | None = None
         """Step of the parameters in the model's tensors, where they are known to be whole."""
         self._seq = dict.fromkeys(self.sinks, 0)
+        self._base = dict.fromkeys(self.sinks, 0)
+        """Version of the parameters in the model, by shard; a broken exchange leaves it."""
         self._first = True
         """The first step after a (re)start: parts of a block may be counted already."""
         self._tensor_of = {spec.name: number for number, spec in enumerate(view.plan.tensors)}
@@ -135,6 +137,7 @@ class Trainer:
         with torch.no_grad():
             self.layout.settle()
         self._have = step
+        self._base = {shard: sink.base_version for shard, sink in self.sinks.items()}
         if step is not None:
             self.step = step
         self._snapshot = self.layout.snapshot()
@@ -223,13 +226,13 @@ class Trainer:
         if len(blocks) != 1:
             raise ProtocolError("asynchronous mode takes one contribution per step")
         tasks = {}
-        for shard, sink in self.sinks.items():
+        for shard, base in self._base.items():
             push = self._staging.contribution(
                 shard,
                 blocks[0],
                 seq=self._seq[shard] + 1,
-                base_min=sink.base_version,
-                base_max=sink.base_version,
+                base_min=base,
+                base_max=base,
                 scale=clip_scale,
                 skip=skip,
             )

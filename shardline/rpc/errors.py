@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -44,14 +44,15 @@ def unary(method: Callable[[Any, Any, Any], Awaitable[Any]]) -> Callable[[Any, A
     return handler
 
 
-def stream(method: Callable[[Any, Any, Any], AsyncGenerator[Any]]) -> Callable[[Any, Any, Any], AsyncGenerator[Any]]:
+def stream(method: Callable[[Any, Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any, Any], AsyncIterator[Any]]:
     """Translate errors of an async handler with a stream of replies."""
 
     @functools.wraps(method)
-    async def handler(self: Any, request: Any, context: Any) -> AsyncGenerator[Any]:
+    async def handler(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
         try:
             # Closed at once when the call ends early, so that nothing it holds outlives the call.
-            async with contextlib.aclosing(method(self, request, context)) as replies:
+            generator: Any = method(self, request, context)
+            async with contextlib.aclosing(generator) as replies:
                 async for reply in replies:
                     yield reply
         except (grpc.aio.AbortError, grpc.RpcError):
