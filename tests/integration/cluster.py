@@ -1,0 +1,340 @@
+"""A whole cluster in one process: real parameter servers over loopback gRPC, workers as threads, no chief.
+
+with Cluster(job, ps=2) as cluster:
+    cluster.train([[0, 1], [2]])
+    assert_same_end(cluster.state(), reference(job))
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardline.client.trainer import StepFigures, Trainer
+from shardline.config import Timeouts
+from shardline.data import BatchSource, replica_gradients
+from shardline.image import VALUE, BucketImage
+from shardline.job import Job
+from shardline.lanes.base import Lane
+from shardline.lanes.grpc import GrpcLane
+from shardline.model import named_values
+from shardline.rpc.channel import Peer
+from shardline.rpc.client import Configuration, JobView, Placement, PsControl
+from shardline.rpc.server import RpcServer
+from shardline.sharding import BUCKET_BYTES, Plan, Slice, make_plan
+from shardline.spec import TensorKind
+from shardline.testing import ReferenceResult
+from shardline_ps.servicer import ParameterServer, register
+from shardline_ps.shard import Shard
+from shardline_ps.store import ParameterStore
+from shardline_ps.vote_servicer import Voters
+
+COMPUTE = threading.Lock()
+"""replica_gradients seeds the process's generators, so replicas compute one at a time; exchanges overlap."""
+TIMELINE = 1 << 32 | 1
+PATIENCE_S = 30.0
+SERVICES = ("shardline.rpc.v1.ParameterServer", "shardline.rpc.v1.Coordinator")
+
+
+class Ps:
+    """One parameter server without a process of its own."""
+
+    def __init__(self, index: int, timeouts: Timeouts, *, address: str = "127.0.0.1:0") -> None:
+        self.task = f"ps/{index}"
+        self.store = ParameterStore(device=torch.device("cpu"), pool_threads=2)
+        self.voters = Voters(self.store, timeouts)
+        self.stopped: list[str] = []
+        self.servicer = ParameterServer(self.task, self.store, self.voters, on_stop=self.stopped.append)
+        self.server = RpcServer(address, register=[register(self.servicer)], service_names=SERVICES, name=self.task)
+        self.voters.bind(self.server.loop)
+        self.address = self.server.start()
+
+    def close(self) -> None:
+        self.server.run(self.voters.close(), timeout_s=5.0)
+        self.server.close(grace_s=0.2)
+        self.store.close()
+
+
+class Worker:
+    """One life of a worker: a model of its own and a trainer. Used by one thread."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        index: int,
+        *,
+        incarnation: int = 1,
+        wrap: Callable[[Lane], Lane] = lambda lane: lane,
+    ) -> None:
+        self.cluster = cluster
+        self.index = index
+        self.job = cluster.job
+        with COMPUTE:
+            self.model = self.job.build_model()
+            self.source = BatchSource(self.job)
+        self.values = named_values(self.model)
+        self.peers = [Peer(ps.task, ps.address, cluster.timeouts) for ps in cluster.hosts]
+        lanes: dict[int, Lane] = {}
+        for shard, spec in enumerate(cluster.plan.shards):
+            lanes[shard] = wrap(GrpcLane(self.peers[shard], shard, [bucket.elements for bucket in spec.buckets]))
+        self.trainer = Trainer(
+            cluster.view,
+            self.values,
+            lanes,
+            cluster.timeouts,
+            task=f"worker/{index}",
+            incarnation=incarnation,
+            index=index,
+        )
+        self.figures: list[StepFigures] = []
+
+    def run(self, replicas: Sequence[int], steps: int) -> Worker:
+        """Train these replicas from where the shards stand up to `steps`."""
+        todo = self.trainer.locate(replicas, self.cluster.timeline)
+        while self.trainer.step < steps:
+            self.step(sorted(todo))
+            todo = set(replicas)
+        return self
+
+    def step(self, replicas: Sequence[int]) -> None:
+        """One synchronous step."""
+        with COMPUTE:
+            for replica in replicas:
+                self.compute(self.trainer.step, replica)
+        self.figures.append(self.trainer.finish())
+
+    def compute(self, step: int, replica: int) -> None:
+        """Compute one replica's gradients and stage them. COMPUTE held."""
+        self.trainer.begin()
+        loss, samples = replica_gradients(self.model, self.job, self.source, step, replica)
+        if not self.trainer.is_sync and self.job.clip_norm > 0.0:
+            parameters = [value for value in self.values.values() if value.grad is not None]
+            torch.nn.utils.clip_grad_norm_(parameters, self.job.clip_norm)
+        gradients = {name: value.grad for name, value in self.values.items() if value.grad is not None}
+        self.trainer.contribute(replica, gradients, samples=samples, loss=loss)
+
+    def run_async(self, batches: Sequence[int]) -> Worker:
+        """Push the gradient of each batch as an update of its own."""
+        self.trainer.locate([0], self.cluster.timeline)
+        for batch in batches:
+            with COMPUTE:
+                self.compute(batch, 0)
+            self.figures.append(self.trainer.finish())
+        return self
+
+    def close(self) -> None:
+        self.trainer.close()
+        for peer in self.peers:
+            peer.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterState:
+    """What the shards hold, by tensor name; see ReferenceResult."""
+
+    step: int
+    version: int
+    params: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, Mapping[str, torch.Tensor]]
+
+
+class Cluster:
+    """S parameter servers with a job, active and with its first values."""
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        ps: int = 1,
+        timeouts: Timeouts | None = None,
+        term: int = 0,
+        cut_every: int = 0,
+        members: Mapping[str, int] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.job = job
+        self.timeouts = timeouts or Timeouts(total_s=20.0)
+        self.timeline = TIMELINE
+        with COMPUTE:
+            self.spec = job.spec(job.build_model())
+        self.plan = make_plan(self.spec.tensors, ps, bucket_bytes=bucket_bytes)
+        # A model with few pieces has fewer shards than there are ps.
+        self.hosts = [Ps(index, self.timeouts) for index in range(len(self.plan.shards))]
+        self._workers: list[Worker] = []
+        self.placement = tuple(
+            Placement(shard=shard, task=host.task, address=host.address) for shard, host in enumerate(self.hosts)
+        )
+        self.controls = [
+            PsControl(host.task, host.address, self.timeouts, term=term, chief_uuid="chief" if term else "")
+            for host in self.hosts
+        ]
+        self.cut_every = cut_every
+        for shard, control in enumerate(self.controls):
+            if term:
+                control.lead()
+            control.configure(self.configuration(shard))
+            if members is not None:
+                control.set_membership(self.timeline, members)
+        first = self.worker(0, incarnation=(members or {}).get("worker/0", 1))
+        first.trainer.initialize()
+        for control in self.controls:
+            control.activate(self.timeline)
+
+    @property
+    def view(self) -> JobView:
+        """What a chief would tell a worker."""
+        return JobView(job=self.spec, plan=self.plan, placement=self.placement, timeline=self.timeline)
+
+    def configuration(self, shard: int) -> Configuration:
+        """What the ps of one shard is told."""
+        return Configuration(
+            job=self.spec.name,
+            timeline=self.timeline,
+            plan=self.plan,
+            shards=(shard,),
+            rule=self.spec.rule,
+            schedule=self.spec.schedule,
+            consistency=self.spec.consistency,
+            replicas=self.spec.replicas,
+            cut_every=self.cut_every,
+            placement=self.placement,
+            codec=self.spec.codec,
+        )
+
+    def worker(self, index: int, *, incarnation: int = 1, wrap: Callable[[Lane], Lane] = lambda lane: lane) -> Worker:
+        """A new life of a worker, closed with the cluster."""
+        worker = Worker(self, index, incarnation=incarnation, wrap=wrap)
+        self._workers.append(worker)
+        return worker
+
+    def train(self, ownership: Sequence[Sequence[int]], *, steps: int | None = None) -> list[Worker]:
+        """Train with one worker per entry, each with these replicas; returns the workers at the end."""
+        workers = [self.worker(index) for index in range(len(ownership))]
+        target = self.job.steps if steps is None else steps
+        jobs = [functools.partial(w.run, owned, target) for w, owned in zip(workers, ownership, strict=True)]
+        return self.together(jobs)
+
+    def together(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run functions in threads of their own; raises the first error."""
+        with ThreadPoolExecutor(max_workers=len(functions)) as pool:
+            return [future.result(PATIENCE_S) for future in [pool.submit(function) for function in functions]]
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards themselves, in order."""
+        return [host.store.shards[number] for number, host in enumerate(self.hosts)]
+
+    def images(self) -> list[list[BucketImage]]:
+        """Copies of all buckets, by shard."""
+        found = []
+        for shard in self.shards:
+            images = []
+            for bucket in shard.buckets:
+                with bucket.lock:
+                    images.append(bucket.image())
+            found.append(images)
+        return found
+
+    def state(self, images: Sequence[Sequence[BucketImage]] | None = None) -> ClusterState:
+        """Everything the shards (or images of a cut) hold; every bucket has to be at one step."""
+        images = images or self.images()
+        steps = {image.step for shard in images for image in shard}
+        versions = {image.version for shard in images for image in shard}
+        assert len(steps) == 1 and len(versions) == 1, (steps, versions)
+        params: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
+        optimizer: dict[str, dict[str, torch.Tensor]] = {}
+        for spec, flat in zip(self.plan.tensors, gather(self.plan, images), strict=True):
+            values = flat.pop(VALUE).reshape(spec.shape)
+            (buffers if spec.kind is TensorKind.BUFFER else params)[spec.name] = values
+            if flat:
+                optimizer[spec.name] = {
+                    key: item if item.dim() == 0 else item.reshape(spec.shape) for key, item in flat.items()
+                }
+        return ClusterState(
+            step=steps.pop(), version=versions.pop(), params=params, buffers=buffers, optimizer=optimizer
+        )
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+        for control in self.controls:
+            control.close()
+        for host in self.hosts:
+            host.close()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def gather(plan: Plan, images: Sequence[Sequence[BucketImage]]) -> list[dict[str, torch.Tensor]]:
+    """Per tensor: its value and states put together from the slices; states that are one number stay 0-d."""
+    found: list[dict[str, torch.Tensor]] = [{} for _ in plan.tensors]
+    for shard, held in zip(plan.shards, images, strict=True):
+        for bucket, image in zip(shard.buckets, held, strict=True):
+            for number, piece in enumerate(bucket.slices):
+                _gather_slice(plan, found[piece.tensor], piece, number, image)
+    return found
+
+
+def _gather_slice(plan: Plan, target: dict[str, torch.Tensor], piece: Slice, number: int, image: BucketImage) -> None:
+    spec = plan.tensors[piece.tensor]
+    start = piece.first_row * spec.row_elements
+    for name, flat in image.tensors.items():
+        if name != VALUE and not image.initialized[number]:
+            continue
+        whole = target.setdefault(name, torch.zeros(spec.elements, dtype=flat.dtype))
+        whole[start : start + piece.elements] = flat[piece.offset : piece.end]
+    for name, values in image.scalars.items():
+        if image.initialized[number]:
+            before = target.setdefault(name, torch.tensor(values[number]))
+            assert float(before) == values[number], f"{spec.name}: {name} differs between its slices"
+
+
+def assert_same_end(ours: ClusterState, expected: ReferenceResult) -> None:
+    """Parameters, buffers and optimizer state are the reference's to the bit."""
+    assert (ours.step, ours.version) == (expected.step, expected.version)
+    for kind, mine, theirs in (
+        ("parameter", ours.params, expected.params),
+        ("buffer", ours.buffers, expected.buffers),
+    ):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert same_bits(mine[name], value), f"{kind} {name} differs by {_gap(mine[name], value)}"
+    for name, state in expected.optimizer.items():
+        held = ours.optimizer.get(name, {})
+        if not held and float(state.get("step", 1.0)) == 0.0:
+            continue  # Adagrad makes its state before the first gradient, a bucket with it
+        for key, item in state.items():
+            if not isinstance(item, torch.Tensor):
+                continue
+            assert key in held, f"{name} has no {key}"
+            if item.dim() == 0 and held[key].dim() == 0:
+                assert float(item) == float(held[key]), f"{name}: {key} is {held[key]}, expected {item}"
+            else:
+                assert same_bits(held[key].reshape(item.shape), item), f"{name}: {key} differs"
+    assert set(ours.optimizer) <= set(expected.optimizer), "state for a parameter that never had a gradient"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal values of one dtype and shape."""
+    return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b.detach()))
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.detach().double()).abs().max()) if a.shape == b.shape else float("nan")
+
+
+def split_evenly(replicas: int, workers: int) -> list[list[int]]:
+    """Replicas of each worker, round robin: blocks that don't line up with the tree."""
+    return [list(range(index, replicas, workers)) for index in range(workers)]
