@@ -203,7 +203,7 @@ class Beat(_message.Message):
     def traffic(self) -> _parameter_server_pb2.Traffic: ...
     @_builtins.property
     def suspects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Tasks this one can't reach."""
+        """Reserved: tasks this one can't reach."""
 
     @_builtins.property
     def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:

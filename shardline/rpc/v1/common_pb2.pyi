@@ -162,7 +162,7 @@ Global___DType: _TypeAlias = DType  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """First message of a task to a peer."""
+    """What one side can do; travels in JoinRequest and ConfigureReply."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -561,7 +561,7 @@ class ImageEnd(_message.Message):
     buckets: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerSequence]:
-        """async: last sequence number applied per worker, part of the cut."""
+        """async: last sequence number applied per worker when the image was sent. Not restored: a new run has new lives."""
 
     def __init__(
         self,
@@ -700,7 +700,7 @@ class CutRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     timeline: _builtins.int
     step: _builtins.int
-    """sync: cut when the buckets reach this step. async: ignored, the shards copy themselves at once."""
+    """sync: cut when the buckets reach this step. async: the shards copy themselves at once; the number of the copy."""
     stop: _builtins.bool
     """Nothing may go past this step."""
     @_builtins.property

@@ -746,7 +746,8 @@ class ParameterServer:
 
 
 class CoordinatorStub:
-    """Offered by the ps that leads (hosts shard 0). Vote answers when every shard has voted, with the verdict.
+    """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
+    when its wait ran out: then vote again, which changes nothing.
     """
 
     def __init__(self, channel):
@@ -763,7 +764,8 @@ class CoordinatorStub:
 
 
 class CoordinatorServicer:
-    """Offered by the ps that leads (hosts shard 0). Vote answers when every shard has voted, with the verdict.
+    """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
+    when its wait ran out: then vote again, which changes nothing.
     """
 
     def Vote(self, request, context):
@@ -789,7 +791,8 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Coordinator:
-    """Offered by the ps that leads (hosts shard 0). Vote answers when every shard has voted, with the verdict.
+    """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
+    when its wait ran out: then vote again, which changes nothing.
     """
 
     @staticmethod

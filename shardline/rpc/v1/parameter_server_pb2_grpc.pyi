@@ -191,7 +191,9 @@ class ParameterServerServicer(metaclass=_abc_1.ABCMeta):
 def add_ParameterServerServicer_to_server(servicer: ParameterServerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class CoordinatorStub:
-    """Offered by the ps that leads (hosts shard 0). Vote answers when every shard has voted, with the verdict."""
+    """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
+    when its wait ran out: then vote again, which changes nothing.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -201,13 +203,17 @@ class CoordinatorStub:
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
-    """Offered by the ps that leads (hosts shard 0). Vote answers when every shard has voted, with the verdict."""
+    """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
+    when its wait ran out: then vote again, which changes nothing.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Vote: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.VoteRequest, _parameter_server_pb2.VerdictReply]  # type: ignore[assignment]
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
-    """Offered by the ps that leads (hosts shard 0). Vote answers when every shard has voted, with the verdict."""
+    """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
+    when its wait ran out: then vote again, which changes nothing.
+    """
 
     @_abc_1.abstractmethod
     def Vote(

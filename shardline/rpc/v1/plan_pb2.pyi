@@ -422,7 +422,7 @@ class JobSpec(_message.Message):
     SCRIPT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     replicas: _builtins.int
-    """Logical replicas R. 0 in asynchronous mode of any number of workers."""
+    """Logical replicas R. In asynchronous mode 1, whatever the number of workers."""
     batch_size: _builtins.int
     accumulate: _builtins.int
     seed: _builtins.int
