@@ -80,7 +80,6 @@ job = Job(
     optimizer="SGD",
     optimizer_args={{"lr": 0.05, "momentum": 0.9}},
     batch_size=8,
-    steps=40,
     {settings}
 )
 {after}
@@ -91,7 +90,7 @@ def write_job(
     path: Path, *, width: int = 40, imports: str = "", after_loss: str = "", after: str = "", **settings: Any
 ) -> Path:
     """Write the small job; settings: further fields of Job."""
-    fields = "\n    ".join(f"{name}={value!r}," for name, value in settings.items())
+    fields = "\n    ".join(f"{name}={value!r}," for name, value in {"steps": 40, **settings}.items())
     text = JOB.format(imports=imports, width=width, after_loss=after_loss or "pass", after=after, settings=fields)
     path.write_text(text, encoding="utf-8")
     return path
@@ -105,13 +104,25 @@ def expected_sha256(job: Path, **overrides: int | str) -> str:
 # Waiting
 
 
-def wait_until(found: Callable[[], Any], what: str, *, limit_s: float = PATIENCE_S) -> Any:
-    """The first true value of found(), asked again and again; files and other processes wake nobody."""
+def wait_until(
+    found: Callable[[], Any],
+    what: str,
+    *,
+    limit_s: float = PATIENCE_S,
+    while_runs: Command | None = None,
+    seen: Callable[[], object] = lambda: "nothing",
+) -> Any:
+    """The first true value of found(), asked again and again; files and other processes wake nobody.
+
+    Fails when the time is up or the command ends before; `seen` says what there is instead.
+    """
     deadline_s = time.monotonic() + limit_s
     never = threading.Event()
     while not (value := found()):
         if time.monotonic() > deadline_s:
-            raise AssertionError(f"{what}: not within {limit_s:.0f} s")
+            raise AssertionError(f"{what}: not within {limit_s:.0f} s; there is {seen()}")
+        if while_runs is not None and while_runs.process.poll() is not None and not found():
+            raise AssertionError(f"{what}: the command has ended before: {while_runs.finish()}; there is {seen()}")
         never.wait(0.02)
     return value
 
@@ -131,23 +142,25 @@ def events(out: Path, kind: str = "") -> list[str]:
     return [event["message"] for event in found if not kind or event["kind"] == kind]
 
 
-def wait_for_event(out: Path, kind: str, pattern: str = "", *, more_than: int = 0) -> str:
+def wait_for_event(
+    out: Path, kind: str, pattern: str = "", *, more_than: int = 0, while_runs: Command | None = None
+) -> str:
     """The chief has told such a sentence, more_than of them not counted."""
 
     def found() -> str:
         matches = [text for text in events(out, kind) if re.search(pattern, text)]
         return matches[more_than] if len(matches) > more_than else ""
 
-    return str(wait_until(found, f"event {kind!r} {pattern!r} in {out}, where there is {events(out)}"))
+    return str(wait_until(found, f"event {kind!r} {pattern!r}", while_runs=while_runs, seen=lambda: events(out)))
 
 
-def wait_for_step(out: Path, step: int) -> None:
+def wait_for_step(out: Path, step: int, *, while_runs: Command | None = None) -> None:
     """The chief has logged this step or a later one."""
 
     def reached() -> bool:
         return any(line["step"] >= step for line in json_lines(out / "logs" / "steps.jsonl")[-4:])
 
-    wait_until(reached, f"step {step} in {out}, where there is {events(out)}")
+    wait_until(reached, f"step {step}", while_runs=while_runs, seen=lambda: events(out))
 
 
 def summary_of(out: Path) -> dict[str, Any]:
@@ -247,6 +260,13 @@ def processes(run_id: str) -> dict[int, str]:
                     (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 )
     return found
+
+
+def pid_of(out: Path, task: str) -> int:
+    """Process id of a task that a `shardline train` of this test started."""
+    started = processes(os.environ[RUN_ID]).items()
+    (pid,) = [pid for pid, line in started if f" --task {task} " in line and str(out) in line]
+    return pid
 
 
 def end_processes(pids: Sequence[int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.e2e.support import (
     events,
     expected_sha256,
     json_lines,
+    processes,
     shardline,
     summary_of,
     train,
@@ -175,12 +175,9 @@ def test_asynchronous_training_does_every_batch_once_and_measures_its_staleness(
     assert batches == list(range(200))
 
 
-def test_nothing_of_a_test_is_invisible_to_the_search_for_what_is_left(tmp_path: Path, nothing_left: str) -> None:
-    from tests.e2e.support import processes
-
+def test_nothing_of_a_test_is_invisible_to_the_search_for_what_is_left(nothing_left: str) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert process.pid in processes(nothing_left), f"{RUN_ID} is not in its environment"
     finally:
         process.communicate(b"\n", timeout=10)
-    shutil.rmtree(tmp_path)

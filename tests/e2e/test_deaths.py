@@ -1,0 +1,117 @@
+"""Tasks that die: what a killed worker leaves half done ends in the same bits, what a killed ps held is named."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from shardline.cli.launcher import Ended, LaunchOptions, LocalCluster
+from shardline.config import Timeouts
+from tests.e2e.support import (
+    TIMEOUT_S,
+    Command,
+    events,
+    expected_sha256,
+    pid_of,
+    summary_of,
+    train_command,
+    wait_for_event,
+    wait_for_step,
+    wait_until,
+    write_job,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+# In mid-step, to the message: shard 0 has everybody's gradients and is one step ahead, shard 1 waits for this worker's.
+# worker/1 kills itself there, once; worker/0 stands still there for whoever comes to kill it.
+MID_STEP = """
+import os, signal, sys, threading
+from pathlib import Path
+from shardline.lanes.grpc import GrpcLane
+
+folder = Path(__file__).parent
+plain = GrpcLane.exchange
+shard_0_done = threading.Event()
+
+def exchange(lane, sender, contributions, want, sink, *, timeout_s):
+    def at(task, step):
+        return task in sys.argv and bool(contributions) and contributions[0].step == step
+
+    if lane._shard == 1 and (at("worker/1", 12) or at("worker/0", 24)):
+        assert shard_0_done.wait(60.0)
+        if at("worker/0", 24):
+            (folder / "stands").touch()
+            threading.Event().wait(600.0)
+        try:
+            os.close(os.open(folder / "died", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            pass
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        return plain(lane, sender, contributions, want, sink, timeout_s=timeout_s)
+    finally:
+        if lane._shard == 0 and (at("worker/1", 12) or at("worker/0", 24)):
+            shard_0_done.set()
+
+GrpcLane.exchange = exchange
+"""
+
+
+def ended_tasks(cluster: LocalCluster) -> list[Ended]:
+    """Ends of processes that nobody has read yet."""
+    found = []
+    while True:
+        try:
+            event = cluster.events.get_nowait()
+        except queue.Empty:
+            return found
+        assert isinstance(event, Ended)
+        found.append(event)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5], ids=["eager", "voted"])
+def test_workers_killed_between_two_shards_of_a_step_change_no_bit(tmp_path: Path, clip_norm: float) -> None:
+    job = write_job(tmp_path / "job.py", replicas=3, steps=36, clip_norm=clip_norm, after=MID_STEP)
+    out = tmp_path / "run"
+    launch = LaunchOptions(job=job, out=out, ps=2, workers=2, timeouts=Timeouts(total_s=TIMEOUT_S))
+    with LocalCluster(launch) as cluster:
+        wait_until((tmp_path / "stands").exists, "worker/0 stands in mid-step")
+        assert (tmp_path / "died").exists()
+        cluster.kill("worker/0", restart=False)
+        assert cluster.wait(timeout_s=60.0) == 0, cluster.log_tail("chief/0", 30)
+        assert cluster.wait_all(timeout_s=10.0) == ()
+        ends = [(end.task, end.code, end.restarted) for end in ended_tasks(cluster)]
+    assert ends[:2] == [("worker/1", -signal.SIGKILL, True), ("worker/0", -signal.SIGKILL, False)]
+    assert sorted(ends[2:]) == [(task, 0, False) for task in ("chief/0", "ps/0", "ps/1", "worker/1")]
+    found = summary_of(out)
+    assert found["sha256"] == expected_sha256(job)
+    assert (found["steps"], found["versions"], found["duplicate_mismatches"]) == (36, [36, 36], 0)
+    told = events(out)
+    assert any(re.search(r"worker/1: a new process takes the place of a silent one", text) for text in told), told
+    assert any(re.search(r"worker/0 is dead: last heard .* replicas? .* to worker/1", text) for text in told), told
+
+
+def test_a_killed_ps_ends_the_job_with_a_sentence_and_resume_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.py", replicas=2, steps=100_000, checkpoint_every=10)
+    out = tmp_path / "run"
+    command = Command(*train_command(job, out, "--ps", "2", "--workers", "1"))
+    wait_for_step(out, 12, while_runs=command)
+    wait_for_event(out, "checkpoint", "checkpoint of step 10", while_runs=command)
+    os.kill(pid_of(out, "ps/1"), signal.SIGKILL)
+    finished = command.finish()
+    assert finished.code == 4, finished
+    assert "Traceback" not in finished.err
+    (first, *_) = finished.sentences
+    assert re.search(r"ps/1 .*so the job ends\. Go on with --resume from step \d+0: /", first), first
+    found = summary_of(out)
+    assert found["exit_code"] == 4
+    step = found["checkpoint_step"]
+    assert step % 10 == 0
+    assert found["sha256"] == expected_sha256(job, steps=step)
