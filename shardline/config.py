@@ -78,7 +78,6 @@ class RoleConfig:
     """Inherited file descriptor to which the bound address is written as one line, for launchers."""
     life_fd: int | None = None
     """Inherited pipe; the process ends when its other end closes (the launcher died)."""
-    exit_with_workers: bool = True
     max_workers: int = 64
 
     @property

@@ -39,12 +39,14 @@ def model_tensors(
     for name, tensor in _named_tensors(model):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
+    # Not by their type: tensors that a person names themselves need not be nn.Parameters.
+    parameters = {id(tensor) for tensor in model.parameters()}
     specs = []
     for key, (name, *aliases) in names.items():
         tensor = tensors[key]
         _check_storable(name, tensor)
         kind = TensorKind.BUFFER
-        if isinstance(tensor, nn.Parameter):
+        if key in parameters:
             kind = TensorKind.PARAM if tensor.requires_grad and key in group_of else TensorKind.FROZEN
         shape = tuple(tensor.shape)
         specs.append(

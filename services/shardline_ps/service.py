@@ -30,6 +30,8 @@ class PsProcess:
         self._config = config
         # One bucket per thread: parallel over buckets, not inside of one.
         torch.set_num_threads(1)
+        # The first optimizer of a process makes torch import its compiler (a second or more): not in a call's deadline.
+        torch.optim.SGD([torch.zeros(1)])
         device = resolve_device(config.device, config.gpu_memory_fraction)
         self.store = ParameterStore(
             device=device,

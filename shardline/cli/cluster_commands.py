@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from shardline.rpc.client import ChiefClient
     from shardline.rpc.status import ChiefStatus, TaskStatus
+
+TABLE_WIDTH = 250
 
 short_timeout = options.option("--timeout", type=float, default=15.0, help="Seconds; the call waits a third of it.")
 
@@ -51,11 +54,11 @@ def status(cluster: str | None, timeout: float) -> int:
         client.close()
     from rich.console import Console
 
-    console = Console()
+    # A pipe has no width: the table is then as wide as it needs to be.
+    console = Console(width=None if sys.stdout.isatty() else 240)
     for text in headline(found):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-    # A pipe has no width: the table is then as wide as it needs to be.
-    console.print(table(found), width=None if console.is_terminal else 200)
+    console.print(table(found))
     return 0
 
 
@@ -80,23 +83,24 @@ def table(found: ChiefStatus) -> Table:
     from rich.table import Table
 
     rows = Table(box=None, pad_edge=False)
-    for name in ("task", "state", "incarnation", "address", "metrics"):
-        rows.add_column(name, no_wrap=True)
-    for name in ("step", "shard:version", "push MB/s", "pull MB/s", "heard"):
-        rows.add_column(name, justify="right", no_wrap=True)
+    # The widest and least asked for come last: a narrow terminal breaks the line there.
+    right = ("step", "push MB/s", "pull MB/s", "heard")
+    names = ("task", "state", *right, "shard:version", "incarnation", "address", "metrics")
+    for name in names:
+        rows.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     for task in found.tasks:
         rows.add_row(
             task.task,
             task.state,
+            str(task.step),
+            f"{task.push_bytes_per_s / 1e6:.2f}",
+            f"{task.pull_bytes_per_s / 1e6:.2f}",
+            f"{task.last_heard_s:.1f} s ago",
+            versions(task),
             # term << 32 | counter: shown as people count.
             f"{task.incarnation >> 32}.{task.incarnation & 0xFFFFFFFF}",
             task.address,
             task.metrics_address,
-            str(task.step),
-            versions(task),
-            f"{task.push_bytes_per_s / 1e6:.2f}",
-            f"{task.pull_bytes_per_s / 1e6:.2f}",
-            f"{task.last_heard_s:.1f} s ago",
         )
     return rows
 
@@ -109,10 +113,10 @@ def stop(cluster: str | None, reason: str, timeout: float) -> int:
     """Ask the chief to end the job with a checkpoint; all tasks then end by themselves."""
     client = _client(cluster, timeout)
     try:
-        step = client.stop(reason)
+        client.stop(reason)
     finally:
         client.close()
-    print(f"the job ends at step {step}")
+    print("the job ends with a checkpoint at its next common step; its tasks then end by themselves")
     return 0
 
 

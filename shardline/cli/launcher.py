@@ -34,7 +34,8 @@ from shardline.errors import InternalError, ShardlineError, TaskLostError, Usage
 START_FLOOR_S = 60.0
 """A task may take this long to import torch and the job on a busy machine, however short --timeout is."""
 MAX_RESTARTS = 3
-RESTARTED_ROLES = ("ps", "worker", "evaluator")
+RESTARTED_ROLES = ("worker", "evaluator")
+"""Not a ps: its new process would be empty, and the chief ends the job at a ps's death."""
 HOPELESS_CODES = (2, 5, 6, 7)
 """A bad job, NaN, a bad checkpoint, a replaced incarnation: the same process would end the same way."""
 TAIL_BYTES = 8192

@@ -32,7 +32,9 @@ def figures(status: ChiefStatus) -> str:
     if status.steps_per_s > 0:
         parts.append(f"{status.steps_per_s:.1f} steps/s")
         parts.append(f"{status.bytes_per_s / 1e6:.1f} MB/s")
-    parts += [f"{name} {value:.4g}" for name, value in sorted(status.last_metrics.items())]
+    if status.last_metrics:
+        # Named apart from the training loss, which may have the same name and says something else.
+        parts.append("evaluated: " + ", ".join(f"{name} {x:.4g}" for name, x in sorted(status.last_metrics.items())))
     return "  ".join(parts)
 
 

@@ -19,12 +19,6 @@ class TensorHolder(nn.Module):
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._held = dict(tensors)
-        self._wrapped = {
-            name: tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor.detach())
-            for name, tensor in self._held.items()
-            if tensor.requires_grad
-        }
-        self._ids = {id(tensor): name for name, tensor in self._held.items()}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -6,12 +6,13 @@ import os
 import sys
 import threading
 from pathlib import Path
+from types import TracebackType
 
 from shardline import lifeline, log
 from shardline.client.session import Session
 from shardline.cluster import locate
 from shardline.config import RoleConfig, Timeouts, environment
-from shardline.errors import UsageError
+from shardline.errors import JobError, ShardlineError, UsageError
 from shardline.process import Termination
 from shardline.spec import ConsistencySpec
 
@@ -62,7 +63,7 @@ def connect(
     termination = Termination()
     if threading.current_thread() is threading.main_thread():
         termination.install()
-    return Session(
+    session = Session(
         config,
         termination=termination,
         name=name or Path(sys.argv[0]).stem or "script",
@@ -73,6 +74,34 @@ def connect(
         checkpoint_every=checkpoint_every if checkpoint_every is not None else int(_number("checkpoint_every", 0)),
         checkpoint_keep=checkpoint_keep,
     )
+    _tell_what_ends_the_script(session)
+    return session
+
+
+def _tell_what_ends_the_script(session: Session) -> None:
+    """Tell the chief what a script dies of, so that nobody waits for it; a ShardlineError ends it with its own code.
+
+    Python's own exit code for an unhandled exception is 1, whatever the exception: a launcher would try again what
+    can't succeed.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ShardlineError):
+            print(f"shardline: {error}", file=sys.stderr)
+            known = error
+        else:
+            before(kind, error, trace)
+            known = JobError(f"the script raised {kind.__name__}: {error}")
+        if isinstance(error, Exception):
+            session.fail(known)
+        session.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if isinstance(error, ShardlineError):
+            os._exit(error.exit_code)
+
+    sys.excepthook = hook
 
 
 def _number(name: str, default: float) -> float:

@@ -137,8 +137,10 @@ class BucketSink:
         self._codec = codec
         self.num_buckets = len(layout.plan.shards[shard].buckets)
         self._memory: dict[int, torch.Tensor] = {}
-        self.arrived: dict[int, tuple[int, int]] = {}
-        """(step, version) of each bucket that is whole."""
+        self.arrived: set[int] = set()
+        """Buckets of the running pull that are whole."""
+        self._held: dict[int, tuple[int, int]] = {}
+        """(step, version) of what the model holds of each bucket, whatever pull brought it."""
         self.raw_bytes = 0
         self.wire_bytes = 0
 
@@ -163,9 +165,17 @@ class BucketSink:
                 self._layout.load(self._shard, arrival.bucket, codec.decode(payload, spec.dtype, spec.elements))
             self.raw_bytes += spec.nbytes
             self.wire_bytes += arrival.payload_bytes
-        self.arrived[arrival.bucket] = (arrival.step, arrival.version)
+        self.arrived.add(arrival.bucket)
+        self._held[arrival.bucket] = (arrival.step, arrival.version)
+
+    @property
+    def base_step(self) -> int | None:
+        """Lowest step over what the model holds of each bucket; None where some never came."""
+        if len(self._held) < self.num_buckets:
+            return None
+        return min(step for step, _ in self._held.values())
 
     @property
     def base_version(self) -> int:
-        """Lowest version over the buckets of the last pull."""
-        return min((version for _, version in self.arrived.values()), default=0)
+        """Lowest version over what the model holds of each bucket."""
+        return min((version for _, version in self._held.values()), default=0)

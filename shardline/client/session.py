@@ -613,5 +613,5 @@ class Session:
         if isinstance(error, ShardlineError):
             self.fail(error)
         elif isinstance(error, Exception):
-            self.fail(JobError(f"{self.config.task}: {kind.__name__ if kind else 'error'}: {error}"))
+            self.fail(JobError(f"the script raised {kind.__name__ if kind else 'error'}: {error}"))
         self.shutdown()

@@ -19,6 +19,7 @@ from shardline.lanes.base import Contribution, Lane, Sender, Want
 from shardline.reduce import is_finite
 from shardline.rpc.client import JobView
 from shardline.spec import TensorKind
+from shardline.wire.codecs import RAW
 
 log = logging.getLogger("shardline.client")
 
@@ -181,7 +182,8 @@ class Trainer:
         # In asynchronous mode every worker's buffers are taken: there is no replica 0 to wait for.
         takes_buffers = replica == 0 or not self.is_sync
         buffers = self.layout.changed_buffers(self._snapshot) if takes_buffers else {}
-        presum = self.is_sync and not self._first
+        # Rounding a sum is not summing rounded parts: a lossy codec would make the bits depend on who runs what.
+        presum = self.is_sync and not self._first and self.job.codec == RAW.name
         self._staging.extras.samples[replica] = samples
         if hyper and replica == 0:
             self._staging.extras.hyper = hyper
@@ -220,7 +222,6 @@ class Trainer:
         return outcomes
 
     def _finish_async(self, clip_scale: float) -> dict[int, ShardOutcome]:
-        want = Want(step=None, wait_s=self._timeouts.server_wait_s)
         skip = bool(self._staging.extras.nonfinite)
         blocks = self._staging.blocks()
         if len(blocks) != 1:
@@ -239,6 +240,7 @@ class Trainer:
             if skip:
                 push = replace(push, buckets=())
             self._count(shard, [push])
+            want = Want(step=None, have_step=self.sinks[shard].base_step, wait_s=self._timeouts.server_wait_s)
             tasks[shard] = ShardTask(shard=shard, contributions=[push], want=want)
         outcomes = self.exchange.run(self._sender, tasks)
         for shard in outcomes:

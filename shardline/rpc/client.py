@@ -101,7 +101,9 @@ class PsControl:
             codec=configuration.codec,
             activate=configuration.activate,
         )
-        return int(self.peer.call(self._stub.Configure, request, what="Configure").memory_bytes)
+        # Memory is taken and touched here: gigabytes need more than a plain call's deadline.
+        reply = self.peer.call(self._stub.Configure, request, what="Configure", timeout_s=self._timeouts.total_s)
+        return int(reply.memory_bytes)
 
     def set_membership(self, timeline: int, members: Mapping[str, int], placement: Iterable[Placement] = ()) -> int:
         """Replace the table of living incarnations by task; returns how many were fenced."""
@@ -335,7 +337,7 @@ class ChiefClient:
         return ChiefStatus.from_proto(reply)
 
     def stop(self, reason: str) -> int:
-        """Ask the chief to end the job with a checkpoint; returns the step it will stop at."""
+        """Ask the chief to end the job with a checkpoint; returns the step it will stop at, 0 while not known."""
         reply = self.peer.call(self.stub.Stop, chief_pb2.StopJobRequest(reason=reason), what="Stop")
         return int(reply.stop_step)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -205,7 +206,7 @@ RUNNING = ChiefStatus(
     loss=0.31,
     steps_per_s=50.0,
     bytes_per_s=3.4e6,
-    last_metrics={"accuracy": 0.97},
+    last_metrics={"accuracy": 0.97, "loss": 0.2},
     checkpoint_step=100,
     checkpoint_path="/out/step-00000100",
     tasks=(
@@ -217,7 +218,8 @@ RUNNING = ChiefStatus(
 
 
 def test_line_shows_what_is_known() -> None:
-    assert progress.line(RUNNING) == "step 120/400  loss 0.3100  50.0 steps/s  3.4 MB/s  accuracy 0.97  ETA 6 s"
+    expected = "step 120/400  loss 0.3100  50.0 steps/s  3.4 MB/s  evaluated: accuracy 0.97, loss 0.2  ETA 6 s"
+    assert progress.line(RUNNING) == expected
     assert progress.line(ChiefStatus(phase="waiting", tasks=RUNNING.tasks)) == "step 0  waiting for worker/1"
     assert progress.line(ChiefStatus(phase="stopping", step=7)) == "step 7  stopping"
 
@@ -246,9 +248,27 @@ def test_status_table_has_a_row_per_task() -> None:
     console.print(cluster_commands.table(RUNNING))
     rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(rows) == 1 + len(RUNNING.tasks)
-    assert rows[1].split()[:4] == ["chief/0", "alive", "1.1", "127.0.0.1:1"]
+    assert rows[1].split() == ["chief/0", "alive", "0", "0.00", "0.00", "0.0", "s", "ago", "1.1", "127.0.0.1:1"]
     assert "0:119" in rows[2] and "2.00" in rows[2]
     assert cluster_commands.headline(RUNNING)[1] == "checkpoint: step 100, /out/step-00000100"
+
+
+def test_status_shows_whole_addresses_where_the_output_has_no_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    class Client:
+        def status(self) -> ChiefStatus:
+            address = "a-host-with-a-long-name.example.org:50051"
+            return dataclasses.replace(
+                RUNNING, tasks=(TaskStatus(task="worker/12", state="alive", address=address, metrics_address=address),)
+            )
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(cluster_commands, "_client", lambda cluster, timeout: Client())
+    assert main(["status", "--cluster", "cluster.json"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].count("a-host-with-a-long-name.example.org:50051") == 2
 
 
 def test_report_names_only_what_is_there(tmp_path: Path) -> None:
@@ -260,7 +280,7 @@ def test_report_names_only_what_is_there(tmp_path: Path) -> None:
         "evaluation at step 8: accuracy 0.9800, loss nan",
         f"logs:        {tmp_path / 'logs'}",
     ]
-    assert report(tmp_path, None, RUNNING)[0] == "evaluation: accuracy 0.9700"
+    assert report(tmp_path, None, RUNNING)[0] == "evaluation: accuracy 0.9700, loss 0.2000"
 
 
 def test_status_messages_survive_the_wire() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardline import schedule
+from shardline.client.attachment import TensorHolder
 from shardline.errors import JobError
 from shardline.job import Job, load_job, model_tensors
 from shardline.sharding import make_plan
@@ -387,3 +388,10 @@ def test_an_unknown_codec_is_refused_by_name() -> None:
 def test_the_codec_is_part_of_the_job() -> None:
     job = make_job(codec="bf16")
     assert job.spec(job.build_model()).codec == "bf16"
+
+
+def test_bare_tensors_are_trained_like_parameters() -> None:
+    tensors = {"w": torch.zeros(3, requires_grad=True), "table.0": torch.zeros(2, 2, requires_grad=True)}
+    optimizer = torch.optim.SGD(tensors.values(), lr=0.1)
+    specs = model_tensors(TensorHolder(tensors), optimizer.param_groups)
+    assert [(spec.name, spec.kind) for spec in specs] == [("w", TensorKind.PARAM), ("table.0", TensorKind.PARAM)]
