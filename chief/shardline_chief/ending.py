@@ -77,6 +77,12 @@ class Ending:
             self.stage = Stage.CHOOSE
             state.command(AskStatus(), self._choose)
 
+    @property
+    def stop_step(self) -> int:
+        """The step at which the job stops; 0 while it is not reached, since the plan for it may still change."""
+        found = self.stage not in (Stage.NOT_YET, Stage.CHOOSE, Stage.REACH)
+        return self.state.stop_step if found else 0
+
     # The last step
 
     def _choose(self, result: CommandResult, now_s: float) -> None:

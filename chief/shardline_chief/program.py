@@ -329,9 +329,9 @@ class Program:
     # Questions
 
     def stop(self, reason: str, now_s: float) -> int:
-        """End the job with a checkpoint; returns the step it stops at as far as known."""
+        """End the job with a checkpoint; returns the step it stops at, 0 where that has still to be found out."""
         self.ending.begin(f"stopped: {reason}", now_s)
-        return self.state.stop_step
+        return self.ending.stop_step
 
     def lease(self, task: str, incarnation: int, done: tuple[int, ...], now_s: float) -> LeaseAnswer:
         """Asynchronous mode: batches to train on next."""
