@@ -1,0 +1,206 @@
+"""A person's own loop: connect, attach, step, LR schedulers and named tensors, with a chief and two servers behind it.
+
+All roles run as threads of this process; the sockets between them are real.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+import shardline
+from shardline import log
+from shardline.client.session import Session
+from shardline.cluster import ClusterSpec
+from shardline.config import RoleConfig, Timeouts
+from shardline.errors import MismatchError, TensorError, UsageError
+from shardline.process import Termination
+from shardline_chief import service as chief_service
+from shardline_ps import service as ps_service
+
+T = TypeVar("T")
+TIMEOUTS = Timeouts(total_s=20.0)
+PATIENCE_S = 60.0
+
+
+class Services:
+    """A chief and parameter servers in threads, for a script's job."""
+
+    def __init__(self, out: Path, *, ps: int, workers: int) -> None:
+        self.out = out
+        self._pool = ThreadPoolExecutor(max_workers=16)
+        any_port = ("127.0.0.1:0",)
+        spec = ClusterSpec({"chief": any_port, "ps": any_port * ps, "worker": any_port * workers})
+        started = threading.Event()
+        address: list[str] = []
+
+        def ready(_config: RoleConfig, found: str) -> None:
+            address.append(found)
+            started.set()
+
+        chief = RoleConfig(role="chief", index=0, cluster=spec, out=out, timeouts=TIMEOUTS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chief_service, "tell_ready", ready)
+            self.chief = self._pool.submit(chief_service.run, chief)
+            assert started.wait(PATIENCE_S), self.chief
+        self.spec = spec.with_address("chief/0", address[0])
+        configs = [RoleConfig(role="ps", index=i, cluster=self.spec, timeouts=TIMEOUTS) for i in range(ps)]
+        self.ps = [self._pool.submit(ps_service.run, config) for config in configs]
+
+    def connect(self, index: int = 0, **settings: Any) -> Session:
+        return shardline.connect(
+            cluster=self.spec.to_json(), task=f"worker/{index}", timeout_s=TIMEOUTS.total_s, name="loop", **settings
+        )
+
+    def workers(self, *bodies: Callable[[], T]) -> list[T]:
+        """Run the bodies at the same time; their results."""
+        futures = [self._pool.submit(body) for body in bodies]
+        return [future.result(PATIENCE_S) for future in futures]
+
+    def end(self) -> dict[str, Any]:
+        """Everybody has ended by itself and well; the summary."""
+        assert self.chief.result(PATIENCE_S) == 0
+        assert [server.result(PATIENCE_S) for server in self.ps] == [0] * len(self.ps)
+        self._pool.shutdown(wait=True)
+        found: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
+        return found
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Services]]:
+    # Signals and the log belong to the process, which is pytest's.
+    monkeypatch.setattr(Termination, "install", lambda self: None)
+    monkeypatch.setattr(log, "setup", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for name in ("TF_CONFIG", "SHARDLINE_CLUSTER", "SHARDLINE_TASK"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    yield lambda **counts: Services(tmp_path, **counts)
+    torch.set_num_threads(threads)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def batch(step: int, replica: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step * 10 + replica)
+    return torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> list[float]:
+    """A plain training loop with a scheduler; the rates it used."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+    rates = []
+    for step in steps:
+        points, labels = batch(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(points), labels).backward()
+        optimizer.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    return rates
+
+
+def test_a_scheduler_on_the_attached_optimizer_trains_as_in_plain_torch(start: Callable[..., Services]) -> None:
+    plain = make_model()
+    plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.05, weight_decay=0.01)
+    plain_rates = loop(plain, plain_optimizer, iter(range(10)))
+
+    services = start(ps=2, workers=1)
+    model = make_model()
+    session = services.connect()
+    optimizer = session.attach(model, torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=0.01))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    rates = loop(model, optimizer, session.steps(10))
+    assert session.step == 10
+    session.close()
+
+    assert rates == plain_rates
+    assert rates[0] == 0.05
+    assert rates[-1] == 0.05 * 0.5**3
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    found = services.end()
+    assert (found["steps"], found["versions"], found["checkpoint_step"]) == (10, [10, 10], 10)
+
+
+def test_workers_push_and_pull_named_tensors_in_step(start: Callable[..., Services]) -> None:
+    services = start(ps=2, workers=2)
+    given = [torch.arange(4.0) + 1, torch.full((4,), 3.0)]
+
+    def worker(index: int) -> list[torch.Tensor]:
+        with services.connect(index) as session:
+            w, b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(2, 3))
+            session.attach({"w": w, "layer.b": b}, torch.optim.SGD([w, b], lr=0.5))
+            assert (session.replica, session.num_replicas) == (index, 2)
+            first = session.push_pull({"w": given[index]})
+            assert list(first) == ["w"]
+            session.push({"w": given[index], "layer.b": torch.full((2, 3), float(index))})
+            held = session.pull(["w", "layer.b"])
+            # Copies: what a person does with them stays theirs.
+            held["w"].zero_()
+            for bad, message in (
+                ({"v": given[0]}, "no tensor 'v' in the job; it has w, layer.b"),
+                ({"w": torch.zeros(5)}, r"shape \(5,\)"),
+                ({"w": torch.zeros(4, dtype=torch.float64)}, "dtype torch.float64"),
+            ):
+                with pytest.raises(TensorError, match=message):
+                    session.push(bad)
+            with pytest.raises(TensorError, match="no tensor 'v'"):
+                session.pull(["v"])
+            return [first["w"], *session.pull().values()]
+
+    mine, theirs = services.workers(lambda: worker(0), lambda: worker(1))
+    mean = (given[0] + given[1]) / 2
+    for got in (mine, theirs):
+        assert torch.equal(got[0], -0.5 * mean)
+        assert torch.equal(got[1], -0.5 * mean - 0.5 * mean)
+        assert torch.equal(got[2], torch.ones(2, 3) - 0.5 * 0.5)
+    assert services.end()["steps"] == 2
+
+
+def test_what_does_not_fit_is_refused_and_the_others_go_on(start: Callable[..., Services]) -> None:
+    services = start(ps=1, workers=2)
+    session = services.connect(0)
+    with pytest.raises(UsageError, match="not attached yet"):
+        session.link  # noqa: B018
+
+    def train(index: int, session: Session, width: int = 3) -> int:
+        w = nn.Parameter(torch.zeros(width))
+        optimizer = session.attach({"w": w}, torch.optim.SGD([w], lr=0.1))
+        with pytest.raises(UsageError, match="attached already"):
+            session.attach({"w": w}, torch.optim.SGD([w], lr=0.1))
+        with pytest.raises(RuntimeError, match="before it"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        for _ in session.steps(4):
+            w.grad = torch.ones(width)
+            optimizer.step()
+        session.close()
+        return session.step
+
+    def other() -> int:
+        # The first worker's job is the cluster's.
+        deadline_s = time.monotonic() + PATIENCE_S
+        while session._link is None or not session._link.incarnation:
+            assert time.monotonic() < deadline_s
+            threading.Event().wait(0.01)
+        wrong = services.connect(1)
+        with pytest.raises(MismatchError, match=r"worker/1 has another job.* \(5,\) here, \(3,\) in the job"):
+            train(1, wrong, width=5)
+        wrong.shutdown()
+        return train(1, services.connect(1))
+
+    assert services.workers(lambda: train(0, session), other) == [4, 4]
+    assert services.end()["steps"] == 4
