@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 
 from shardline.client.layout import BucketSink
@@ -16,8 +16,6 @@ from shardline.errors import NonFiniteError, ProtocolError, ShardlineError, Unre
 from shardline.lanes.base import Ack, Contribution, End, Lane, Sender, Want
 
 log = logging.getLogger("shardline.client")
-
-ACCEPTED = (Outcome.COUNTED, Outcome.STAGED, Outcome.APPLIED, Outcome.DUPLICATE, Outcome.SKIPPED)
 
 
 class Restart(Exception):
@@ -91,18 +89,16 @@ class Exchange:
 
     def run(self, sender: Sender, tasks: Mapping[int, ShardTask]) -> dict[int, ShardOutcome]:
         """Run one task per shard; raises the most telling error of all shards after every one has ended."""
-        futures = {shard: self._pool.submit(self._one, sender, tasks[shard]) for shard in self._order if shard in tasks}
+        futures = {self._pool.submit(self._one, sender, tasks[shard]): shard for shard in self._order if shard in tasks}
         results: dict[int, ShardOutcome] = {}
         errors: list[Exception] = []
-        for shard, future in futures.items():
+        # As they end, not in order: the others may wait for a step that won't come because one has failed.
+        for future in as_completed(futures):
             try:
-                results[shard] = future.result()
+                results[futures[future]] = future.result()
             except Exception as error:
-                # The other shards would wait for a step that won't come.
                 if not errors:
-                    for lane in self._lanes.values():
-                        lane.cancel()
-                    self._interrupted.set()
+                    self.interrupt()
                 errors.append(error)
         if errors:
             raise min(errors, key=_rank)
@@ -176,7 +172,7 @@ def _rank(error: Exception) -> int:
 
 def check_ack(ack: Ack, shard: int) -> None:
     """Return where the push counts or was counted before; raise what to do otherwise."""
-    if ack.outcome in ACCEPTED:
+    if ack.accepted:
         if ack.reason and ack.outcome is Outcome.DUPLICATE and "other bits" in ack.reason:
             log.error("shard %d: %s", shard, ack.reason)
         return

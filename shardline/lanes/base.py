@@ -82,6 +82,10 @@ class Arrival:
     payload_bytes: int
 
 
+ACCEPTED = (Outcome.COUNTED, Outcome.STAGED, Outcome.APPLIED, Outcome.DUPLICATE, Outcome.SKIPPED)
+"""Outcomes of a push that counts, or did before."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ack:
     """What became of a push."""
@@ -93,6 +97,11 @@ class Ack:
     staleness: int = 0
     next_seq: int = 0
     timeline: int = 0
+
+    @property
+    def accepted(self) -> bool:
+        """The push counts, or did before."""
+        return self.outcome in ACCEPTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +118,10 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged:
-    """Result of one exchange; `end` is None where nothing was pulled."""
+    """Result of one exchange; `end` is None where nothing was pulled.
+
+    It ends early at the first push that is not accepted: its ack is the last one, and there is no end of the pull.
+    """
 
     acks: tuple[Ack, ...]
     end: End | None

@@ -66,6 +66,9 @@ class GrpcLane:
                 if reply.ack is not None:
                     acks.append(ack_from_proto(reply.ack))
                     push_s = time.monotonic() - start_s
+                    if not acks[-1].accepted:
+                        # The pull would wait for a step that can't close without this push.
+                        return Exchanged(acks=tuple(acks), end=None, push_s=push_s)
                 if reply.pull is not None:
                     reader.feed(reply.pull)
         except grpc.RpcError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,8 @@ class Ps:
         self.address = self.server.start()
 
     def close(self) -> None:
+        if self.server.loop.is_closed():
+            return
         self.server.run(self.voters.close(), timeout_s=5.0)
         self.server.close(grace_s=0.2)
         self.store.close()
@@ -222,9 +224,23 @@ class Cluster:
         return self.together(jobs)
 
     def together(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run functions in threads of their own; raises the first error."""
-        with ThreadPoolExecutor(max_workers=len(functions)) as pool:
-            return [future.result(PATIENCE_S) for future in [pool.submit(function) for function in functions]]
+        """Run functions in threads of their own, return their results; raises the first error of any of them."""
+        futures: list[Future[Any]] = [Future() for _ in functions]
+
+        def run(future: Future[Any], function: Callable[[], Any]) -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        for pair in zip(futures, functions, strict=True):
+            # Daemons: a hanging one fails its test and doesn't hold up the process.
+            threading.Thread(target=run, args=pair, daemon=True).start()
+        done, late = wait(futures, PATIENCE_S, FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        assert not late, f"{len(late)} of {len(futures)} did not end within {PATIENCE_S} s"
+        return [future.result() for future in futures]
 
     @property
     def shards(self) -> list[Shard]:
