@@ -1,0 +1,25 @@
+"""A ps and a plain client of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from shardline.config import Timeouts
+from tests.contract.plain_client import PlainClient
+from tests.integration.cluster import Ps
+
+
+@pytest.fixture
+def ps() -> Iterator[Ps]:
+    server = Ps(0, Timeouts(total_s=20.0))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(ps: Ps) -> Iterator[PlainClient]:
+    plain = PlainClient(ps.address)
+    yield plain
+    plain.close()
