@@ -143,8 +143,8 @@ class Bucket:
             initialized=initialized,
         )
 
-    def restore(self, image: BucketImage) -> None:
-        """Become what an image says."""
+    def rule_of(self, image: BucketImage) -> BucketRule | None:
+        """The rule with an image's state; raises ProtocolError or CheckpointError where the image doesn't fit."""
         values = image.tensors[VALUE]
         if values.numel() != self.spec.elements or values.dtype != DTYPES[self.spec.dtype]:
             raise ProtocolError(
@@ -152,16 +152,21 @@ class Bucket:
                 f"the plan says {self.spec.elements} {self.spec.dtype}"
             )
         states = {name: tensor for name, tensor in image.tensors.items() if name != VALUE}
-        self.rule = self._make_rule()
-        if self.rule is not None:
+        rule = self._make_rule()
+        if rule is not None:
             flags = (tuple(image.initialized) + (False,) * len(self.spec.slices))[: len(self.spec.slices)]
-            self.rule.load(states, dict(image.scalars), flags)
+            rule.load(states, dict(image.scalars), flags)
         elif states:
             raise CheckpointError(
                 f"shard {self.shard}, bucket {self.number}: image has optimizer state for a bucket without a rule"
             )
+        return rule
+
+    def restore(self, image: BucketImage, rule: BucketRule | None) -> None:
+        """Become what an image says; rule: from rule_of()."""
+        self.rule = rule
         for buffer in self._pub:
-            buffer.copy_(values)
+            buffer.copy_(image.tensors[VALUE])
         self._zero_padding()
         self.step, self.version = image.step, image.version
         self.oldest = self.changed_step = image.step

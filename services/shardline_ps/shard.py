@@ -477,18 +477,22 @@ class Shard:
         self.cuts.store_all(step, images)
 
     def restore(self, images: Sequence[BucketImage]) -> None:
-        """Replace all buckets. Raises ProtocolError where one is missing, named twice or at another step."""
+        """Replace all buckets, or none where an image is missing, named twice, at another step or doesn't fit.
+
+        Raises ProtocolError or CheckpointError.
+        """
         numbers = [image.bucket for image in images]
         if sorted(numbers) != list(range(len(self.buckets))):
             raise ProtocolError(f"shard {self.number} has {len(self.buckets)} buckets, the images are of {numbers}")
         if self.is_sync and len({image.step for image in images}) > 1:
             raise ProtocolError(f"shard {self.number}: images of different steps make no consistent cut")
+        rules = [self.buckets[image.bucket].rule_of(image) for image in images]
         self.cuts.clear()
         self._epoch += 1
-        for image in images:
+        for image, rule in zip(images, rules, strict=True):
             bucket = self.buckets[image.bucket]
             with bucket.lock:
-                bucket.restore(image)
+                bucket.restore(image, rule)
         with self.lock:
             self._nonfinite.clear()
             self._completed.clear()

@@ -19,6 +19,13 @@ def ps() -> Iterator[Ps]:
 
 
 @pytest.fixture
+def ready(client: PlainClient) -> PlainClient:
+    """A client whose shard trains one replica and is at step 0."""
+    client.start()
+    return client
+
+
+@pytest.fixture
 def client(ps: Ps) -> Iterator[PlainClient]:
     plain = PlainClient(ps.address)
     yield plain
