@@ -19,7 +19,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
-    return memory_of(flat.view(torch.uint8))
+    # One element counts as contiguous whatever its stride, but can't be viewed as bytes with another than 1.
+    return memory_of(flat.as_strided(flat.shape, (1,)).view(torch.uint8))
 
 
 def memory_of(octets: torch.Tensor) -> memoryview:

@@ -1,0 +1,190 @@
+"""Tensors to bytes and back: every dtype, shape and layout, to the bit; and what every codec owes."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardline.errors import JobError, ProtocolError
+from shardline.sharding import BucketSpec, Slice
+from shardline.spec import DTYPES, TensorKind, itemsize
+from shardline.wire.codecs import CODECS, RAW, check_codec, codec_for, get_codec
+from shardline.wire.frames import digest, memory_of, tensor_bytes, tensor_from_bytes
+
+SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+def from_bits(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of these very bits, NaN payloads included; for bool only 0 and 1 are values."""
+    if dtype == "bool":
+        data = bytes(value & 1 for value in data)
+    if not data:
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(DTYPES[dtype]).reshape(shape)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> tuple[str, torch.Tensor]:
+    dtype = draw(st.sampled_from(sorted(DTYPES)))
+    shape = draw(SHAPES)
+    count = 1
+    for size in shape:
+        count *= size
+    size = count * itemsize(dtype)
+    tensor = from_bits(draw(st.binary(min_size=size, max_size=size)), dtype, shape)
+    match draw(st.sampled_from(["as it is", "transposed", "strided", "offset"])):
+        case "transposed":
+            tensor = tensor.permute(tuple(reversed(range(tensor.dim()))))
+        case "strided" if tensor.dim():
+            tensor = tensor[::2]
+        case "offset" if tensor.dim():
+            tensor = tensor[1:]
+    return dtype, tensor
+
+
+@given(tensors())
+def test_every_tensor_comes_back_to_the_bit(case: tuple[str, torch.Tensor]) -> None:
+    dtype, tensor = case
+    data = tensor_bytes(tensor)
+    assert len(data) == tensor.numel() * itemsize(dtype)
+    for payload in (data, bytes(data), bytearray(data)):
+        back = tensor_from_bytes(payload, dtype)
+        assert back.dtype == tensor.dtype and back.shape == (tensor.numel(),)
+        assert bits(back) == bits(tensor)
+        assert bits(RAW.decode(RAW.encode(tensor.contiguous().reshape(-1)), dtype, tensor.numel())) == bits(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_dimensional_and_empty_tensors_have_one_element_and_none(dtype: str) -> None:
+    assert len(tensor_bytes(torch.ones((), dtype=DTYPES[dtype]))) == itemsize(dtype)
+    assert tensor_from_bytes(tensor_bytes(torch.ones((), dtype=DTYPES[dtype])), dtype).tolist() == [1]
+    assert tensor_bytes(torch.ones((3, 0), dtype=DTYPES[dtype])) == b""
+    assert tensor_from_bytes(b"", dtype).shape == (0,)
+
+
+def test_bytes_are_little_endian_and_in_row_order() -> None:
+    tensor = torch.tensor([[1.5, 2.0], [-3.0, 0.25]])
+    assert bytes(tensor_bytes(tensor)) == struct.pack("<4f", 1.5, 2.0, -3.0, 0.25)
+    assert bytes(tensor_bytes(tensor.t())) == struct.pack("<4f", 1.5, -3.0, 2.0, 0.25)
+    assert bytes(tensor_bytes(torch.tensor([258], dtype=torch.int16))) == b"\x02\x01"
+    assert bytes(tensor_bytes(torch.tensor(1.0, dtype=torch.bfloat16))) == b"\x80\x3f"
+
+
+def test_a_contiguous_tensor_is_not_copied_either_way() -> None:
+    tensor = torch.zeros(4, requires_grad=True)
+    view = tensor_bytes(tensor)
+    with torch.no_grad():
+        tensor[0] = 1.0
+    assert bytes(view[:4]) == struct.pack("<f", 1.0)
+    memory = bytearray(8)
+    back = tensor_from_bytes(memory, "float32")
+    memory[:4] = struct.pack("<f", 3.0)
+    assert back.tolist() == [3.0, 0.0]
+    octets = torch.zeros(4, dtype=torch.uint8)
+    memory_of(octets)[2] = 9
+    assert octets.tolist() == [0, 0, 9, 0]
+
+
+def test_a_partial_element_is_refused() -> None:
+    with pytest.raises(ProtocolError, match=r"7 bytes are no whole number of float32 elements \(4 bytes each\)"):
+        tensor_from_bytes(bytes(7), "float32")
+
+
+@given(st.binary(max_size=100), st.integers(0, 99), st.integers(1, 255))
+def test_a_digest_is_never_0_and_tells_one_changed_byte(data: bytes, position: int, change: int) -> None:
+    assert 0 < digest(data) < 1 << 64
+    assert digest(data) == digest(bytearray(data)) == digest(memoryview(data))
+    if data:
+        other = bytearray(data)
+        other[position % len(data)] ^= change
+        assert digest(other) != digest(data)
+
+
+# Every codec
+
+FLOATS = ("float32", "float64")
+RELATIVE_ERROR = {"raw": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}
+"""Of a number well inside the wire type's range; half a unit in its last place."""
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", CODECS)
+@given(values=st.lists(st.floats(-60_000.0, 60_000.0, width=32), max_size=70))
+def test_a_codec_makes_exactly_the_announced_bytes_and_comes_back_within_its_bound(
+    name: str, dtype: str, values: list[float]
+) -> None:
+    codec = CODECS[name]
+    tensor = torch.tensor(values, dtype=DTYPES[dtype])
+    payload = bytes(codec.encode(tensor))
+    assert len(payload) == codec.payload_bytes(dtype, len(values))
+    back = codec.decode(payload, dtype, len(values))
+    assert back.dtype == tensor.dtype and back.shape == tensor.shape
+    bound = RELATIVE_ERROR[name] * tensor.abs() + (2.0**-25 if name == "fp16" else 1e-38 if name == "bf16" else 0.0)
+    assert bool(((back - tensor).abs() <= bound).all())
+    # What came once over the wire goes over it again unchanged.
+    assert bytes(codec.encode(back)) == payload
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_codec_does_not_touch_what_it_encodes_and_keeps_no_memory_of_it(name: str) -> None:
+    codec = CODECS[name]
+    tensor = torch.linspace(-1.0, 1.0, 33)
+    before = tensor.clone()
+    first, second = bytes(codec.encode(tensor)), bytes(codec.encode(tensor))
+    assert first == second
+    assert torch.equal(tensor, before)
+    back = codec.decode(bytearray(first), "float32", 33)
+    back.zero_()
+    assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("extra", [-1, 1, 2, 4])
+@pytest.mark.parametrize("name", CODECS)
+def test_a_codec_refuses_another_length_than_it_makes(name: str, extra: int) -> None:
+    codec = CODECS[name]
+    size = codec.payload_bytes("float32", 8)
+    with pytest.raises(ProtocolError, match=f"payload of {size + extra} bytes for 8 "):
+        codec.decode(bytes(size + extra), "float32", 8)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_nan_and_infinity_survive_so_that_the_policy_meets_them(name: str) -> None:
+    values = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    back = CODECS[name].decode(bytes(CODECS[name].encode(values)), "float32", 3)
+    assert bool(back[0].isnan()) and back[1:].tolist() == [float("inf"), -float("inf")]
+
+
+def test_rounding_codecs_halve_float32_and_quarter_float64() -> None:
+    for name in ("bf16", "fp16"):
+        assert 2 * CODECS[name].payload_bytes("float32", 100) == RAW.payload_bytes("float32", 100)
+        assert 4 * CODECS[name].payload_bytes("float64", 100) == RAW.payload_bytes("float64", 100)
+
+
+def bucket(kind: TensorKind, dtype: str) -> BucketSpec:
+    piece = Slice(tensor=0, first_row=0, rows=1, offset=0, elements=1)
+    return BucketSpec(dtype=dtype, kind=kind, elements=64, slices=(piece,))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_only_trained_floats_are_rounded(name: str) -> None:
+    for dtype in DTYPES:
+        for kind in TensorKind:
+            rounded = kind is TensorKind.PARAM and dtype in FLOATS
+            assert codec_for(name, bucket(kind, dtype)) is (CODECS[name] if rounded else RAW)
+
+
+def test_an_unknown_codec_is_refused_by_name() -> None:
+    assert get_codec("") is RAW
+    with pytest.raises(ProtocolError, match="codec 'zip' is unknown; use one of raw, bf16, fp16"):
+        get_codec("zip")
+    with pytest.raises(JobError, match="codec is 'zip'; use one of raw, bf16, fp16"):
+        check_codec("zip")
