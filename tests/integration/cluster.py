@@ -98,6 +98,7 @@ class Worker:
 
     def run(self, replicas: Sequence[int], steps: int) -> Worker:
         """Train these replicas from where the shards stand up to `steps`."""
+        self.trainer.exchange.arm()
         todo = self.trainer.locate(replicas, self.cluster.timeline)
         while self.trainer.step < steps:
             self.step(sorted(todo))
@@ -123,6 +124,7 @@ class Worker:
 
     def run_async(self, batches: Sequence[int]) -> Worker:
         """Push the gradient of each batch as an update of its own."""
+        self.trainer.exchange.arm()
         self.trainer.locate([0], self.cluster.timeline)
         for batch in batches:
             with COMPUTE:

@@ -228,6 +228,7 @@ def test_a_push_or_pull_of_another_timeline_is_refused_by_name() -> None:
         before = cluster.state()
         with pytest.raises(Restart, match="wrong_timeline: the timeline is 0x100000002, the message says 0x100000001"):
             worker.step([0, 1, 2])
+        worker.trainer.exchange.arm()
         with pytest.raises(Restart, match="wrong_timeline"):
             worker.trainer.locate([0], cluster.timeline)
         with pytest.raises(Restart, match="being prepared"):
