@@ -73,9 +73,14 @@ class Setup:
             self._nothing_to_do(now_s)
             return
         members = state.members.living("ps")
+        # A small model may have fewer shards than there are ps: the last ones then hold nothing.
         state.placement = tuple(
-            Placement(shard=member.index, task=member.task, address=member.address) for member in members
+            Placement(shard=shard, task=member.task, address=member.address)
+            for shard, member in zip(range(len(plan.shards)), members, strict=False)
         )
+        idle = [member.task for member in members[len(plan.shards) :]]
+        if idle:
+            state.say("plan", f"the model is too small for {len(members)} ps: {', '.join(idle)} will hold nothing")
         state.record("plan", plan_id=plan.plan_id, shards=len(plan.shards), replicas=job.replicas, job=job.name)
         buckets = sum(len(shard.buckets) for shard in plan.shards)
         size = sum(shard.nbytes for shard in plan.shards)

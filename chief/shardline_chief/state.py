@@ -249,7 +249,8 @@ class State:
         address = f" at {member.address}" if member is not None else ""
         shards = ", ".join(str(p.shard) for p in self.placement if p.task == task)
         rest = self.what_remains()
-        self.end(TaskLostError.exit_code, f"{why}; {task}{address} held shard {shards}, so the job ends. {rest}", now_s)
+        held = f"held shard {shards}" if shards else "held no shard but must obey like the others"
+        self.end(TaskLostError.exit_code, f"{why}; {task}{address} {held}, so the job ends. {rest}", now_s)
 
     def what_remains(self) -> str:
         """Where to go on from after a loss."""

@@ -13,7 +13,7 @@ from shardline.client.layout import BucketSink
 from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
 from shardline.errors import NonFiniteError, ProtocolError, ShardlineError, UnreachableError
-from shardline.lanes.base import Ack, Contribution, End, Lane, Sender, Want
+from shardline.lanes.base import Ack, Contribution, End, Lane, Sender, Standing, Want
 
 log = logging.getLogger("shardline.client")
 
@@ -103,6 +103,27 @@ class Exchange:
         if errors:
             raise min(errors, key=_rank)
         return results
+
+    def progress(self, sender: Sender, shard: int, replicas: Sequence[int]) -> Standing:
+        """What a shard has counted of some replicas; asked again for a third of the timeout while it isn't there.
+
+        Raises Interrupted, since a job that has ended takes its servers with it; UnreachableError.
+        """
+        start_s, pause_s = time.monotonic(), 0.05
+        while True:
+            if self._interrupted.is_set():
+                raise Interrupted
+            try:
+                return self._lanes[shard].progress(sender, replicas, timeout_s=self._timeouts.rpc_s)
+            except UnreachableError as error:
+                if self._interrupted.is_set():
+                    raise Interrupted from error
+                waited_s = time.monotonic() - start_s
+                if waited_s >= self._timeouts.rpc_s:
+                    raise UnreachableError(f"shard {shard}, asked for {waited_s:.1f} s: {error}") from error
+                self._on_retry(shard)
+                self._interrupted.wait(pause_s)
+                pause_s = min(pause_s * 2, 1.0)
 
     def _one(self, sender: Sender, task: ShardTask) -> ShardOutcome:
         lane, sink = self._lanes[task.shard], self._sinks[task.shard]

@@ -368,6 +368,11 @@ class Session:
             log.info("finding the step again: %s", error or "interrupted")
             self._wait_for_change(orders)
             return False
+        except Stopped as error:
+            # These replicas are counted in the last step that there is, or the job ends where it stands.
+            log.info("%s", error)
+            self._wait_for_change(orders)
+            return False
         except UnreachableError as error:
             # The chief knows better whether that ps is dead; it ends the job or tells where its shards are now.
             log.warning("%s", error)

@@ -105,8 +105,8 @@ class Trainer:
             self._pull_latest()
             return set(owned)
         steps = dict.fromkeys(owned, 0)
-        for number, (shard, lane) in enumerate(sorted(self._lanes.items())):
-            standing = lane.progress(self._sender, owned, timeout_s=self._timeouts.rpc_s)
+        for number, shard in enumerate(sorted(self._lanes)):
+            standing = self.exchange.progress(self._sender, shard, owned)
             if standing.outcome is not Outcome.SERVED:
                 raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
             for replica in owned:
@@ -123,8 +123,8 @@ class Trainer:
         self._arrived(step)
 
     def _pull_latest(self) -> None:
-        for shard, lane in sorted(self._lanes.items()):
-            standing = lane.progress(self._sender, [], timeout_s=self._timeouts.rpc_s)
+        for shard in sorted(self._lanes):
+            standing = self.exchange.progress(self._sender, shard, [])
             if standing.outcome is not Outcome.SERVED:
                 raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
             self._seq[shard] = standing.last_seq

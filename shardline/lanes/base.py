@@ -169,7 +169,7 @@ class Lane(Protocol):
         ...
 
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        """What the shard has counted of some replicas."""
+        """What the shard has counted of some replicas; asked once. Raises UnreachableError."""
         ...
 
     def cancel(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from shardline.errors import ProtocolError
+from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes.base import Ack, Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.rpc.channel import Peer
 from shardline.rpc.data import (
@@ -91,8 +91,20 @@ class GrpcLane:
 
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
         """Ask the shard what it has counted."""
-        request = progress_request(sender, self._shard, replicas)
-        return standing_from_proto(self._peer.call(self._stub.Progress, request, what="Progress", timeout_s=timeout_s))
+        start_s = time.monotonic()
+        call = self._stub.Progress.future(progress_request(sender, self._shard, replicas), timeout=timeout_s)
+        with self._lock:
+            self._call = call
+        try:
+            return standing_from_proto(call.result())
+        except grpc.FutureCancelledError as error:
+            raise UnreachableError(f"{self._peer}: Progress was given up") from error
+        except grpc.RpcError as error:
+            waited_s = time.monotonic() - start_s
+            raise from_status(error, peer=str(self._peer), what="Progress", waited_s=waited_s) from error
+        finally:
+            with self._lock:
+                self._call = None
 
     def cancel(self) -> None:
         """End a running exchange early."""

@@ -23,7 +23,7 @@ from shardline import log
 from shardline.client.session import Session
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
-from shardline.errors import MismatchError, TensorError, UsageError
+from shardline.errors import MismatchError, NonFiniteError, TensorError, UsageError
 from shardline.process import Termination
 from shardline_chief import service as chief_service
 from shardline_ps import service as ps_service
@@ -67,9 +67,9 @@ class Services:
         futures = [self._pool.submit(body) for body in bodies]
         return [future.result(PATIENCE_S) for future in futures]
 
-    def end(self) -> dict[str, Any]:
-        """Everybody has ended by itself and well; the summary."""
-        assert self.chief.result(PATIENCE_S) == 0
+    def end(self, code: int = 0) -> dict[str, Any]:
+        """Everybody has ended by itself, the servers well and the chief with this code; the summary."""
+        assert self.chief.result(PATIENCE_S) == code
         assert [server.result(PATIENCE_S) for server in self.ps] == [0] * len(self.ps)
         self._pool.shutdown(wait=True)
         found: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
@@ -204,3 +204,35 @@ def test_what_does_not_fit_is_refused_and_the_others_go_on(start: Callable[..., 
 
     assert services.workers(lambda: train(0, session), other) == [4, 4]
     assert services.end()["steps"] == 4
+
+
+def test_a_worker_whose_part_of_the_last_step_is_counted_ends_its_loop_when_the_other_fails(
+    start: Callable[..., Services],
+) -> None:
+    services = start(ps=2, workers=2)
+
+    def worker(index: int) -> int:
+        session = services.connect(index)
+        w = nn.Parameter(torch.zeros(300))
+        optimizer = session.attach({"w": w}, torch.optim.SGD([w], lr=0.1))
+        try:
+            for step in session.steps(50):
+                w.grad = torch.full((300,), float("nan") if (step, index) == (5, 1) else 1.0)
+                optimizer.step()
+        except NonFiniteError as error:
+            session.fail(error)
+            return -1
+        finally:
+            session.shutdown()
+        return session.step
+
+    began_s = time.monotonic()
+    first, second = services.workers(lambda: worker(0), lambda: worker(1))
+    # Where its own part is counted in step 5, that step stays open for good.
+    assert first in (5, 6)
+    assert second == -1
+    found = services.end(code=5)
+    assert "step 5, replica 1: the gradient of 'w' has NaN" in found["reason"]
+    assert (found["steps"], found["checkpoint_step"]) == (5, 5)
+    # Nobody asks servers that have gone with the job for as long as a deadline allows.
+    assert time.monotonic() - began_s < TIMEOUTS.rpc_s
