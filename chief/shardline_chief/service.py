@@ -41,6 +41,9 @@ def run(config: RoleConfig) -> int:
     out = (config.out or DEFAULT_OUT).absolute()
     with Journal(out / "chief") as journal:
         resume = _resume(config, out)
+        if resume is not None and spec is not None:
+            # Another job's checkpoint is refused here, before the other tasks are there for nothing.
+            resume.compatible(spec)
         term = journal.begin_term()
         chief_uuid = uuid.uuid4().hex
         journal.write("chief", uuid=chief_uuid, resume=resume.step if resume is not None else None)

@@ -269,7 +269,8 @@ class State:
     def better(self, metrics: Mapping[str, float]) -> bool:
         """Whether these metrics beat the best so far; the first ones always do. A NaN never does.
 
-        The job's best_metric decides; without one the first that evaluate gives, and less is better where the name says so.
+        The job's best_metric decides; without one the first that evaluate gives, and less is better where its name
+        says so.
         """
         if not metrics or self.job is None:
             return False

@@ -36,6 +36,8 @@ START_FLOOR_S = 60.0
 MAX_RESTARTS = 3
 RESTARTED_ROLES = ("worker", "evaluator")
 """Not a ps: its new process would be empty, and the chief ends the job at a ps's death."""
+SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
+"""What shardline.connect() takes from the environment where the script doesn't say it."""
 HOPELESS_CODES = (2, 5, 6, 7)
 """A bad job, NaN, a bad checkpoint, a replaced incarnation: the same process would end the same way."""
 TAIL_BYTES = 8192
@@ -83,6 +85,12 @@ class LaunchOptions:
             raise UsageError("--workers is 0; nobody would train (or let the chief do it: --chief-trains)")
         if self.script and (self.evaluators or self.chief_trains):
             raise UsageError("--script goes with workers only: --evaluators and --chief-trains need a job file")
+        for name, _ in self.overrides if self.script else ():
+            if name not in SCRIPT_FIELDS:
+                raise UsageError(
+                    f"--script: {name} can't be set from outside, since the script itself decides it; pass it to the "
+                    f"script after --, or set one of {', '.join(SCRIPT_FIELDS)}"
+                )
 
     def spec(self, chief: str = "127.0.0.1:0") -> ClusterSpec:
         """The cluster, each task but the chief on a free port."""

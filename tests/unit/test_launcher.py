@@ -162,6 +162,7 @@ def test_script_is_run_as_it_is_and_finds_its_cluster_in_the_environment(tmp_pat
         ({"workers": 0}, "nobody would train"),
         ({"workers": -1}, "can't be negative"),
         ({"script": True, "evaluators": 1}, "--script goes with workers only"),
+        ({"script": True, "overrides": (("steps", "9"),)}, "steps can't be set from outside.*after --"),
     ],
 )
 def test_cluster_that_can_not_train_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
