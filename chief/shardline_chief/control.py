@@ -1,7 +1,8 @@
 """The thread that owns the program: everything that happens comes through one queue, so no rule needs a lock.
 
 Calls from the servicer, results of commands and checkpoints, and time are events. After each, the program's actions are
-carried out in order, and every task whose orders changed is told.
+carried out in order, and every task whose orders changed is told; a heartbeat is answered in any case, so that a task
+can tell a chief with nothing new to say from one that has gone.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class Control:
         self._events: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
         self._channels: dict[tuple[str, int], Channel] = {}
         self._sent: dict[tuple[str, int], Orders] = {}
+        self._heard: set[tuple[str, int]] = set()
+        """Lives whose heartbeat has not been answered yet."""
         self._next_tick_s = 0.0
         self._next_rates_s = 0.0
         self._begun = False
@@ -185,20 +188,23 @@ class Control:
 
     def _beat(self, beat: Beat, channel: Channel, now_s: float) -> None:
         key = (beat.task, beat.incarnation)
-        self._metrics.counter("shardline_heartbeats_total", peer=beat.task).inc()
         alive = self.program.beat(beat, now_s)
+        # Anybody can send any name: only those that were admitted may become labels, or figures grow without end.
+        known = self.program.state.members.get(beat.task) is not None
+        peer = beat.task if known else "unknown"
+        if alive:
+            self._metrics.counter("shardline_heartbeats_total", peer=peer).inc()
+            self._heard.add(key)
         if beat.steps and alive:
             self._reporter.report(beat.task, beat.steps)
         if self._channels.get(key) is channel:
             return
         if not alive:
-            self._metrics.counter("shardline_fenced_messages_total", peer=beat.task).inc()
+            self._metrics.counter("shardline_fenced_messages_total", peer=peer).inc()
             channel.send(dataclasses.replace(self.program.orders(*key), version=1 << 62))
             channel.close()
             return
         self._channels[key] = channel
-        if key in self._sent:
-            channel.send(self._sent[key])
 
     def _detach(self, task: str, incarnation: int, channel: Channel, now_s: float) -> None:
         key = (task, incarnation)
@@ -215,10 +221,13 @@ class Control:
                 orders = dataclasses.replace(orders, version=last.version + 1)
                 self._sent[key] = orders
                 channel.send(orders)
+            elif key in self._heard:
+                channel.send(last)
             if not self.program.state.members.current(*key):
                 # It has got its last orders (fenced, or good-bye); the stream ends behind them.
                 channel.close()
                 del self._channels[key]
+        self._heard.clear()
 
     # Actions
 
@@ -237,7 +246,7 @@ class Control:
             case MarkBest():
                 self._mark_best(action)
             case Finish():
-                self._finish(action, now_s)
+                self._finish(action)
 
     def _say(self, say: Say) -> None:
         self._reporter.event(say.kind, say.sentence, say.level, say.fields)
@@ -300,8 +309,10 @@ class Control:
 
     # The end
 
-    def _finish(self, finish: Finish, now_s: float) -> None:
-        self._goodbye_s = now_s + min(GOODBYE_S, self.program.state.timeouts.dead_s)
+    def _finish(self, finish: Finish) -> None:
+        # Tasks hear of the end before a ps goes, or they would take its going for a fault; and before the digest, which
+        # takes its time with a large model.
+        self._push_orders()
         self._commander.stop_all(finish.reason)
         store: CheckpointStore = self._checkpointer.store
         digest = ""
@@ -310,6 +321,8 @@ class Control:
                 digest = parameters_digest(store.open(self.program.state.checkpoint_step, verify=False))
             except CheckpointError as error:
                 log.warning("no digest of the parameters: %s", error)
+        now_s = time.monotonic()
+        self._goodbye_s = now_s + min(GOODBYE_S, self.program.state.timeouts.dead_s)
         value = summary(self.program, sha256=digest, out=self._out, now_s=now_s)
         try:
             write_json(self._out / "summary.json", value)

@@ -44,8 +44,10 @@ class Ending:
         self._failed = False
         self._deadline_s = 0.0
         self._asked_s = 0.0
-        self._named = False
-        """Asynchronous mode: the number of the last cut is known."""
+        self._told = False
+        """Asynchronous mode: how far the shards are has been asked once more."""
+        self._last_cut = False
+        """Asynchronous mode: the last cut is asked for; its number is the stop step."""
         self._margin_s = MARGIN_S
         self._exit_code = 0
 
@@ -179,8 +181,10 @@ class Ending:
 
     def _reach(self, now_s: float) -> None:
         state = self.state
-        if state.leases is not None:
-            drained = state.leases.outstanding == 0 or not state.working() or self._failed
+        if not state.sync:
+            # A script has no leases to finish: its next push is told that the job stops.
+            out = state.leases.outstanding if state.leases is not None else 0
+            drained = out == 0 or not state.working() or self._failed
             if drained or now_s >= self._deadline_s - state.timeouts.dead_s / 2:
                 self._take_final(now_s)
             return
@@ -200,23 +204,26 @@ class Ending:
         if state.training_end_s is None:
             state.training_end_s = now_s
 
-        def named(result: CommandResult, at_s: float) -> None:
-            state.stop_step = state.step
-            self._named = True
+        def told(result: CommandResult, at_s: float) -> None:
+            self._told = True
 
-        state.command(AskStatus(), named)
+        state.command(AskStatus(), told)
 
     def _cut(self, now_s: float) -> None:
         state = self.state
-        if state.saving is not None or self.running.cut_asked or (state.leases is not None and not self._named):
+        if state.saving is not None or self.running.cut_asked:
+            return
+        if not state.sync and not self._last_cut:
+            if self._told:
+                # Named now and not before: while an earlier checkpoint was written, workers may have gone on.
+                self._last_cut = True
+                state.stop_step = self.running.cut_now(stop=True)
             return
         if state.checkpoint_step == state.stop_step:
             self._score_next(now_s)
         elif now_s >= self._deadline_s:
             self._give_up(f"no whole cut at step {state.stop_step}", now_s)
-        elif state.leases is not None:
-            self.running.cut_now(stop=True)
-        elif now_s - self._asked_s >= state.timeouts.heartbeat_s:
+        elif state.sync and now_s - self._asked_s >= state.timeouts.heartbeat_s:
             # The servers may have left this cut out while an earlier one was held: they stand still now, so ask again.
             self._asked_s = now_s
             state.ledger.reopen(state.stop_step)
@@ -225,6 +232,8 @@ class Ending:
     def saved(self, saved: Saved, now_s: float) -> None:
         """A checkpoint was committed, or could not be."""
         if self.stage is not Stage.CUT or saved.step != self.state.stop_step:
+            return
+        if not self.state.sync and not self._last_cut:
             return
         if saved.error:
             self._give_up(f"it could not be written ({saved.error})", now_s)

@@ -49,21 +49,22 @@ class Running:
         if every > 0 and not at_end and not self.cut_asked and state.step // every > start // every:
             self.cut_now(stop=False)
 
-    def cut_now(self, *, stop: bool) -> None:
-        """Asynchronous mode: all shards copy themselves at once, under the lowest version as the number."""
+    def cut_now(self, *, stop: bool) -> int:
+        """Asynchronous mode: all shards copy themselves at once, under the lowest version as the number, returned."""
         state = self.state
-        if state.leases is None or self.cut_asked:
-            return
+        assert not state.sync
+        assert not self.cut_asked
         self.cut_asked = True
         step = self._last_cut = state.step
         # Noted first: then every update of a done lease is inside the copies (PROTOCOL 1.7).
-        cursor = state.leases.cursor()
+        cursor = state.leases.cursor() if state.leases is not None else {}
 
         def taken(result: CommandResult, now_s: float) -> None:
             self.cut_asked = False
             self.save(step, cursor)
 
         state.command(Cut(timeline=state.timeline, step=step, stop=stop), state.history(taken))
+        return step
 
     def save(self, step: int, cursor: dict[str, object] | None = None) -> None:
         """Have a cut that all shards hold fetched and committed."""
@@ -122,7 +123,8 @@ class Running:
             return LeaseAnswer(outcome="FENCED", reason=f"incarnation {incarnation:#x} of {task} is not alive")
         leases = state.leases
         if leases is None:
-            return LeaseAnswer(outcome="REFUSED", reason="this job is synchronous: batches follow from the step")
+            why = "synchronous: batches follow from the step" if state.sync else "a script, which chooses its batches"
+            return LeaseAnswer(outcome="REFUSED", reason=f"this job is {why}")
         for number in done:
             leases.finish(number, incarnation)
         if leases.all_done or state.phase in (Phase.STOPPING, Phase.ENDED):
@@ -139,8 +141,8 @@ class Running:
         state = self.state
         if state.phase is not Phase.RUNNING:
             return False
-        if state.leases is not None:
-            return state.leases.all_done
         if state.script:
             return len(state.finished) >= state.settings.trainers
+        if state.leases is not None:
+            return state.leases.all_done
         return state.all_told and state.stop_step > 0 and state.step >= state.stop_step

@@ -82,7 +82,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
 
     @rpc_errors.stream
     async def Heartbeat(self, request: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Heartbeats in, orders out whenever they change."""
+        """Heartbeats in, orders out: whenever they change, and as the answer to each heartbeat."""
         channel = StreamChannel(asyncio.get_running_loop())
         life: list[tuple[str, int]] = []
         reader = asyncio.create_task(self._read(request, channel, life))

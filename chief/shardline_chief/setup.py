@@ -66,7 +66,8 @@ class Setup:
             state.end(error.exit_code, str(error), now_s)
             return
         state.plan = plan
-        if job.consistency.mode == "async":
+        # A script chooses its batches and its end itself, so it has no leases in either mode.
+        if job.consistency.mode == "async" and not job.script:
             cursor = state.resume.cursor if state.resume is not None else {}
             state.leases = Leases.resumed(cursor, job.steps)
         if state.resume is not None and self._complete(job):

@@ -175,6 +175,8 @@ class Cluster:
         self.disk_full = False
         self.hold_commands = False
         self.held: list[Command] = []
+        self.hold_saves = False
+        self.held_saves: list[Save] = []
         self.finish: Finish | None = None
         self.lives: dict[str, int] = {}
         self._stable = 0
@@ -228,6 +230,13 @@ class Cluster:
             self._run(command)
         self.settle()
 
+    def release_saves(self) -> None:
+        self.hold_saves = False
+        held, self.held_saves = self.held_saves, []
+        for save in held:
+            self._save(save)
+        self.settle()
+
     def _run(self, command: Command) -> None:
         self.commands.append(command.order)
         values, errors = {}, {}
@@ -240,6 +249,9 @@ class Cluster:
 
     def _save(self, save: Save) -> None:
         assert all(ps.cuts[save.step].complete for ps in self.ps), "a cut was fetched that is not whole"
+        if self.hold_saves:
+            self.held_saves.append(save)
+            return
         if self.disk_full:
             self.program.saved(Saved(step=save.step, error="No space left on device"), self.now_s)
             return

@@ -633,15 +633,55 @@ def test_asynchronous_stop_waits_for_leases_out_then_cuts() -> None:
     assert cluster.saves[-1].cursor["done"] == [[0, answer.count]]
 
 
+def test_asynchronous_stop_during_a_save_asks_for_one_last_cut_and_ends_with_it() -> None:
+    cluster = Cluster(job=make_job(mode="async", checkpoint_every=10), workers=1)
+    cluster.start(workers=1)
+    answer = cluster.program.lease("worker/0", cluster.lives["worker/0"], (), cluster.now_s)
+    cluster.hold_saves = True
+    for ps in cluster.ps:
+        ps.version = 10
+    cluster.tick()
+    assert [save.step for save in cluster.held_saves] == [10]
+    for ps in cluster.ps:
+        ps.version = 12
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    # Past the time in which leases may be finished: the stop goes on while the worker does.
+    cluster.tick(T / 6 + 1)
+    for ps in cluster.ps:
+        ps.version = answer.count
+    cluster.tick()
+    cluster.release_saves()
+    cluster.tick(3)
+    assert [save.step for save in cluster.saves] == [0, 10, answer.count]
+    assert len([cut for cut in cluster.kinds(Cut) if cut.stop]) == 1
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+
+
+def test_asynchronous_stop_with_nothing_new_since_the_last_checkpoint_ends_with_that_one() -> None:
+    cluster = Cluster(job=make_job(mode="async", checkpoint_every=10), workers=1)
+    cluster.start(workers=1)
+    for ps in cluster.ps:
+        ps.version = 10
+    cluster.tick()
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    cluster.tick(1)
+    assert [save.step for save in cluster.saves] == [0, 10]
+    assert [cut.step for cut in cluster.kinds(Cut) if cut.stop] == [10]
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+
+
 # Scripts
 
 
-def script() -> Cluster:
+def script(**changes: object) -> Cluster:
     cluster = Cluster()
+    job = make_job(**{"script": True, "steps": 0, "replicas": 1 if "mode" in changes else 0, **changes})
     for number in (0, 1):
         cluster.join("ps", number)
     for number in (0, 1):
-        cluster.join("worker", number, job=make_job(script=True, steps=0, replicas=0))
+        cluster.join("worker", number, job=job)
     cluster.initialize()
     return cluster
 
@@ -676,6 +716,46 @@ def test_a_script_ends_when_all_its_workers_have_finished() -> None:
     assert [save.step for save in cluster.saves] == [0, 37]
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
+
+
+def test_an_asynchronous_script_trains_until_all_its_workers_have_finished() -> None:
+    cluster = script(mode="async", checkpoint_every=100)
+    cluster.tick(5)
+    assert cluster.program.state.phase is Phase.RUNNING
+    for version in (99, 130):
+        for ps in cluster.ps:
+            ps.version = version
+        cluster.tick()
+    assert [save.step for save in cluster.saves] == [0, 130]
+    cluster.beat("worker/0", finished=True)
+    cluster.tick()
+    assert cluster.finish is None
+    for ps in cluster.ps:
+        ps.version = 180
+    cluster.beat("worker/1", finished=True)
+    cluster.tick()
+    assert [save.step for save in cluster.saves] == [0, 130, 180]
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+
+
+def test_an_asynchronous_script_is_stopped_where_its_shards_are() -> None:
+    cluster = script(mode="async")
+    for ps in cluster.ps:
+        ps.version = 70
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    cluster.tick()
+    assert [cut.step for cut in cluster.kinds(Cut) if cut.stop] == [70]
+    assert [save.step for save in cluster.saves] == [0, 70]
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+
+
+def test_a_script_is_given_no_leases_and_told_why() -> None:
+    cluster = script(mode="async")
+    answer = cluster.program.lease("worker/0", cluster.lives["worker/0"], (), cluster.now_s)
+    assert answer.outcome == "REFUSED"
+    assert "script" in answer.reason
 
 
 def test_a_dead_script_worker_can_come_back_and_is_waited_for() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import queue
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import prometheus_client
 import pytest
 import torch
 
@@ -21,9 +23,10 @@ from shardline.image import VALUE, BucketImage
 from shardline.process import Termination
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.link import ChiefLink, Orders, Phase, StepReport
+from shardline.rpc.v1 import chief_pb2
 from shardline.sharding import make_plan
 from shardline.spec import JobSpec, RuleSpec, TensorSpec
-from shardline_chief import service, trainer
+from shardline_chief import control, service, trainer
 from shardline_chief.journal import Journal
 
 TIMEOUTS = Timeouts(total_s=6.0)
@@ -101,6 +104,71 @@ def test_status_names_tasks_with_their_state_and_the_last_events(chief: Chief) -
     assert status.phase == "waiting"
     assert [(row.task, row.state) for row in status.tasks] == [("evaluator/0", "alive")]
     assert any("evaluator/0 joined" in event for event in status.events)
+    link.close()
+
+
+def beats(*items: chief_pb2.Beat) -> tuple[queue.SimpleQueue[chief_pb2.Beat | None], Iterator[chief_pb2.Beat]]:
+    """A stream of heartbeats that a test feeds; None ends it."""
+    fed: queue.SimpleQueue[chief_pb2.Beat | None] = queue.SimpleQueue()
+    for item in items:
+        fed.put(item)
+    return fed, iter(fed.get, None)
+
+
+def test_every_heartbeat_is_answered_with_the_orders_whether_they_changed_or_not(chief: Chief) -> None:
+    stub = chief.client.stub
+    reply = stub.Join(chief_pb2.JoinRequest(role="evaluator", stable_id="s", address="h:1"), timeout=5.0)
+    beat = chief_pb2.Beat(task=reply.task, incarnation=reply.incarnation)
+    fed, stream = beats(beat)
+    answers = stub.Heartbeat(stream, timeout=10.0)
+    versions = [next(answers).version]
+    for _ in range(3):
+        fed.put(beat)
+        versions.append(next(answers).version)
+    fed.put(None)
+    assert versions == [1, 1, 1, 1]
+
+
+def test_a_second_stream_of_the_same_life_is_answered_at_once(chief: Chief) -> None:
+    stub = chief.client.stub
+    reply = stub.Join(chief_pb2.JoinRequest(role="evaluator", stable_id="s", address="h:1"), timeout=5.0)
+    for _ in range(2):
+        fed, stream = beats(chief_pb2.Beat(task=reply.task, incarnation=reply.incarnation))
+        assert next(stub.Heartbeat(stream, timeout=10.0)).version == 1
+        fed.put(None)
+
+
+def test_names_that_were_never_admitted_become_no_labels_of_the_figures(chief: Chief) -> None:
+    for name in ("worker/77", "nobody"):
+        fed, stream = beats(chief_pb2.Beat(task=name, incarnation=1))
+        assert next(chief.client.stub.Heartbeat(stream, timeout=5.0)).fenced
+        fed.put(None)
+    text = prometheus_client.generate_latest(chief.process._metrics.registry).decode()
+    assert 'peer="unknown"' in text
+    assert "worker/77" not in text
+    assert "nobody" not in text
+
+
+def test_tasks_hear_of_the_end_before_the_parameters_are_hashed(
+    chief: Chief, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    link = chief.link("evaluator")
+    link.join()
+    assert link.wait(lambda orders: orders.version > 0, timeout_s=5.0)
+    told: list[bool] = []
+
+    def digest(checkpoint: object) -> str:
+        told.append(link.wait(lambda orders: orders.phase is Phase.ENDED, timeout_s=5.0))
+        return "abc"
+
+    state = chief.process._control.program.state
+    monkeypatch.setattr(state, "checkpoint_step", 4)
+    monkeypatch.setattr(chief.process._checkpointer.store, "open", lambda step, verify: None)
+    monkeypatch.setattr(control, "parameters_digest", digest)
+    chief.client.stop("enough")
+    assert chief.wait() == 0
+    assert told == [True]
+    assert json.loads((tmp_path / "summary.json").read_text())["sha256"] == "abc"
     link.close()
 
 
