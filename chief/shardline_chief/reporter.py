@@ -29,13 +29,21 @@ WINDOW_S = 5.0
 
 
 class Rate:
-    """Units per second over the last WINDOW_S seconds, from readings of a counter."""
+    """Units per second over the last WINDOW_S seconds, from readings of a counter.
+
+    A counter is read more often than its task tells it, so only readings that differ count: else the rate would swing
+    between two values. A counter that stands still for long lets the rate fall.
+    """
 
     def __init__(self) -> None:
         self._readings: deque[tuple[float, float]] = deque()
+        self._now_s = 0.0
 
     def add(self, value: float, now_s: float) -> None:
         """Note a reading; a counter that went back (its task was replaced) starts again."""
+        self._now_s = now_s
+        if self._readings and value == self._readings[-1][1]:
+            return
         if self._readings and value < self._readings[-1][1]:
             self._readings.clear()
         self._readings.append((now_s, value))
@@ -48,6 +56,9 @@ class Rate:
         if len(self._readings) < 2:
             return 0.0
         (from_s, first), (to_s, last) = self._readings[0], self._readings[-1]
+        usual_s = (to_s - from_s) / (len(self._readings) - 1)
+        if self._now_s - to_s > max(WINDOW_S, 2 * usual_s):
+            to_s = self._now_s
         return (last - first) / (to_s - from_s) if to_s > from_s else 0.0
 
 

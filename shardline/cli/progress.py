@@ -14,6 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from shardline.rpc.status import ChiefStatus
 
 LINE_EVERY_S = 3.0
+MIN_BAR, MAX_BAR = 8, 24
+OTHER_COLUMNS = 72
+"""Characters beside the bar, so that 80 columns show every figure whole."""
 
 
 def waiting_text(status: ChiefStatus) -> str:
@@ -24,24 +27,27 @@ def waiting_text(status: ChiefStatus) -> str:
     return {"init": "setting parameters", "stopping": "stopping", "ended": "ended"}.get(status.phase, "")
 
 
+def scores(status: ChiefStatus) -> str:
+    """The last evaluation, named apart from the training loss, which may have the same name and says something else."""
+    found = ", ".join(f"{name} {value:.4g}" for name, value in sorted(status.last_metrics.items()))
+    return f"evaluated: {found}" if found else ""
+
+
 def figures(status: ChiefStatus) -> str:
-    """Loss, speed and evaluation in one short text; what isn't known yet is left out."""
+    """Loss and speed in one short text; what isn't known yet is left out."""
     parts = []
     if math.isfinite(status.loss) and status.step > status.first_step:
         parts.append(f"loss {status.loss:.4f}")
     if status.steps_per_s > 0:
         parts.append(f"{status.steps_per_s:.1f} steps/s")
         parts.append(f"{status.bytes_per_s / 1e6:.1f} MB/s")
-    if status.last_metrics:
-        # Named apart from the training loss, which may have the same name and says something else.
-        parts.append("evaluated: " + ", ".join(f"{name} {x:.4g}" for name, x in sorted(status.last_metrics.items())))
     return "  ".join(parts)
 
 
 def line(status: ChiefStatus) -> str:
     """One line such as "step 120/400  loss 0.3100  52.1 steps/s  3.4 MB/s  ETA 5 s"."""
     total = f"/{status.steps}" if status.steps else ""
-    parts = [f"step {status.step}{total}", figures(status), waiting_text(status)]
+    parts = [f"step {status.step}{total}", figures(status), scores(status), waiting_text(status)]
     left = status.steps - status.step
     if left > 0 and status.steps_per_s > 0:
         parts.append(f"ETA {left / status.steps_per_s:.0f} s")
@@ -97,13 +103,14 @@ class LineDisplay:
 
 
 class BarDisplay:
-    """A progress bar that is redrawn in place."""
+    """A progress bar that is redrawn in place; evaluations are lines above it, since they are too long for it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._scores = ""
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=max(MIN_BAR, min(MAX_BAR, console.width - OTHER_COLUMNS))),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}", markup=False),
             TextColumn("ETA"),
@@ -114,6 +121,10 @@ class BarDisplay:
 
     def update(self, status: ChiefStatus) -> None:
         """Redraw."""
+        found = scores(status)
+        if found not in ("", self._scores):
+            self._scores = found
+            self.say(found)
         self._progress.update(
             self._bar,
             description=waiting_text(status) or "training",

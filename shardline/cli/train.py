@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -210,7 +211,7 @@ class _Run:
         events = self._cluster.events
         with _signals(events), _Poller(self._cluster.chief_address, events) as poller:
             with make_display(self._console) as display:
-                display.say(f"logs: {self._cluster.options.out / 'logs'}")
+                display.say(f"started {started(self._cluster.tasks())}; logs: {self._cluster.options.out / 'logs'}")
                 code = self._loop(display)
             poller.end()
             if code is None:
@@ -281,6 +282,12 @@ class _Run:
         if code == 0:
             for text in report(self._cluster.options.out, found, self._last):
                 print(text)
+
+
+def started(tasks: Sequence[str]) -> str:
+    """How many processes of which roles, such as "1 chief, 2 ps, 2 workers"."""
+    counts = Counter(task.partition("/")[0] for task in tasks)
+    return ", ".join(f"{count} {role}{'s' if count > 1 and role != 'ps' else ''}" for role, count in counts.items())
 
 
 def _exit_code(code: int) -> int:

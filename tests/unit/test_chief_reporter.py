@@ -63,6 +63,19 @@ def test_rate_is_over_the_last_seconds_and_survives_a_counter_that_starts_again(
     assert rate.per_second == pytest.approx(5.0)
 
 
+def test_rate_is_steady_where_a_counter_is_read_more_often_than_it_is_told_and_falls_when_it_stands() -> None:
+    rate = Rate()
+    shown = []
+    for half in range(20):
+        rate.add(50.0 * (half // 2), half / 2)
+        shown.append(rate.per_second)
+    assert shown[4:] == pytest.approx([50.0] * 16)
+    rate.add(450.0, 13.0)
+    assert rate.per_second == pytest.approx(50.0)
+    rate.add(450.0, 40.0)
+    assert 0.0 < rate.per_second < 10.0
+
+
 def test_logs_hold_mean_loss_by_timeline_and_step_and_every_event(tmp_path: Path) -> None:
     reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))
     reporter.event("joined", "worker/0 joined", "info", {"incarnation": 7})

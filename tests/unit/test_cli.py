@@ -243,6 +243,17 @@ def test_bar_shows_loss_and_rates() -> None:
         assert part in shown
 
 
+def test_bar_keeps_its_figures_whole_in_80_columns_and_gives_each_evaluation_a_line() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with progress.make_display(console) as display:
+        display.update(RUNNING)
+        display.update(dataclasses.replace(RUNNING, loss=12.3456, steps_per_s=1234.5, bytes_per_s=1.2345e9))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.count("evaluated: accuracy 0.97, loss 0.2") == 1
+    for part in ("loss 12.3456  1234.5 steps/s  1234.5 MB/s", "120/400"):
+        assert part in shown, shown
+
+
 def test_status_table_has_a_row_per_task() -> None:
     console = Console(file=io.StringIO(), width=200)
     console.print(cluster_commands.table(RUNNING))

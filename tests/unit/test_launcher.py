@@ -279,7 +279,7 @@ def children(tmp_path: Path) -> dict[str, int]:
 
 def wait_for_start(process: subprocess.Popen[str]) -> None:
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("logs: ")
+    assert process.stderr.readline().startswith("started 1 chief, 1 ps, 1 worker; logs: ")
 
 
 def wait_gone(pids: dict[str, int], timeout_s: float) -> None:
