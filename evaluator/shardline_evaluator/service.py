@@ -48,7 +48,10 @@ def run(config: RoleConfig) -> int:
         job=spec,
     )
     try:
-        link.join()
+        termination.call(link.cancel_join)
+        if not link.join():
+            log.info("asked to end before the chief admitted this evaluator")
+            return 0
         log.info("joined as %s, metrics at http://%s/metrics", link.task, metrics_address)
         return Evaluator(link, job, model.to(device), metrics, termination).run()
     finally:

@@ -26,7 +26,11 @@ class Meter:
         """A push has ended."""
         metrics, lane = self._metrics, "grpc"
         outcome = outcome_name(result.ack.outcome)
-        metrics.counter("shardline_pushes_total", peer=result.task, outcome=outcome).inc()
+        metrics.counter("shardline_pushes_total", peer=result.task or "not admitted", outcome=outcome).inc()
+        if outcome == "fenced":
+            metrics.counter("shardline_fenced_messages_total", peer=result.task or "not admitted").inc()
+        if not result.task:
+            return
         metrics.counter("shardline_push_raw_bytes_total", peer=result.task, codec=result.codec, lane=lane).inc(
             result.raw_bytes
         )
@@ -36,8 +40,6 @@ class Meter:
         metrics.histogram("shardline_push_seconds", peer=result.task).observe(result.seconds)
         if outcome == "applied":
             metrics.histogram("shardline_staleness_updates", shard=result.shard).observe(result.ack.staleness)
-        if outcome == "fenced":
-            metrics.counter("shardline_fenced_messages_total", peer=result.task).inc()
 
     def _pulled(self, peer: str, codec: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
         metrics = self._metrics

@@ -141,7 +141,9 @@ async def pull(store: ParameterStore, request: data_pb2.PullRequest) -> AsyncIte
     shard = store.shard(request.data.shard)
     want = parse_want(request)
     wanted = wanted_buckets(shard, request)
-    wait_s = min(request.wait_s or DEFAULT_WAIT_S, MAX_WAIT_S)
+    if not 0.0 <= request.wait_s <= MAX_WAIT_S:
+        raise ProtocolError(f"wait_s is {request.wait_s}; it must be between 0 and {MAX_WAIT_S:.0f} seconds")
+    wait_s = request.wait_s or DEFAULT_WAIT_S
     deadline_s = time.monotonic() + wait_s
     generation = store.generation
     codec = store.configuration.codec if store.configuration is not None else "raw"

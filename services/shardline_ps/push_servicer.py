@@ -110,6 +110,7 @@ class PushResult:
 
     ack: data_pb2.PushAck
     task: str
+    """Who pushed; empty where it was not admitted, so that a stranger's names don't fill the metrics."""
     shard: int
     codec: str
     raw_bytes: int
@@ -347,7 +348,7 @@ class PushReceiver:
         self._store.count(push_raw=push.raw_bytes, push_wire=push.wire_bytes)
         return PushResult(
             ack=ack,
-            task=header.data.task,
+            task=header.data.task if push.rejected is None else "",
             shard=header.data.shard,
             codec=header.codec or "raw",
             raw_bytes=push.raw_bytes,

@@ -9,7 +9,7 @@ import threading
 import torch
 
 from shardline.config import RoleConfig
-from shardline.errors import ShardlineError
+from shardline.errors import InternalError, ShardlineError
 from shardline.metrics import Metrics
 from shardline.process import Termination, memory_limit, resolve_device, tell_ready
 from shardline.rpc.link import ChiefLink, Orders, Phase
@@ -117,11 +117,16 @@ def _serve(config: RoleConfig, process: PsProcess, termination: Termination, add
         address=address,
         metrics_address=metrics_address,
         on_orders=obey,
+        cancelled=termination.event,
         ps_status=process.meter.observed(process.servicer.status),
     )
     try:
         termination.call(process.ended.set)
-        link.join()
+        termination.call(link.cancel_join)
+        process.store.on_failure = lambda error: _report(link, error)
+        if not link.join():
+            log.info("asked to end before the chief admitted this ps")
+            return 0
         log.info("joined as %s, incarnation %#x", link.task, link.incarnation)
         process.ended.wait()
         if termination.event.is_set() and not process.end_reason and not failure:
@@ -132,6 +137,12 @@ def _serve(config: RoleConfig, process: PsProcess, termination: Termination, add
         return 0
     finally:
         link.close()
+
+
+def _report(link: ChiefLink, error: Exception) -> None:
+    """Tell the chief that a step can't be applied; from a thread of its own, since locks are held where it happens."""
+    code = error.exit_code if isinstance(error, ShardlineError) else InternalError.exit_code
+    threading.Thread(target=link.fail, args=(str(error), code), name="failure", daemon=True).start()
 
 
 def _leave(config: RoleConfig, link: ChiefLink, process: PsProcess) -> int:

@@ -29,7 +29,7 @@ from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
 from shardline_ps.pull_servicer import AsyncReply, pull
 from shardline_ps.push_servicer import PushReceiver, PushResult, admit_data, outcome_to_proto
 from shardline_ps.shard import Shard
-from shardline_ps.store import ParameterStore, PsConfiguration
+from shardline_ps.store import ParameterStore, PsConfiguration, planned_bytes
 from shardline_ps.vote_servicer import Voters
 from shardline_ps.voting import Ballot
 
@@ -170,6 +170,9 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         if decision.outcome is not Outcome.SERVED:
             return reply
         shard = store.shard(request.data.shard)
+        known = shard.settings.replicas
+        if len(request.replicas) > known or any(replica >= known for replica in request.replicas):
+            raise ProtocolError(f"Progress asks for replicas {list(request.replicas)[:8]}; the job has {known}")
         for replica in request.replicas:
             step = await store.work(shard.progress, replica)
             reply.replicas.append(data_pb2.ReplicaProgress(replica=replica, step=step))
@@ -227,7 +230,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                 lanes=[common_pb2.LANE_GRPC],
             ),
             changed=changed,
-            memory_bytes=store.held_bytes,
+            memory_bytes=planned_bytes(configuration),
         )
 
     def _wake_everybody(self) -> None:

@@ -101,6 +101,7 @@ class Shard:
         on_complete: Callable[[int], None] = lambda step: None,
         on_barrier: Callable[[float], None] = lambda wait_s: None,
         on_apply: Callable[[float], None] = lambda seconds: None,
+        on_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.number = number
         self.settings = settings
@@ -133,6 +134,7 @@ class Shard:
         self._on_complete = on_complete
         self._on_barrier = on_barrier
         self._on_apply = on_apply
+        self._on_failure = on_failure
         self._opened_s: float | None = None
         """When the first contribution to bucket 0's open step came."""
         self._completed: set[int] = set()
@@ -196,12 +198,6 @@ class Shard:
 
     # Synchronous
 
-    def admit(self, bucket: int, step: int, block: Block) -> Decision:
-        """What would become of a contribution; asked before its bytes are decoded."""
-        held = self.buckets[bucket]
-        with held.lock:
-            return self._admit(held, step, block)
-
     def _admit(self, held: Bucket, step: int, block: Block) -> Decision:
         if self.stop_step is not None and step >= self.stop_step:
             return Decision(Outcome.STOPPED, f"the job stops at step {self.stop_step}")
@@ -232,6 +228,7 @@ class Shard:
         """
         held = self.buckets[bucket]
         self._check(held, block, gradient)
+        self._check_hyper(held, hyper)
         published = False
         with held.lock:
             decision = guard() or self._admit(held, step, block)
@@ -245,18 +242,14 @@ class Shard:
             if bucket == 0:
                 self._time_barrier(held, block)
             held.contributions.add(block, values, gradient.present, gradient.digest)
-            if hyper and block.first == 0:
-                held.hyper = hyper.get(held.group)
+            if block.first == 0:
+                held.hyper = (hyper or {}).get(held.group)
             if nonfinite and self.voted:
                 # Before the step can be seen complete, so that the vote never misses it.
                 with self.lock:
                     self._nonfinite.setdefault(step, set()).update(nonfinite)
             if held.contributions.complete and not self.voted:
-                total = held.contributions.take()
-                if total.values is not None and held.spec.kind is TensorKind.PARAM:
-                    mean_(total.values, self.settings.replicas)
-                self._apply(held, total)
-                self._cut_if_wanted(held)
+                self._close(held)
                 published = True
         with self.lock:
             self.tally.pushes += bucket == 0
@@ -267,10 +260,45 @@ class Shard:
             return Decision(Outcome.STAGED)
         return decision
 
+    def _close(self, held: Bucket) -> None:
+        """Apply a complete step to a bucket whose lock is held (EAGER)."""
+        try:
+            total = held.contributions.take()
+            if total.values is not None and held.spec.kind is TensorKind.PARAM:
+                mean_(total.values, self.settings.replicas)
+                self._check_sum(held, total.values)
+            self._apply(held, total)
+        except Exception:
+            # Nothing was published: what was counted is forgotten, so that it can be sent again.
+            held.contributions.clear()
+            held.hyper = None
+            raise
+        self._cut_if_wanted(held)
+
+    def _check_sum(self, held: Bucket, mean: torch.Tensor) -> None:
+        """Finite contributions can have a sum that is not; under "stop" it is never applied."""
+        if self.settings.replicas > 1 and not is_finite(mean):
+            names = ", ".join(nonfinite_names(held, mean))
+            error = NonFiniteError(
+                f"shard {self.number}, step {held.step}: the sum of {self.settings.replicas} replicas' gradients of "
+                f"{names} has NaN or infinity though each of them is finite; it was not applied. Lower the learning "
+                f"rate, or train in a wider dtype"
+            )
+            self._on_failure(error)
+            raise error
+
+    def _check_hyper(self, held: Bucket, hyper: Mapping[int, Mapping[str, float]] | None) -> None:
+        if hyper and held.rule is not None and (numbers := hyper.get(held.group)):
+            held.rule.check_hyper(numbers)
+
     def _apply(self, held: Bucket, total: Partial, *, scale: float = 1.0, skip: bool = False) -> None:
         """Apply to a bucket whose lock is held, and tell how long it took."""
         start_s = time.monotonic()
-        held.apply(total, scale=scale, skip=skip)
+        try:
+            held.apply(total, scale=scale, skip=skip)
+        except Exception as error:
+            self._on_failure(error)
+            raise
         self._on_apply(time.monotonic() - start_s)
 
     def _time_barrier(self, held: Bucket, block: Block) -> None:
@@ -403,6 +431,8 @@ class Shard:
         """
         for number, gradient in gradients.items():
             self._check(self.buckets[number], Block(0, 1), gradient)
+        for bucket in self.buckets:
+            self._check_hyper(bucket, hyper)
         # A codec may have made infinities of what was finite at the worker.
         skip = skip or (self.settings.consistency.nan_policy == "skip" and not _all_finite(gradients.values()))
         with self.lock:

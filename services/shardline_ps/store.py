@@ -15,8 +15,8 @@ import torch
 from shardline.errors import ProtocolError, UsageError
 from shardline.rpc.client import Placement
 from shardline.sharding import Plan
-from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec
-from shardline.update import check_tensors
+from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind
+from shardline.update import BucketRule, check_tensors
 from shardline.wire.codecs import check_codec
 from shardline_ps.authority import Authority
 from shardline_ps.shard import Shard, ShardSettings
@@ -80,6 +80,8 @@ class ParameterStore:
         self.pool = ThreadPoolExecutor(max_workers=pool_threads, thread_name_prefix="apply")
         self.on_complete: Callable[[int, int], None] = lambda shard, step: None
         """(shard, step): all contributions of a voted step are there. Called from pool threads."""
+        self.on_failure: Callable[[Exception], None] = lambda error: None
+        """A step can't be applied: the job can't go on. Called from pool threads, with locks held."""
         self.on_pulled: Callable[[str, str, int, int, float], None] = lambda peer, codec, raw, wire, seconds: None
         """(peer, codec, raw bytes, wire bytes, seconds) of a finished pull."""
         self.on_barrier: Callable[[int, float], None] = lambda shard, wait_s: None
@@ -106,12 +108,10 @@ class ParameterStore:
             raise ProtocolError("Configure says 0 replicas; a job has at least 1")
         check_codec(configuration.codec)
         check_tensors(configuration.rule, plan.tensors)
-        needed = sum(plan.shards[number].nbytes for number in configuration.shards)
-        if configuration.consistency.mode == "sync":
-            needed *= 2
+        needed = planned_bytes(configuration)
         if self.memory_limit_bytes is not None and needed > self.memory_limit_bytes:
             raise UsageError(
-                f"the shards of this ps need at least {needed:,} bytes on {self.device}, the limit is "
+                f"the shards of this ps need {needed:,} bytes on {self.device} with optimizer state, the limit is "
                 f"{self.memory_limit_bytes:,}; use more parameter servers, or raise --gpu-memory-fraction"
             )
         settings = ShardSettings(
@@ -152,8 +152,13 @@ class ParameterStore:
             on_publish=lambda bucket: self._notify(number, bucket),
             on_complete=lambda step: self.on_complete(number, step),
             on_barrier=lambda wait_s: self.on_barrier(number, wait_s),
+            on_failure=self._failed,
             on_apply=lambda seconds: self.on_applied(number, seconds),
         )
+
+    def _failed(self, error: Exception) -> None:
+        # Looked up now: who is told is set after the shards are made, in tests and without a chief.
+        self.on_failure(error)
 
     def _notify(self, shard: int, bucket: int) -> None:
         signal = self.signals.get((shard, bucket))
@@ -192,6 +197,22 @@ class ParameterStore:
     def close(self) -> None:
         """End the pool."""
         self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def planned_bytes(configuration: PsConfiguration) -> int:
+    """Bytes the shards will hold: parameters (twice in synchronous mode) and the whole optimizer state.
+
+    Contributions that wait for others, and cuts that wait for the chief, come on top.
+    """
+    plan, total = configuration.plan, 0
+    copies = 2 if configuration.consistency.mode == "sync" else 1
+    for number in configuration.shards:
+        for bucket in plan.shards[number].buckets:
+            total += bucket.nbytes * (1 if bucket.kind is TensorKind.FROZEN else copies)
+            if bucket.kind is TensorKind.PARAM:
+                rule = BucketRule(configuration.rule, configuration.schedule, bucket, plan.tensors, torch.device("cpu"))
+                total += rule.full_nbytes
+    return total
 
 
 def numbers(values: Sequence[int], limit: int = 8) -> str:

@@ -11,6 +11,7 @@ import time
 import grpc
 
 from shardline.config import Timeouts
+from shardline.errors import InternalError, NonFiniteError, ProtocolError
 from shardline.rpc.channel import channel_options
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline_ps.shard import ShardVote
@@ -52,7 +53,7 @@ class Voters:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a voted step failed: %s", error, exc_info=error)
-            self._store.failure = f"a voted step failed: {error}"
+            self._store.on_failure(InternalError(f"a voted step failed: {error}"))
 
     async def _decide(self, number: int, step: int) -> None:
         store = self._store
@@ -63,6 +64,15 @@ class Voters:
             return
         vote, staged = voted
         verdict = await self._ask(timeline, generation, number, vote)
+        if verdict is not None and verdict.nonfinite and not verdict.skip:
+            # Contributions were checked one by one: it is their sum that isn't finite. Nothing is applied anywhere.
+            store.on_failure(
+                NonFiniteError(
+                    f"step {step}: the sum of the replicas' gradients of {', '.join(verdict.nonfinite)} has NaN or "
+                    f"infinity; it was not applied. Lower the learning rate, or set nan_policy='skip'"
+                )
+            )
+            return
         if verdict is not None:
             await store.work(lambda: shard.apply_verdict(staged, scale=verdict.scale, skip=verdict.skip))
 
@@ -122,6 +132,13 @@ class Voters:
         """Vote at this ps, which is the lead."""
         configuration = self._store.configuration
         assert configuration is not None
+        open_step = self._store.shard(0).step_min
+        if shard >= len(configuration.plan.shards) or abs(step - open_step) > 1:
+            # Rounds are kept by step: a vote far from the open one would stay for ever.
+            raise ProtocolError(
+                f"vote of shard {shard} on step {step}: there are {len(configuration.plan.shards)} shards, and the "
+                f"lead is at step {open_step}"
+            )
         return await self._lead.vote(
             timeline,
             step,

@@ -17,6 +17,9 @@ from shardline.lanes.base import Ack, Contribution, End, Lane, Sender, Standing,
 
 log = logging.getLogger("shardline.client")
 
+SLOWEST_BYTES_PER_S = 1e6
+"""Links slower than 8 Mbit/s run into deadlines."""
+
 
 class Restart(Exception):
     """The step has to begin again from Progress (PROTOCOL 1.4.1): the timeline, the assignment or the step changed."""
@@ -76,6 +79,8 @@ class Exchange:
         self._interrupted = threading.Event()
         self._on_retry = on_retry
         self._told: dict[int, str] = {}
+        self.still_ordered: Callable[[], bool] = lambda: True
+        """Asked whenever a shard says WAITING: whether what this exchange waits for is still wanted of it."""
 
     def arm(self) -> None:
         """Forget earlier interruptions. Look at the orders after this and before run(), so that none is missed."""
@@ -136,8 +141,7 @@ class Exchange:
             if self._interrupted.is_set():
                 raise Interrupted
             try:
-                # A server answers WAITING well before this deadline, so only a dead link runs into it.
-                done = lane.exchange(sender, pending, want, sink, timeout_s=self._timeouts.rpc_s)
+                done = lane.exchange(sender, pending, want, sink, timeout_s=self._deadline_s(sink, pending))
             except UnreachableError as error:
                 if self._interrupted.is_set():
                     raise Interrupted from error
@@ -148,6 +152,8 @@ class Exchange:
                 log.warning("shard %d: %s; trying again", task.shard, error)
                 self._interrupted.wait(pause_s)
                 pause_s = min(pause_s * 2, self._timeouts.heartbeat_s + 1.0)
+                if want is not None and self.fixed_step(want):
+                    want = self._rest(want, sink, task.shard)
                 continue
             heard_s = time.monotonic()
             for ack in done.acks:
@@ -161,10 +167,25 @@ class Exchange:
                     acks=tuple(acks), end=done.end, seconds=time.monotonic() - start_s, push_s=push_s, waits=waits
                 )
             check_end(done.end, task.shard)
+            if not self.still_ordered():
+                raise Interrupted
             waits += 1
             self._tell_waiting(task.shard, done.end, time.monotonic() - start_s)
             assert want is not None
             want = self._rest(want, sink, task.shard)
+
+    def _deadline_s(self, sink: BucketSink, pending: Sequence[Contribution]) -> float:
+        """Deadline of one call: a third of the timeout, and time for its bytes on a very slow link.
+
+        A dead link is noticed sooner, by the channel's keepalive; a server that waits answers WAITING sooner.
+        """
+        pushed = sum(len(item.data) for push in pending for item in push.buckets)
+        return self._timeouts.rpc_s + (pushed + sink.shard_bytes) / SLOWEST_BYTES_PER_S
+
+    @staticmethod
+    def fixed_step(want: Want) -> bool:
+        """Whether buckets that came over a broken call need not be asked for again: they can't have changed."""
+        return want.step is not None
 
     def _rest(self, want: Want, sink: BucketSink, shard: int) -> Want:
         """The buckets that have not come yet."""

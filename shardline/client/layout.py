@@ -97,10 +97,12 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal; NaN equals NaN."""
-    if a.is_floating_point() or a.is_complex():
-        return bool(torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))
-    return bool(torch.equal(a, b))
+    """Whether two tensors of one shape and dtype hold the same bytes: 0.0 is not -0.0, a NaN is itself."""
+    return bool(torch.equal(_octets(a), _octets(b)))
+
+
+def _octets(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def fill_bucket(
@@ -136,6 +138,7 @@ class BucketSink:
         self._shard = shard
         self._codec = codec
         self.num_buckets = len(layout.plan.shards[shard].buckets)
+        self.shard_bytes = layout.plan.shards[shard].nbytes
         self._memory: dict[int, torch.Tensor] = {}
         self.arrived: set[int] = set()
         """Buckets of the running pull that are whole."""

@@ -94,6 +94,8 @@ class Session:
         self._loss: float | None = None
         self._finished = False
         self._closed = False
+        self.total_steps: int | None = None
+        """Overrides what a script says in steps(): --steps of the command line."""
 
     # What a script asks
 
@@ -172,10 +174,15 @@ class Session:
             machine=machine_fingerprint(spec.threads, str(self.device)),
             on_orders=self._ordered,
             traffic=self._traffic,
+            cancelled=self._termination.event,
         )
         self._termination.call(self._asked_to_end)
         self._link.client.peer.on_retry = self.metrics.counter("shardline_rpc_retries_total", peer="chief").inc
-        self._link.join()
+        self._termination.call(self._link.cancel_join)
+        if not self._link.join():
+            log.info("asked to end before the chief admitted this worker")
+            self.shutdown()
+            raise SystemExit(0)
         log.info(
             "joined as %s, incarnation %#x, metrics at http://%s/metrics",
             self._link.task,
@@ -262,8 +269,14 @@ class Session:
             task=link.task,
             incarnation=link.incarnation,
             index=self.config.index,
+            on_retry=lambda shard: self._count_retry(view, shard),
         )
+        self._trainer.exchange.still_ordered = self._still_ordered
         self._trainer.on_nonfinite = lambda name: self.metrics.counter("shardline_nonfinite_total", what=name).inc()
+
+    def _count_retry(self, view: JobView, shard: int) -> None:
+        peer = next((place.task for place in view.placement if place.shard == shard), "ps")
+        self.metrics.counter("shardline_rpc_retries_total", peer=peer).inc()
 
     # Orders
 
@@ -275,6 +288,14 @@ class Session:
         moved = trainer.is_sync and self._replicas and orders.replicas != self._replicas
         if orders.fenced or link.lost or moved or orders.timeline != self._view.timeline or orders.phase is Phase.ENDED:
             trainer.exchange.interrupt()
+
+    def _still_ordered(self) -> bool:
+        """Whether the orders are still those that the open step began with."""
+        orders = self.link.orders
+        if orders.fenced or self.link.lost is not None or orders.phase is Phase.ENDED or self._view is None:
+            return False
+        moves = self.trainer.is_sync and self._iterating
+        return orders.timeline == self._view.timeline and not (moves and orders.replicas != self._replicas)
 
     def _asked_to_end(self) -> None:
         log.info("asked to end: handing this worker's replicas back to the chief")
@@ -298,6 +319,7 @@ class Session:
         """
         self._iterating = True
         try:
+            total = total if self.total_steps is None else self.total_steps
             while True:
                 number = self._next()
                 if number is None or (total is not None and number >= total):
@@ -312,6 +334,8 @@ class Session:
         """Number of the next step or batch, None when there is none; waits while there may be one later."""
         while True:
             link = self.link
+            # Before the orders are read: an interruption by newer ones must not be forgotten.
+            self.trainer.exchange.arm()
             orders = self._orders_or_none()
             if orders is None or orders.phase is Phase.ENDED:
                 return None
@@ -346,7 +370,6 @@ class Session:
             self._replicas, self._stale = (), True
             self._wait_for_change(orders)
             return None
-        self.trainer.exchange.arm()
         if self._stale or orders.replicas != self._replicas:
             if not self._relocate(orders):
                 return None
@@ -386,11 +409,11 @@ class Session:
         """A script's start: return with parameters in the model, or raise when the deadline ends."""
         deadline_s = time.monotonic() + self.config.timeouts.total_s
         while True:
+            self.trainer.exchange.arm()
             self.link.check()
             orders = self.link.orders
             if orders.phase is Phase.ENDED:
                 return
-            self.trainer.exchange.arm()
             if self._relocate(orders):
                 if not self.trainer.is_sync:
                     self._todo = {0}
@@ -404,7 +427,6 @@ class Session:
         if self._finished:
             self._wait_for_change(orders)
             return None
-        self.trainer.exchange.arm()
         if self._stale and not self._relocate(orders):
             return None
         lease = self._lease
@@ -503,7 +525,8 @@ class Session:
             if not isinstance(error, Interrupted):
                 link.wait(lambda o: o != orders, timeout_s=0.1)
             self.trainer.exchange.arm()
-            return True
+            # Orders that came before arm() are looked at here, later ones interrupt again.
+            return self._still_ordered()
         if not self._iterating:
             raise RolledBackError(
                 f"{link.task}: the job went back to an earlier step ({error or 'its timeline changed'}); loop over "

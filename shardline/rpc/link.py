@@ -17,10 +17,11 @@ import grpc
 import torch
 
 from shardline.config import Timeouts
-from shardline.errors import FencedError, MismatchError, UnreachableError
+from shardline.errors import FencedError, InternalError, MismatchError, ShardlineError, UnreachableError
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.convert import job_to_proto
+from shardline.rpc.errors import from_status
 from shardline.rpc.v1 import chief_pb2, common_pb2, parameter_server_pb2
 from shardline.spec import JobSpec
 
@@ -121,6 +122,7 @@ class ChiefLink:
         on_orders: Callable[[Orders], None] | None = None,
         ps_status: Callable[[], parameter_server_pb2.PsStatusReply] | None = None,
         traffic: Callable[[], tuple[int, int, int, int]] | None = None,
+        cancelled: threading.Event | None = None,
     ) -> None:
         self.client = ChiefClient(chief_address, timeouts)
         self.timeouts = timeouts
@@ -150,16 +152,24 @@ class ChiefLink:
         self._dropped = False
         self._call: grpc.Call | None = None
         self._thread: threading.Thread | None = None
-        self._last_heard_s = time.monotonic()
-        self.lost: UnreachableError | None = None
+        self._cancelled = cancelled or threading.Event()
+        self._join_wake = threading.Event()
+        self._broken_s: float | None = None
+        """Since when there has been no working stream; None while there is one."""
+        self.lost: ShardlineError | None = None
         self.figures: dict[str, float] = {}
 
     # Joining
 
-    def join(self) -> None:
+    def cancel_join(self) -> None:
+        """End a running join() early; for the thread of a signal."""
+        self._join_wake.set()
+
+    def join(self) -> bool:
         """Join, asking again while the chief isn't there or says so, until the join deadline.
 
-        Raises UnreachableError, MismatchError (refused for good) or FencedError.
+        Returns False where the process was asked to end meanwhile (`cancelled`). Raises UnreachableError,
+        MismatchError (refused for good) or FencedError.
         """
         deadline_s = time.monotonic() + self.timeouts.join_s
         request = chief_pb2.JoinRequest(
@@ -187,20 +197,43 @@ class ChiefLink:
                     f"{self.task}: {self.client.peer} did not admit this task within "
                     f"{self.timeouts.join_s:.0f} s: {reason}"
                 )
-            reply = self.client.peer.call(self.client.stub.Join, request, what="Join", timeout_s=left_s)
+            reply = self._ask_to_join(request, left_s)
+            if reply is None:
+                return False
             if reply.accepted:
                 break
             reason = reply.reason
             if not reply.retry:
                 raise MismatchError(f"{self.task}: the chief refused this task: {reply.reason}")
             log.info("%s: not admitted yet: %s", self.task, reply.reason)
-            self._closed.wait(min(0.2 + 0.3 * random.random(), max(0.0, left_s)))
+            if self._join_wake.wait(min(0.2 + 0.3 * random.random(), max(0.0, left_s))) and self._cancelled.is_set():
+                return False
+            self._join_wake.clear()
         self.task = reply.task
         self.incarnation = reply.incarnation
         self.term = reply.term
-        self._last_heard_s = time.monotonic()
         self._thread = threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True)
         self._thread.start()
+        return True
+
+    def _ask_to_join(self, request: chief_pb2.JoinRequest, left_s: float) -> chief_pb2.JoinReply | None:
+        """One Join, waiting for a chief that isn't there yet; None where the process was asked to end meanwhile."""
+        start_s = time.monotonic()
+        call = self.client.stub.Join.future(request, timeout=left_s, wait_for_ready=True)
+        call.add_done_callback(lambda _: self._join_wake.set())
+        while not call.done():
+            # Bounded by the call's own deadline.
+            self._join_wake.wait(left_s + 1.0)
+            self._join_wake.clear()
+            if self._cancelled.is_set() and not call.done():
+                call.cancel()
+                return None
+        try:
+            reply: chief_pb2.JoinReply = call.result()
+        except grpc.RpcError as error:
+            waited_s = time.monotonic() - start_s
+            raise from_status(error, peer=str(self.client.peer), what="Join", waited_s=waited_s) from error
+        return reply
 
     # What the task tells
 
@@ -229,6 +262,8 @@ class ChiefLink:
     def fail(self, sentence: str, code: int, *, timeout_s: float = 5.0) -> None:
         """Tell the chief why this task can't go on; waits until the beat is written or the timeout ends."""
         self._failure = (sentence, code)
+        if self._thread is None or not self._thread.is_alive() or self.lost is not None:
+            return
         self.beat_now()
         if not self._failure_sent.wait(timeout_s):
             log.warning("%s: could not tell the chief within %.1f s: %s", self.task, timeout_s, sentence)
@@ -323,26 +358,39 @@ class ChiefLink:
             try:
                 self._stream()
             except grpc.RpcError as error:
-                code = error.code() if isinstance(error, grpc.Call) else None
-                if self._closed.is_set():
+                if self._closed.is_set() or not self._may_go_on(error):
                     return
-                silent_s = time.monotonic() - self._last_heard_s
-                if code not in RETRIED and code not in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN):
-                    self._lose(UnreachableError(f"{self.task}: {self.client.peer} refused heartbeats: {error}"))
-                    return
-                if silent_s > self.timeouts.total_s:
-                    self._lose(
-                        UnreachableError(
-                            f"{self.task}: no word from {self.client.peer} for {silent_s:.0f} s (limit "
-                            f"{self.timeouts.total_s:.0f} s); this task ends. Is the chief still running?"
-                        )
-                    )
-                    return
+            except Exception as error:
+                # A defect, ours or of on_orders: without heartbeats the task would only look dead.
+                log.exception("the heartbeat failed")
+                self._lose(InternalError(f"{self.task}: the heartbeat failed: {type(error).__name__}: {error}"))
+                return
             if self._orders.phase is Phase.ENDED or self._orders.fenced:
                 # The chief has said its last word and let go.
                 return
             # Jitter, so that a whole cluster does not return in the same instant.
             self._closed.wait(self.timeouts.heartbeat_s * (0.25 + 0.5 * random.random()))
+
+    def _may_go_on(self, error: grpc.RpcError) -> bool:
+        """Whether to try another stream after this one broke; tells the task where not."""
+        code = error.code() if isinstance(error, grpc.Call) else None
+        if code not in RETRIED and code not in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN):
+            self._lose(UnreachableError(f"{self.task}: {self.client.peer} refused heartbeats: {error}"))
+            return False
+        now_s = time.monotonic()
+        if self._broken_s is None:
+            # Also how a stream ends that has reached its own deadline: no silence yet.
+            self._broken_s = now_s
+        silent_s = now_s - self._broken_s
+        if silent_s <= self.timeouts.total_s:
+            return True
+        self._lose(
+            UnreachableError(
+                f"{self.task}: no word from {self.client.peer} for {silent_s:.0f} s (limit "
+                f"{self.timeouts.total_s:.0f} s); this task ends. Is the chief still running?"
+            )
+        )
+        return False
 
     def _stream(self) -> None:
         ended = threading.Event()
@@ -354,7 +402,7 @@ class ChiefLink:
                 call.cancel()
         try:
             for message in call:
-                self._last_heard_s = time.monotonic()
+                self._broken_s = None
                 self._obey(_orders_from_proto(message))
         finally:
             ended.set()
@@ -370,7 +418,7 @@ class ChiefLink:
         if changed and self._on_orders is not None:
             self._on_orders(orders)
 
-    def _lose(self, error: UnreachableError) -> None:
+    def _lose(self, error: ShardlineError) -> None:
         with self._lock:
             self.lost = error
             self._lock.notify_all()

@@ -97,6 +97,10 @@ class BucketRule:
         self._states.apply(values, gradient, pattern, torch_arguments(self._name, group))
         return True
 
+    def check_hyper(self, hyper: Mapping[str, float]) -> None:
+        """Raise ProtocolError where apply() would refuse these numbers."""
+        with_hyper(self._name, self._group, hyper)
+
     def export(self) -> tuple[dict[str, Tensor], dict[str, tuple[float, ...]], tuple[bool, ...]]:
         """The state as in BucketImage: (flat CPU tensors by name, per-slice numbers by name, initialized per slice).
 
