@@ -28,6 +28,8 @@ from shardline.spec import JobSpec
 log = logging.getLogger("shardline.link")
 
 PROTOCOL_MINOR = 1
+STREAM_S = 3600.0
+"""Deadline of one heartbeat stream; the next one follows at once."""
 FEATURES = ("sync", "async", "voted", "cut", "restore")
 GOODBYE_S = 2.0
 """How long a task that ends waits for the chief to take its last beat."""
@@ -394,7 +396,7 @@ class ChiefLink:
 
     def _stream(self) -> None:
         ended = threading.Event()
-        call = self.client.stub.Heartbeat(self._beats(ended), timeout=3600.0)
+        call = self.client.stub.Heartbeat(self._beats(ended), timeout=STREAM_S)
         with self._lock:
             self._call = call
             if self._dropped:
