@@ -75,8 +75,6 @@ def connect(
         checkpoint_every=checkpoint_every if checkpoint_every is not None else int(_number("checkpoint_every", 0)),
         checkpoint_keep=checkpoint_keep,
     )
-    steps = environment("steps")
-    session.total_steps = int(_number("steps", 0)) if steps is not None else None
     _tell_what_ends_the_script(session)
     # A script that runs off its end without close() has done its part: nobody should wait for it.
     atexit.register(session.close)

@@ -94,8 +94,6 @@ class Session:
         self._loss: float | None = None
         self._finished = False
         self._closed = False
-        self.total_steps: int | None = None
-        """Overrides what a script says in steps(): --steps of the command line."""
 
     # What a script asks
 
@@ -319,7 +317,6 @@ class Session:
         """
         self._iterating = True
         try:
-            total = total if self.total_steps is None else self.total_steps
             while True:
                 number = self._next()
                 if number is None or (total is not None and number >= total):
