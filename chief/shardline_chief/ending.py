@@ -122,9 +122,12 @@ class Ending:
         self.state.say("stop_step", f"the job stops at step {step}")
 
     def _nobody_goes_on(self) -> bool:
-        """No step will be closed any more. A job file's worker that has finished only waits at the stop step."""
+        """No step will be closed any more: a script's worker that has finished contributes nothing further.
+
+        A job file's worker that has finished only waits at the stop step.
+        """
         state = self.state
-        return not (state.working() if state.script else state.trainers())
+        return bool(state.finished) or not state.working() if state.script else not state.trainers()
 
     def _stop_where_equal(self) -> None:
         """Nobody goes on, so the shards must stop where they are, if that is one step."""

@@ -43,6 +43,7 @@ class Program:
         self.ending = Ending(self.state, self.running)
         self._told_failures: set[tuple[str, int]] = set()
         self._told_leaving: set[tuple[str, int]] = set()
+        self._uneven_since_s: float | None = None
         if job is not None:
             self.setup.adopt(job, "the job file")
 
@@ -236,6 +237,7 @@ class Program:
         self._lives(now_s)
         self.setup.tick(now_s)
         self._alone(now_s)
+        self._uneven(now_s)
         self.ending.poll()
         if state.phase is Phase.RUNNING and state.sync and 0 < state.stop_step <= state.step_max + 1:
             # The last step is being closed: don't wait for the next heartbeat to learn it.
@@ -299,6 +301,27 @@ class Program:
                 now_s,
                 exit_code=TaskLostError.exit_code,
             )
+
+    def _uneven(self, now_s: float) -> None:
+        """Workers of a synchronous script make different numbers of steps: end where the first one has finished."""
+        state = self.state
+        ahead = self.running.ahead() if state.phase is Phase.RUNNING else []
+        if not ahead:
+            self._uneven_since_s = None
+            return
+        if self._uneven_since_s is None:
+            self._uneven_since_s = now_s
+        # Who is neither done nor waiting may be saving its results: it has time for that.
+        undecided = len(state.working()) > len(ahead)
+        if undecided and now_s - self._uneven_since_s < state.timeouts.join_s:
+            return
+        done = ", ".join(f"{task} finished at step {state.steps.get(task, 0)}" for task in sorted(state.finished))
+        sentence = (
+            f"{done}, so {', '.join(ahead)} can't go on: each step of a synchronous script needs all workers. Give all "
+            "the same number of steps"
+        )
+        state.say("uneven", sentence, "warning")
+        self.ending.begin(f"stopped: {sentence}", now_s)
 
     def _progress(self, now_s: float) -> None:
         if self.running.complete():

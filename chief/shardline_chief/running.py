@@ -136,6 +136,17 @@ class Running:
 
     # The end
 
+    def ahead(self) -> list[str]:
+        """Synchronous script: workers that have pushed a step which one that has finished will never push."""
+        state = self.state
+        if not (state.script and state.sync and state.finished):
+            return []
+        gone = {int(task.rpartition("/")[2]) for task in state.finished}
+        # A report from before the end of the finished one lacks its replica too.
+        last = max(state.steps.get(task, 0) for task in state.finished)
+        open_ = [set(s.waiting_for) for s in state.shards.values() if s.step_min >= last and gone & set(s.waiting_for)]
+        return [m.task for m in state.working() if any(m.index not in missing for missing in open_)]
+
     def complete(self) -> bool:
         """Whether the job has done all its steps."""
         state = self.state

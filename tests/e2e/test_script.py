@@ -27,6 +27,44 @@ def test_the_digits_script_learns_on_two_servers_with_two_workers(tmp_path: Path
         assert float(accuracy[1]) >= 0.95
 
 
+def test_the_digits_script_trains_asynchronously_each_worker_its_own_steps(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    finished = train(SCRIPT, out, "--script", "--ps", "2", "--workers", "2", "--consistency", "async")
+    assert finished.code == 0, finished
+    found = summary_of(out)
+    assert (found["consistency"], found["versions"], found["checkpoint_step"]) == ("async", [1000, 1000], 1000)
+    for replica in (0, 1):
+        assert f"replica {replica} of 2: test accuracy" in (out / "logs" / f"worker-{replica}.log").read_text()
+
+
+UNEVEN = """
+import torch
+import shardline
+
+session = shardline.connect()
+model = torch.nn.Linear(3, 2)
+optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in session.steps(5 if session.replica == 0 else 8):
+    optimizer.zero_grad()
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+print("left the loop")
+session.close()
+"""
+
+
+def test_a_script_whose_workers_make_different_numbers_of_steps_ends_with_a_sentence(tmp_path: Path) -> None:
+    script, out = tmp_path / "uneven.py", tmp_path / "run"
+    script.write_text(UNEVEN)
+    finished = train(script, out, "--script", "--ps", "2", "--workers", "2")
+    assert finished.code == 0, finished
+    found = summary_of(out)
+    assert (found["steps"], found["checkpoint_step"]) == (5, 5)
+    assert "worker/0 finished at step 5, so worker/1 can't go on" in found["reason"]
+    for replica in (0, 1):
+        assert "left the loop" in (out / "logs" / f"worker-{replica}.log").read_text()
+
+
 def test_what_only_a_script_itself_can_say_is_refused_as_a_flag(tmp_path: Path) -> None:
     finished = train(SCRIPT, tmp_path / "run", "--script", "--steps", "10")
     assert_refused(finished, 2, r"steps can't be set from outside.* after --")

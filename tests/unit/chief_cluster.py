@@ -86,6 +86,7 @@ class FakePs:
     passes: int = 0
     """So many Cut commands come too late."""
     failure: str = ""
+    waiting_for: tuple[int, ...] = ()
 
     @property
     def task(self) -> str:
@@ -98,6 +99,7 @@ class FakePs:
             step_max=self.step,
             version=self.version,
             initialized=self.initialized,
+            waiting_for=self.waiting_for,
             cuts=tuple(self.cuts.values()),
         )
         return PsStatus(

@@ -675,12 +675,12 @@ def test_asynchronous_stop_with_nothing_new_since_the_last_checkpoint_ends_with_
 # Scripts
 
 
-def script(**changes: object) -> Cluster:
-    cluster = Cluster()
+def script(workers: int = 2, **changes: object) -> Cluster:
+    cluster = Cluster(workers=workers)
     job = make_job(**{"script": True, "steps": 0, "replicas": 1 if "mode" in changes else 0, **changes})
     for number in (0, 1):
         cluster.join("ps", number)
-    for number in (0, 1):
+    for number in range(workers):
         cluster.join("worker", number, job=job)
     cluster.initialize()
     return cluster
@@ -714,6 +714,74 @@ def test_a_script_ends_when_all_its_workers_have_finished() -> None:
     cluster.beat("worker/1", finished=True)
     cluster.tick()
     assert [save.step for save in cluster.saves] == [0, 37]
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+
+
+def test_a_script_whose_workers_make_different_numbers_of_steps_ends_where_the_first_finished() -> None:
+    cluster = script()
+    # Reports of the last common step, still open: worker/1 was faster.
+    for ps in cluster.ps:
+        ps.waiting_for = (0,)
+    cluster.advance(4)
+    cluster.program.beat(
+        Beat(task="worker/0", incarnation=cluster.lives["worker/0"], step=5, finished=True), cluster.now_s
+    )
+    cluster.program.tick(cluster.now_s)
+    assert cluster.program.state.phase is Phase.RUNNING
+    for ps in cluster.ps:
+        ps.waiting_for = (0, 1)
+    cluster.advance(5)
+    cluster.program.beat(
+        Beat(task="worker/0", incarnation=cluster.lives["worker/0"], step=5, finished=True), cluster.now_s
+    )
+    cluster.program.tick(cluster.now_s)
+    assert cluster.program.state.phase is Phase.RUNNING, "worker/1 may be evaluating, however long"
+    for ps in cluster.ps:
+        ps.waiting_for = (0,)
+    for ps in cluster.ps:
+        cluster.beat(ps.task)
+    cluster.program.tick(cluster.now_s)
+    cluster.settle()
+    cluster.tick()
+    assert [save.step for save in cluster.saves] == [0, 5]
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+    assert "worker/0 finished at step 5, so worker/1 can't go on" in cluster.finish.reason
+    assert [say.level for say in cluster.said if say.kind == "uneven"] == ["warning"]
+
+
+def test_a_third_worker_that_is_busy_elsewhere_is_given_time_before_an_uneven_script_ends() -> None:
+    cluster = script(workers=3)
+    cluster.advance(5)
+    for ps in cluster.ps:
+        ps.waiting_for = (0, 2)
+    cluster.lives.pop("worker/0")
+    cluster.program.beat(
+        Beat(
+            task="worker/0",
+            incarnation=cluster.program.state.members.get("worker/0").incarnation,
+            finished=True,
+            step=5,
+        ),
+        cluster.now_s,
+    )
+    cluster.tick(T / 2)
+    assert cluster.program.state.phase is Phase.RUNNING
+    cluster.tick(T)
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+    assert cluster.saves[-1].step == 5
+
+
+def test_a_stop_while_a_script_worker_has_finished_ends_at_its_step() -> None:
+    cluster = script()
+    cluster.advance(37)
+    cluster.beat("worker/0", finished=True, step=37)
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    cluster.settle()
+    cluster.tick()
+    assert cluster.saves[-1].step == 37
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
 
