@@ -290,7 +290,7 @@ class Setup:
         settings = state.settings
         waited = f"within {state.timeouts.join_s:g} s"
         where = f"is it running, and does it reach the chief at {settings.chief_address}?"
-        missing = [f"ps/{index} at {settings.ps[index]}" for index in state.missing_ps()]
+        missing = [_ps_at(index, settings.ps[index]) for index in state.missing_ps()]
         if missing and not self.begun:
             state.end(UnreachableError.exit_code, f"{', '.join(missing)} did not join {waited}; {where}", now_s)
         elif not state.trainers():
@@ -303,6 +303,11 @@ class Setup:
                 f"{', '.join(names)} did not join {waited}, and a script needs all its workers; {where}",
                 now_s,
             )
+
+
+def _ps_at(index: int, address: str) -> str:
+    """A ps that never joined, for sentences. Port 0: it would have told its address at its Join."""
+    return f"ps/{index} (address not known yet)" if address.endswith(":0") else f"ps/{index} at {address}"
 
 
 def reassign(state: State) -> list[str]:

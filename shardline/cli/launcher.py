@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -36,10 +36,11 @@ START_FLOOR_S = 60.0
 MAX_RESTARTS = 3
 RESTARTED_ROLES = ("worker", "evaluator")
 """Not a ps: its new process would be empty, and the chief ends the job at a ps's death."""
-SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
-"""What shardline.connect() takes from the environment where the script doesn't say it."""
-HOPELESS_CODES = (2, 5, 6, 7)
-"""A bad job, NaN, a bad checkpoint, a replaced incarnation: the same process would end the same way."""
+SCRIPT_FIELDS = ("steps", "consistency", "seed", "checkpoint_every")
+"""What shardline.connect() and steps() take from the environment where the script doesn't say it."""
+HOPELESS_CODES = (2, 5, 6)
+"""A bad job, NaN, a bad checkpoint: the same process would end the same way. Not 7: a worker that was fenced after a
+pause has no successor but the one started here."""
 TAIL_BYTES = 8192
 LAST_WORDS = re.compile(r"(?:shardline: |\d\d:\d\d:\d\d \S+ (?:step \d+ )?(?:ERROR|CRITICAL) )(.+)")
 LIFE_FD = "SHARDLINE_LIFE_FD"
@@ -214,11 +215,16 @@ class LocalCluster:
         self._restarts: dict[str, int] = {}
         self._stopping = False
         self._held: set[str] = set()
+        self.up = False
+        """Entered as a context, with every process started."""
+        self._spawning = False
+        self._given_up: BaseException | None = None
         self._life_read, self._life_write = os.pipe()
 
     def __enter__(self) -> LocalCluster:
         try:
             self.start()
+            self.up = True
         except BaseException:
             self.stop(grace_s=0.0)
             raise
@@ -281,7 +287,7 @@ class LocalCluster:
     def _spawn(self, task: str, *, ready_fd: int | None = None) -> None:
         life_fd = self._life_read
         command = task_command(self.options, task, ready_fd=ready_fd, life_fd=life_fd)
-        with self._lock, self.log_path(task).open("ab") as log:
+        with self._undisturbed(), self._lock, self.log_path(task).open("ab") as log:
             if self._stopping:
                 return
             process = subprocess.Popen(
@@ -297,6 +303,26 @@ class LocalCluster:
             self._children[task] = child
             child.watcher = threading.Thread(target=self._watch, args=(task, child), name=f"watch-{task}", daemon=True)
             child.watcher.start()
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """No signal handler raises between the birth of a process and our knowing it; see give_up()."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._spawning = True
+        try:
+            yield
+        finally:
+            self._spawning = False
+        if self._given_up is not None:
+            raise self._given_up
+
+    def give_up(self, error: BaseException) -> None:
+        """For signal handlers while the cluster starts: raise, but not before a process that is being born is known."""
+        if not self._spawning:
+            raise error
+        self._given_up = error
 
     # Watching
 
@@ -348,6 +374,12 @@ class LocalCluster:
         """Tasks whose process is there."""
         with self._lock:
             return tuple(task for task, child in self._children.items() if child.code is None)
+
+    def nobody_trains(self) -> bool:
+        """Whether every worker's process has failed, and none is started again; a chief that trains may go on."""
+        with self._lock:
+            children = [self._children.get(task) for task in self.tasks() if parse_task(task)[0] == "worker"]
+            return not self.options.chief_trains and all(child and child.code not in (None, 0) for child in children)
 
     def log_path(self, task: str) -> Path:
         """What a task wrote to its standard output and error, of all its processes."""

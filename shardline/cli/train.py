@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli import options
-from shardline.cli.launcher import Ended, LaunchError, LaunchOptions, LocalCluster
+from shardline.cli.launcher import Ended, LaunchError, LaunchOptions, LocalCluster, describe_code
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, UsageError, exit_code_name
 
@@ -115,6 +115,18 @@ class Polled:
     status: ChiefStatus
 
 
+@dataclass
+class _Hopeless:
+    """Every worker has failed for good; whether training had begun before is being asked."""
+
+    end: Ended
+    """The last one's."""
+    deadline_s: float
+    """For a chief that doesn't answer."""
+    polls: int = 0
+    """Answers of the chief since then."""
+
+
 class _Early(BaseException):
     """A signal came before the cluster was up."""
 
@@ -124,13 +136,14 @@ class _Early(BaseException):
 
 
 @contextlib.contextmanager
-def _signals(events: queue.SimpleQueue[object] | None) -> Iterator[None]:
-    """SIGINT and SIGTERM put a Signalled into `events`, or raise _Early where there are none yet."""
+def _signals(cluster: LocalCluster) -> Iterator[None]:
+    """SIGINT and SIGTERM are events of the cluster; while it starts nobody reads those, and they raise _Early."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if events is None:
-            raise _Early(number)
-        events.put(Signalled(number))
+        if cluster.up:
+            cluster.events.put(Signalled(number))
+        else:
+            cluster.give_up(_Early(number))
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -182,9 +195,7 @@ def run(launch: LaunchOptions, *, summary: Path | None = None) -> int:
     console = Console(stderr=True)
     cluster = LocalCluster(launch)
     try:
-        with contextlib.ExitStack() as stack:
-            with _signals(None):
-                stack.enter_context(cluster)
+        with _signals(cluster), cluster:
             return _Run(cluster, console).to_the_end(summary)
     except _Early as early:
         return 128 + early.number
@@ -204,17 +215,23 @@ class _Run:
         self._signal: int | None = None
         self._deadline_s = float("inf")
         self._last: ChiefStatus | None = None
+        self._hopeless: _Hopeless | None = None
 
     def to_the_end(self, summary: Path | None) -> int:
         from shardline.cli.progress import make_display
 
         events = self._cluster.events
-        with _signals(events), _Poller(self._cluster.chief_address, events) as poller:
+        with _Poller(self._cluster.chief_address, events) as poller:
             with make_display(self._console) as display:
                 display.say(f"started {started(self._cluster.tasks())}; logs: {self._cluster.options.out / 'logs'}")
                 code = self._loop(display)
             poller.end()
-            if code is None:
+            if code is None and self._hopeless is not None:
+                self._cluster.stop()
+                task, code = self._hopeless.end.task, self._hopeless.end.code
+                words = self._cluster.last_words(task) or describe_code(code)
+                _show_failure(self._cluster, f"{task}: {words}; nobody is left to train", code)
+            elif code is None:
                 self._cluster.stop()
                 self._console.print("ended at once; the last checkpoint stays", highlight=False)
             else:
@@ -224,11 +241,14 @@ class _Run:
         return _exit_code(code if code is not None else 1)
 
     def _loop(self, display: Display) -> int | None:
-        """Until the chief has ended: its code. None where the person or the deadline ends it at once."""
+        """Until the chief has ended: its code. None where the person, the deadline or nobody to train ends it."""
         while True:
+            deadline_s = min(self._deadline_s, self._hopeless.deadline_s if self._hopeless else float("inf"))
             try:
-                event = self._cluster.events.get(timeout=max(0.0, min(self._deadline_s - time.monotonic(), 3600.0)))
+                event = self._cluster.events.get(timeout=max(0.0, min(deadline_s - time.monotonic(), 3600.0)))
             except queue.Empty:
+                if self._gives_up():
+                    return None
                 if time.monotonic() < self._deadline_s:
                     continue
                 display.say(f"the chief did not end within {self._limit_s:.0f} s")
@@ -237,16 +257,33 @@ class _Run:
                 if event.task == "chief/0":
                     return event.code
                 self._show_end(event, display)
+                if self._hopeless is None and self._signal is None and self._cluster.nobody_trains():
+                    self._hopeless = _Hopeless(event, time.monotonic() + POLL_TIMEOUT_S)
             elif isinstance(event, Signalled):
                 if self._signal is not None:
                     return None
-                self._signal = event.number
+                self._signal, self._hopeless = event.number, None
                 self._deadline_s = time.monotonic() + self._limit_s
                 display.say("ending with a checkpoint; press Ctrl-C again to end at once")
                 self._cluster.interrupt()
             elif isinstance(event, Polled):
                 self._last = event.status
                 display.update(event.status)
+                if self._hopeless is not None:
+                    self._hopeless.polls += 1
+                if self._gives_up():
+                    return None
+
+    def _gives_up(self) -> bool:
+        """Whether training never began and nobody is left to begin it. Later the chief knows better how to end."""
+        hopeless = self._hopeless
+        if hopeless is None:
+            return False
+        if self._last is not None and self._last.phase not in ("waiting", "init"):
+            self._hopeless = None
+            return False
+        # The first answer may have been on its way already when the last worker ended.
+        return hopeless.polls >= 2 or time.monotonic() >= hopeless.deadline_s
 
     def _show_end(self, event: Ended, display: Display) -> None:
         if event.code == 0:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -117,6 +118,14 @@ def test_missing_ps_ends_the_job_with_its_name_address_and_the_seconds_waited() 
     assert cluster.finish.exit_code == 3
     assert "ps/1 at host1:1 did not join within 60 s" in cluster.finish.reason
     assert cluster.orders("worker/0").phase is Phase.ENDED
+
+
+def test_an_address_that_nobody_knows_yet_is_not_printed_as_port_0() -> None:
+    cluster = Cluster(job=make_job())
+    cluster.program.state.settings = dataclasses.replace(cluster.program.state.settings, ps=("127.0.0.1:0", "host1:1"))
+    cluster.tick(T + 1)
+    assert cluster.finish is not None
+    assert "ps/0 (address not known yet), ps/1 at host1:1 did not join within 60 s" in cluster.finish.reason
 
 
 def test_no_worker_at_all_ends_the_job() -> None:

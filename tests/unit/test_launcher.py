@@ -44,7 +44,7 @@ def chief(config):
     while True:
         connection, _ = server.accept()
         held.append(connection)
-        line = connection.makefile().readline().split()
+        line = connection.makefile(errors="replace").readline().split()
         if line and line[0] == "exit":
             (config.out / "summary.json").write_text(json.dumps({"steps": 3, "seconds": 1.5, "steps_per_second": 2.0}))
             return int(line[1])
@@ -141,7 +141,7 @@ def test_children_get_every_setting_as_a_flag_and_nothing_from_the_environment(t
 
 
 def test_script_is_run_as_it_is_and_finds_its_cluster_in_the_environment(tmp_path: Path) -> None:
-    settings = launch(tmp_path, script=True, script_args=("--lr", "0.1"), overrides=(("seed", "3"),))
+    settings = launch(tmp_path, script=True, script_args=("--lr", "0.1"), overrides=(("seed", "3"), ("steps", "9")))
     assert task_command(settings, "worker/1", ready_fd=None, life_fd=8) == [
         sys.executable,
         str(settings.job),
@@ -153,6 +153,7 @@ def test_script_is_run_as_it_is_and_finds_its_cluster_in_the_environment(tmp_pat
     assert environment["SHARDLINE_TASK"] == "worker/1"
     assert environment["SHARDLINE_CLUSTER"] == str(settings.out / "cluster.json")
     assert (environment["SHARDLINE_LIFE_FD"], environment["SHARDLINE_SEED"]) == ("8", "3")
+    assert environment["SHARDLINE_STEPS"] == "9"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def test_script_is_run_as_it_is_and_finds_its_cluster_in_the_environment(tmp_pat
         ({"workers": 0}, "nobody would train"),
         ({"workers": -1}, "can't be negative"),
         ({"script": True, "evaluators": 1}, "--script goes with workers only"),
-        ({"script": True, "overrides": (("steps", "9"),)}, "steps can't be set from outside.*after --"),
+        ({"script": True, "overrides": (("batch_size", "9"),)}, "batch_size can't be set from outside.*after --"),
     ],
 )
 def test_cluster_that_can_not_train_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
@@ -180,6 +181,7 @@ def test_cluster_that_can_not_train_is_refused(tmp_path: Path, change: dict[str,
         ("worker", 0, 0, False),
         ("worker", 2, 0, False),
         ("worker", 5, 0, False),
+        ("worker", 7, 0, True),
         ("chief", -9, 0, False),
     ],
 )
@@ -307,6 +309,27 @@ def test_signal_ends_the_job_by_way_of_the_chief(
     assert "ending with a checkpoint" in err
     assert (tmp_path / "run" / "logs" / "worker-0.log").read_text() == "worker/0 args --text 'a b'\n"
     assert all(is_gone(pid) for pid in pids.values())
+
+
+def test_train_ends_at_once_with_the_words_of_workers_that_can_not_start(tmp_path: Path, fake_roles: Path) -> None:
+    job_file(tmp_path, **{"worker/0": 2, "worker/1": 2})
+    command = [sys.executable, "-m", "shardline", "train", str(tmp_path / "job.py"), "--out", str(tmp_path / "run")]
+    finished = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True, timeout=50, check=False)
+    assert finished.returncode == 2, finished.stderr
+    assert "has had enough; nobody is left to train" in finished.stderr.splitlines()[-2]
+    assert children(tmp_path) == {}
+
+
+def test_as_long_as_one_worker_is_there_somebody_trains(tmp_path: Path, fake_roles: Path) -> None:
+    with LocalCluster(launch(tmp_path, job=job_file(tmp_path, **{"worker/0": 2}))) as cluster:
+        assert next_end(cluster).task == "worker/0"
+        assert not cluster.nobody_trains()
+        cluster.kill("worker/1", restart=False)
+        assert cluster.nobody_trains()
+    with LocalCluster(launch(tmp_path, out=tmp_path / "second", workers=1)) as cluster:
+        cluster.kill("worker/0")
+        assert next_end(cluster).restarted
+        assert not cluster.nobody_trains()
 
 
 def test_tasks_end_when_the_launcher_is_killed(tmp_path: Path, fake_roles: Path) -> None:
