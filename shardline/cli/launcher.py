@@ -319,10 +319,14 @@ class LocalCluster:
             raise self._given_up
 
     def give_up(self, error: BaseException) -> None:
-        """For signal handlers while the cluster starts: raise, but not before a process that is being born is known."""
-        if not self._spawning:
+        """For signal handlers while the cluster starts: raise, but not before a process that is being born is known.
+
+        Does nothing where the cluster is being ended already.
+        """
+        if self._spawning:
+            self._given_up = error
+        elif not self._stopping:
             raise error
-        self._given_up = error
 
     # Watching
 

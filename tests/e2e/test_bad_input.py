@@ -119,12 +119,12 @@ def test_a_nan_that_is_skipped_is_counted_and_a_chief_that_trains_takes_its_shar
         after_loss="value = value * (float('nan') if float(points[0, 0]) > 2.2 else 1.0)",
     )
     out = tmp_path / "run"
-    finished = train(job, out, "--ps", "1", "--workers", "1", "--chief-trains")
+    finished = train(job, out, "--ps", "3", "--workers", "1", "--chief-trains")
     assert finished.code == 0, finished
     found = summary_of(out)
     assert (found["steps"], found["workers"]) == (40, 2)
     assert found["skipped_steps"] > 0
-    assert found["versions"] == [40 - found["skipped_steps"]]
+    assert found["versions"] == [40 - found["skipped_steps"]] * 3
     assert found["sha256"] == expected_sha256(job)
     assert any("joined" in text and text.startswith("chief/0") for text in events(out)), events(out)
 

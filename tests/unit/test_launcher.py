@@ -23,6 +23,7 @@ from shardline.cli.launcher import (
     task_command,
     task_environment,
 )
+from shardline.cli.train import run
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, UsageError
 
@@ -330,6 +331,25 @@ def test_as_long_as_one_worker_is_there_somebody_trains(tmp_path: Path, fake_rol
         cluster.kill("worker/0")
         assert next_end(cluster).restarted
         assert not cluster.nobody_trains()
+
+
+def test_signal_at_the_birth_of_a_process_leaves_none_behind(
+    tmp_path: Path, fake_roles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    born: list[int] = []
+    plain = subprocess.Popen
+
+    def popen(*arguments: Any, **settings: Any) -> subprocess.Popen[bytes]:
+        process = plain(*arguments, **settings)
+        born.append(process.pid)
+        # Handled before the caller has the process in its hands.
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    assert run(launch(tmp_path)) == 143
+    assert len(born) == 1
+    assert all(is_gone(pid) for pid in born)
 
 
 def test_tasks_end_when_the_launcher_is_killed(tmp_path: Path, fake_roles: Path) -> None:
