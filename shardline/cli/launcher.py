@@ -36,8 +36,8 @@ START_FLOOR_S = 60.0
 MAX_RESTARTS = 3
 RESTARTED_ROLES = ("worker", "evaluator")
 """Not a ps: its new process would be empty, and the chief ends the job at a ps's death."""
-SCRIPT_FIELDS = ("steps", "consistency", "seed", "checkpoint_every")
-"""What shardline.connect() and steps() take from the environment where the script doesn't say it."""
+SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
+"""What shardline.connect() takes from the environment where the script doesn't say it."""
 HOPELESS_CODES = (2, 5, 6)
 """A bad job, NaN, a bad checkpoint: the same process would end the same way. Not 7: a worker that was fenced after a
 pause has no successor but the one started here."""

@@ -66,6 +66,6 @@ def test_a_script_whose_workers_make_different_numbers_of_steps_ends_with_a_sent
 
 
 def test_what_only_a_script_itself_can_say_is_refused_as_a_flag(tmp_path: Path) -> None:
-    finished = train(SCRIPT, tmp_path / "run", "--script", "--set", "batch_size=8")
-    assert_refused(finished, 2, r"batch_size can't be set from outside.* after --")
+    finished = train(SCRIPT, tmp_path / "run", "--script", "--steps", "10")
+    assert_refused(finished, 2, r"steps can't be set from outside.* after --")
     assert not (tmp_path / "run").exists()

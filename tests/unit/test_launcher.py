@@ -142,7 +142,7 @@ def test_children_get_every_setting_as_a_flag_and_nothing_from_the_environment(t
 
 
 def test_script_is_run_as_it_is_and_finds_its_cluster_in_the_environment(tmp_path: Path) -> None:
-    settings = launch(tmp_path, script=True, script_args=("--lr", "0.1"), overrides=(("seed", "3"), ("steps", "9")))
+    settings = launch(tmp_path, script=True, script_args=("--lr", "0.1"), overrides=(("seed", "3"),))
     assert task_command(settings, "worker/1", ready_fd=None, life_fd=8) == [
         sys.executable,
         str(settings.job),
@@ -154,7 +154,6 @@ def test_script_is_run_as_it_is_and_finds_its_cluster_in_the_environment(tmp_pat
     assert environment["SHARDLINE_TASK"] == "worker/1"
     assert environment["SHARDLINE_CLUSTER"] == str(settings.out / "cluster.json")
     assert (environment["SHARDLINE_LIFE_FD"], environment["SHARDLINE_SEED"]) == ("8", "3")
-    assert environment["SHARDLINE_STEPS"] == "9"
 
 
 @pytest.mark.parametrize(
@@ -164,6 +163,7 @@ def test_script_is_run_as_it_is_and_finds_its_cluster_in_the_environment(tmp_pat
         ({"workers": 0}, "nobody would train"),
         ({"workers": -1}, "can't be negative"),
         ({"script": True, "evaluators": 1}, "--script goes with workers only"),
+        ({"script": True, "overrides": (("steps", "9"),)}, "steps can't be set from outside.*after --"),
         ({"script": True, "overrides": (("batch_size", "9"),)}, "batch_size can't be set from outside.*after --"),
     ],
 )
