@@ -275,7 +275,7 @@ Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
 
 @_typing.final
 class Orders(_message.Message):
-    """What the chief tells a task. Sent whenever it changes."""
+    """What the chief tells a task: whenever it changes, and in answer to every heartbeat, so that silence can be measured."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
