@@ -1,7 +1,7 @@
 """What training must end in: the one-process reference, with a plain torch optimizer and no Shardline in between.
 
     result = reference(job)
-    assert result.sha256 == summary["params_sha256"]
+    assert result.sha256 == summary["sha256"]
 
 Synchronous: the R logical replicas run one after another, their gradients are added along the canonical tree, and a
 torch.optim object steps on the model's own parameters. Asynchronous: one worker's batches, one after another.
