@@ -1,16 +1,69 @@
-"""Small parts of a session: named tensors as a module, figures of a step."""
+"""Small parts of a session: what a script trains, its named tensors, figures of a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shardline.client.trainer import StepFigures, Trainer
+from shardline.errors import TensorError
 from shardline.metrics import Metrics
+from shardline.model import model_tensors
 from shardline.rpc.link import StepReport
+from shardline.spec import ConsistencySpec, JobSpec
+from shardline.update import check_tensors, rule_from_optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptSettings:
+    """What a script's job has besides its model and optimizer."""
+
+    name: str
+    consistency: ConsistencySpec
+    seed: int
+    checkpoint_every: int
+    checkpoint_keep: int
+    workers: int
+    """Workers of the cluster spec; each is one replica in synchronous mode."""
+
+
+def script_spec(
+    settings: ScriptSettings, model: nn.Module | Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+) -> JobSpec:
+    """The job of a person's own script. Raises JobError for a model or optimizer that can't be trained."""
+    rule = rule_from_optimizer(optimizer)
+    module = model if isinstance(model, nn.Module) else TensorHolder(model)
+    tensors = model_tensors(module, optimizer.param_groups, rule=rule.name)
+    check_tensors(rule, tensors)
+    return JobSpec(
+        name=settings.name,
+        tensors=tensors,
+        rule=rule,
+        consistency=settings.consistency,
+        replicas=settings.workers if settings.consistency.mode == "sync" else 1,
+        seed=settings.seed,
+        checkpoint_every=settings.checkpoint_every,
+        checkpoint_keep=settings.checkpoint_keep,
+        threads=torch.get_num_threads(),
+        script=True,
+    )
+
+
+def check_named(values: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
+    """Raise TensorError for a gradient of an unknown name, or of another shape or dtype than its tensor."""
+    for name, gradient in gradients.items():
+        if name not in values:
+            raise TensorError(f"there is no tensor {name!r} in the job; it has {', '.join(list(values)[:8])}")
+        held = values[name]
+        if gradient.shape != held.shape or gradient.dtype != held.dtype:
+            raise TensorError(
+                f"gradient for {name!r} has shape {tuple(gradient.shape)} and dtype {gradient.dtype}, the "
+                f"parameter has {tuple(held.shape)} and {held.dtype}; was it computed by another model?"
+            )
 
 
 class TensorHolder(nn.Module):

@@ -19,7 +19,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from shardline.client.attachment import TensorHolder, meter_step
+from shardline.client.attachment import ScriptSettings, check_named, meter_step, script_spec
 from shardline.client.exchange import Interrupted, Restart, Stopped
 from shardline.client.optimizer import ShardlineOptimizer
 from shardline.client.trainer import StepFigures, Trainer
@@ -37,14 +37,13 @@ from shardline.errors import (
 from shardline.lanes.base import Lane
 from shardline.lanes.grpc import GrpcLane
 from shardline.metrics import Metrics
-from shardline.model import model_tensors, named_values
+from shardline.model import named_values
 from shardline.process import Termination, resolve_device
 from shardline.rpc.channel import Peers
 from shardline.rpc.client import JobView, Lease
 from shardline.rpc.link import ChiefLink, Orders, Phase, StepReport, machine_fingerprint
 from shardline.rpc.server import RpcServer
 from shardline.spec import ConsistencySpec, JobSpec
-from shardline.update import check_tensors, rule_from_optimizer
 
 log = logging.getLogger("shardline.client")
 
@@ -66,13 +65,14 @@ class Session:
         self.config = config
         self.device = resolve_device(config.device, config.gpu_memory_fraction)
         self._termination = termination or Termination()
-        self._script = {
-            "name": name,
-            "consistency": consistency or ConsistencySpec(),
-            "seed": seed,
-            "checkpoint_every": checkpoint_every,
-            "checkpoint_keep": checkpoint_keep,
-        }
+        self._script = ScriptSettings(
+            name=name,
+            consistency=consistency or ConsistencySpec(),
+            seed=seed,
+            checkpoint_every=checkpoint_every,
+            checkpoint_keep=checkpoint_keep,
+            workers=max(1, config.cluster.num("worker")),
+        )
         self._server = RpcServer(config.cluster.address(config.task), name=config.task)
         self.metrics = Metrics("worker", config.task)
         self._peers = Peers(config.timeouts)
@@ -157,7 +157,7 @@ class Session:
         """
         if self._optimizer is not None:
             raise UsageError("this session is attached already; one session trains one model")
-        spec = job or self._script_spec(model, optimizer)
+        spec = job or script_spec(self._script, model, optimizer)
         self._values = named_values(model) if isinstance(model, nn.Module) else dict(model)
         address = self._server.start()
         metrics_address = self.metrics.serve(self.config.host, self.config.metrics_port)
@@ -190,27 +190,6 @@ class Session:
         self._begin()
         self._optimizer = ShardlineOptimizer(self, optimizer, spec.rule.name)
         return self._optimizer
-
-    def _script_spec(self, model: nn.Module | Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> JobSpec:
-        rule = rule_from_optimizer(optimizer)
-        module = model if isinstance(model, nn.Module) else TensorHolder(model)
-        tensors = model_tensors(module, optimizer.param_groups, rule=rule.name)
-        check_tensors(rule, tensors)
-        consistency = self._script["consistency"]
-        assert isinstance(consistency, ConsistencySpec)
-        workers = max(1, self.config.cluster.num("worker"))
-        return JobSpec(
-            name=str(self._script["name"]),
-            tensors=tensors,
-            rule=rule,
-            consistency=consistency,
-            replicas=workers if consistency.mode == "sync" else 1,
-            seed=int(str(self._script["seed"])),
-            checkpoint_every=int(str(self._script["checkpoint_every"])),
-            checkpoint_keep=int(str(self._script["checkpoint_keep"])),
-            threads=torch.get_num_threads(),
-            script=True,
-        )
 
     def _begin(self) -> None:
         """From admitted to holding parameters: send first values if asked to, wait for the start, find the step."""
@@ -567,7 +546,7 @@ class Session:
 
     def push(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Contribute named gradients as this worker's part of the open step and hold the next parameters."""
-        self._check_names(gradients)
+        check_named(self._values, gradients)
         self.contribute(self.replica if self.trainer.is_sync else 0, gradients=gradients)
         self.finish_step()
 
@@ -583,17 +562,6 @@ class Session:
         """push() and pull() in one exchange."""
         self.push(gradients)
         return self.pull(list(gradients))
-
-    def _check_names(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        for name, gradient in gradients.items():
-            if name not in self._values:
-                raise TensorError(f"there is no tensor {name!r} in the job; it has {', '.join(list(self._values)[:8])}")
-            held = self._values[name]
-            if gradient.shape != held.shape or gradient.dtype != held.dtype:
-                raise TensorError(
-                    f"gradient for {name!r} has shape {tuple(gradient.shape)} and dtype {gradient.dtype}, the "
-                    f"parameter has {tuple(held.shape)} and {held.dtype}; was it computed by another model?"
-                )
 
     # Ending
 
