@@ -7,6 +7,7 @@ import threading
 import time
 import tracemalloc
 
+import grpc
 import pytest
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from shardline.consistency.decision import Outcome
 from shardline.errors import ShardlineError, UsageError
 from shardline.lanes.base import Sender, Want
 from shardline.lanes.grpc import GrpcLane
-from shardline.rpc.channel import Peer
+from shardline.rpc.channel import Peer, channel_options
 from shardline.rpc.data import ps_stub, pull_request
 from shardline.rpc.server import RpcServer
 from tests.integration.cluster import PATIENCE_S, Cluster, Ps
@@ -108,7 +109,12 @@ class Large(nn.Module):
 def test_a_client_that_stops_reading_makes_the_ps_hold_a_few_chunks_only() -> None:
     with Cluster(make_job("sgd", model=Large, replicas=1)) as cluster:
         host = cluster.hosts[0]
+        # A client's own gRPC reads ahead by a window that grows with the link's speed, without bound on a loopback;
+        # with a fixed one, what is encoded beyond it is what the ps holds.
+        options = [*channel_options(cluster.timeouts), ("grpc.http2.bdp_probe", 0)]
         peer = Peer("ps/0", host.address, cluster.timeouts)
+        peer.channel.close()
+        peer.channel = grpc.insecure_channel(host.address, options=options)
         stub = ps_stub(peer)
         request = pull_request(sender_of(cluster, "bench/0"), 0, Want(step=0, wait_s=5.0))
         calls = [stub.Pull(request, timeout=PATIENCE_S) for _ in range(4)]
@@ -124,7 +130,7 @@ def test_a_client_that_stops_reading_makes_the_ps_hold_a_few_chunks_only() -> No
 
         wait_for(settled, "the ps to be held back")
         # Bytes encoded so far, of which the client has read 4 chunks and the rest is in flight or in memory.
-        assert wire[0] < len(calls) * (20 << 20), f"{wire[0]:,} bytes were encoded for clients that don't read"
+        assert wire[0] <= len(calls) * (8 << 20), f"{wire[0]:,} bytes were encoded for clients that don't read"
         for call in calls:
             call.cancel()
         again = stub.Pull(request, timeout=PATIENCE_S)
