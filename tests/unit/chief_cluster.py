@@ -8,7 +8,7 @@ from typing import Any
 
 from shardline.config import Timeouts
 from shardline.errors import CheckpointError, ShardlineError, UnreachableError
-from shardline.rpc.link import Orders
+from shardline.rpc.link import Orders, Phase
 from shardline.rpc.status import HeldCut, PsStatus, ShardStatus
 from shardline.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline_chief.actions import (
@@ -334,3 +334,11 @@ class Cluster:
 
 def other(job: JobSpec, **changes: Any) -> JobSpec:
     return dataclasses.replace(job, **changes)
+
+
+def running(**fields: object) -> Cluster:
+    """A cluster whose job is under way."""
+    cluster = Cluster(job=make_job(**fields))
+    cluster.start()
+    assert cluster.program.state.phase is Phase.RUNNING
+    return cluster

@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+from shardline.rpc.link import Phase
+from shardline_chief.actions import Cut
+from shardline_chief.messages import Beat
+
+sys.path.insert(0, str(Path(__file__).parent))
+from chief_cluster import Cluster, T, make_job, running
+
+# Evaluation
+
+
+def test_best_is_the_highest_unless_the_name_says_less_is_better() -> None:
+    for metrics, bests in (
+        ([{"accuracy": 0.5}, {"accuracy": 0.4}, {"accuracy": 0.6}], [1, 3]),
+        ([{"loss": 0.5}, {"loss": 0.4}, {"loss": 0.6}], [1, 2]),
+        ([{"loss": math.nan}, {"loss": 0.4}], [2]),
+    ):
+        cluster = running()
+        cluster.join("evaluator", 0)
+        for step, values in enumerate(metrics, start=1):
+            cluster.program.report("evaluator/0", cluster.lives["evaluator/0"], step, values, "", cluster.now_s)
+            cluster.settle()
+        assert cluster.bests == bests
+
+
+def test_a_failing_evaluation_is_a_sentence_and_not_the_end() -> None:
+    cluster = running()
+    cluster.join("evaluator", 0)
+    cluster.program.report(
+        "evaluator/0", cluster.lives["evaluator/0"], 0, {}, "evaluate raised KeyError", cluster.now_s
+    )
+    cluster.settle()
+    assert "evaluate raised KeyError" in cluster.text()
+    assert cluster.finish is None
+
+
+# Asynchronous
+
+
+def lease_all(cluster: Cluster, task: str) -> list[int]:
+    batches: list[int] = []
+    done: tuple[int, ...] = ()
+    while True:
+        answer = cluster.program.lease(task, cluster.lives[task], done, cluster.now_s)
+        cluster.settle()
+        if answer.outcome != "SERVED":
+            return batches
+        batches.extend(range(answer.first, answer.first + answer.count))
+        done = (answer.lease,)
+        for ps in cluster.ps:
+            ps.version += answer.count
+
+
+def test_asynchronous_job_ends_when_all_leases_are_done_with_a_cut_of_that_version() -> None:
+    cluster = Cluster(job=make_job(mode="async"), workers=1)
+    cluster.start(workers=1)
+    assert lease_all(cluster, "worker/0") == list(range(100))
+    cluster.tick()
+    assert [save.step for save in cluster.saves] == [0, 100]
+    assert cluster.saves[-1].cursor["done"] == [[0, 100]]
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+
+
+def test_asynchronous_cut_notes_its_leases_before_the_shards_copy_themselves() -> None:
+    cluster = Cluster(job=make_job(mode="async", checkpoint_every=10), workers=1)
+    cluster.start(workers=1)
+    program = cluster.program
+    first = program.lease("worker/0", cluster.lives["worker/0"], (), cluster.now_s)
+    for ps in cluster.ps:
+        ps.version = 16
+    cluster.hold_commands = True
+    cluster.tick()
+    program.lease("worker/0", cluster.lives["worker/0"], (first.lease,), cluster.now_s)
+    cluster.release_commands()
+    assert cluster.saves[-1].step == 16
+    assert cluster.saves[-1].cursor["done"] == []
+
+
+def test_leases_of_a_dead_worker_are_handed_out_again_after_the_fence() -> None:
+    cluster = Cluster(job=make_job(mode="async"))
+    cluster.start()
+    lost = cluster.program.lease("worker/1", cluster.lives["worker/1"], (), cluster.now_s)
+    cluster.tick(T / 3 + 1, silent=("worker/1",))
+    again = cluster.program.lease("worker/0", cluster.lives["worker/0"], (), cluster.now_s)
+    assert again.first == lost.first
+    fenced = cluster.program.lease("worker/1", cluster.lives["worker/1"], (), cluster.now_s)
+    assert fenced.outcome == "FENCED"
+
+
+def test_asynchronous_stop_waits_for_leases_out_then_cuts() -> None:
+    cluster = Cluster(job=make_job(mode="async"), workers=1)
+    cluster.start(workers=1)
+    answer = cluster.program.lease("worker/0", cluster.lives["worker/0"], (), cluster.now_s)
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    cluster.tick()
+    assert cluster.finish is None
+    for ps in cluster.ps:
+        ps.version = answer.count
+    last = cluster.program.lease("worker/0", cluster.lives["worker/0"], (answer.lease,), cluster.now_s)
+    assert last.outcome == "STOPPED"
+    cluster.tick()
+    assert cluster.finish is not None
+    assert cluster.saves[-1].cursor["done"] == [[0, answer.count]]
+
+
+def test_asynchronous_stop_during_a_save_asks_for_one_last_cut_and_ends_with_it() -> None:
+    cluster = Cluster(job=make_job(mode="async", checkpoint_every=10), workers=1)
+    cluster.start(workers=1)
+    answer = cluster.program.lease("worker/0", cluster.lives["worker/0"], (), cluster.now_s)
+    cluster.hold_saves = True
+    for ps in cluster.ps:
+        ps.version = 10
+    cluster.tick()
+    assert [save.step for save in cluster.held_saves] == [10]
+    for ps in cluster.ps:
+        ps.version = 12
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    # Past the time in which leases may be finished: the stop goes on while the worker does.
+    cluster.tick(T / 6 + 1)
+    for ps in cluster.ps:
+        ps.version = answer.count
+    cluster.tick()
+    cluster.release_saves()
+    cluster.tick(3)
+    assert [save.step for save in cluster.saves] == [0, 10, answer.count]
+    assert len([cut for cut in cluster.kinds(Cut) if cut.stop]) == 1
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+
+
+def test_asynchronous_stop_with_nothing_new_since_the_last_checkpoint_ends_with_that_one() -> None:
+    cluster = Cluster(job=make_job(mode="async", checkpoint_every=10), workers=1)
+    cluster.start(workers=1)
+    for ps in cluster.ps:
+        ps.version = 10
+    cluster.tick()
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    cluster.tick(1)
+    assert [save.step for save in cluster.saves] == [0, 10]
+    assert [cut.step for cut in cluster.kinds(Cut) if cut.stop] == [10]
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+
+
+# Scripts
+
+
+def script(workers: int = 2, **changes: object) -> Cluster:
+    cluster = Cluster(workers=workers)
+    job = make_job(**{"script": True, "steps": 0, "replicas": 1 if "mode" in changes else 0, **changes})
+    for number in (0, 1):
+        cluster.join("ps", number)
+    for number in range(workers):
+        cluster.join("worker", number, job=job)
+    cluster.initialize()
+    return cluster
+
+
+def test_a_script_has_one_replica_per_worker_and_needs_all_of_them() -> None:
+    cluster = script()
+    assert cluster.program.job_view().job.replicas == 2
+    assert [cluster.orders(f"worker/{n}").replicas for n in (0, 1)] == [(0,), (1,)]
+
+
+def test_a_script_waits_for_its_workers_and_then_names_the_missing() -> None:
+    cluster = Cluster()
+    for number in (0, 1):
+        cluster.join("ps", number)
+    cluster.join("worker", 0, job=make_job(script=True, steps=0))
+    cluster.initialize()
+    cluster.tick(T + 1)
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 3
+    assert "worker/1 did not join within 60 s" in cluster.finish.reason
+
+
+def test_a_script_ends_when_all_its_workers_have_finished() -> None:
+    cluster = script()
+    cluster.advance(37)
+    cluster.beat("worker/0", finished=True)
+    cluster.program.stream_broken("worker/0", cluster.lives["worker/0"], cluster.now_s)
+    cluster.tick()
+    assert cluster.finish is None
+    cluster.beat("worker/1", finished=True)
+    cluster.tick()
+    assert [save.step for save in cluster.saves] == [0, 37]
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+
+
+def test_a_script_whose_workers_make_different_numbers_of_steps_ends_where_the_first_finished() -> None:
+    cluster = script()
+    # Reports of the last common step, still open: worker/1 was faster.
+    for ps in cluster.ps:
+        ps.waiting_for = (0,)
+    cluster.advance(4)
+    cluster.program.beat(
+        Beat(task="worker/0", incarnation=cluster.lives["worker/0"], step=5, finished=True), cluster.now_s
+    )
+    cluster.program.tick(cluster.now_s)
+    assert cluster.program.state.phase is Phase.RUNNING
+    for ps in cluster.ps:
+        ps.waiting_for = (0, 1)
+    cluster.advance(5)
+    cluster.program.beat(
+        Beat(task="worker/0", incarnation=cluster.lives["worker/0"], step=5, finished=True), cluster.now_s
+    )
+    cluster.program.tick(cluster.now_s)
+    assert cluster.program.state.phase is Phase.RUNNING, "worker/1 may be evaluating, however long"
+    for ps in cluster.ps:
+        ps.waiting_for = (0,)
+    for ps in cluster.ps:
+        cluster.beat(ps.task)
+    cluster.program.tick(cluster.now_s)
+    cluster.settle()
+    cluster.tick()
+    assert [save.step for save in cluster.saves] == [0, 5]
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+    assert "worker/0 finished at step 5, so worker/1 can't go on" in cluster.finish.reason
+    assert [say.level for say in cluster.said if say.kind == "uneven"] == ["warning"]
+
+
+def test_a_third_worker_that_is_busy_elsewhere_is_given_time_before_an_uneven_script_ends() -> None:
+    cluster = script(workers=3)
+    cluster.advance(5)
+    for ps in cluster.ps:
+        ps.waiting_for = (0, 2)
+    cluster.lives.pop("worker/0")
+    cluster.program.beat(
+        Beat(
+            task="worker/0",
+            incarnation=cluster.program.state.members.get("worker/0").incarnation,
+            finished=True,
+            step=5,
+        ),
+        cluster.now_s,
+    )
+    cluster.tick(T / 2)
+    assert cluster.program.state.phase is Phase.RUNNING
+    cluster.tick(T)
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+    assert cluster.saves[-1].step == 5
+
+
+def test_a_stop_while_a_script_worker_has_finished_ends_at_its_step() -> None:
+    cluster = script()
+    cluster.advance(37)
+    cluster.beat("worker/0", finished=True, step=37)
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    cluster.settle()
+    cluster.tick()
+    assert cluster.saves[-1].step == 37
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+
+
+def test_an_asynchronous_script_trains_until_all_its_workers_have_finished() -> None:
+    cluster = script(mode="async", checkpoint_every=100)
+    cluster.tick(5)
+    assert cluster.program.state.phase is Phase.RUNNING
+    for version in (99, 130):
+        for ps in cluster.ps:
+            ps.version = version
+        cluster.tick()
+    assert [save.step for save in cluster.saves] == [0, 130]
+    cluster.beat("worker/0", finished=True)
+    cluster.tick()
+    assert cluster.finish is None
+    for ps in cluster.ps:
+        ps.version = 180
+    cluster.beat("worker/1", finished=True)
+    cluster.tick()
+    assert [save.step for save in cluster.saves] == [0, 130, 180]
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+
+
+def test_an_asynchronous_script_is_stopped_where_its_shards_are() -> None:
+    cluster = script(mode="async")
+    for ps in cluster.ps:
+        ps.version = 70
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    cluster.tick()
+    assert [cut.step for cut in cluster.kinds(Cut) if cut.stop] == [70]
+    assert [save.step for save in cluster.saves] == [0, 70]
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+
+
+def test_a_script_is_given_no_leases_and_told_why() -> None:
+    cluster = script(mode="async")
+    answer = cluster.program.lease("worker/0", cluster.lives["worker/0"], (), cluster.now_s)
+    assert answer.outcome == "REFUSED"
+    assert "script" in answer.reason
+
+
+def test_a_dead_script_worker_can_come_back_and_is_waited_for() -> None:
+    cluster = script()
+    cluster.tick(T / 3 + 1, silent=("worker/1",))
+    assert cluster.orders("worker/0").replicas == (0,)
+    cluster.join("worker", 1, job=make_job(script=True, steps=0))
+    assert cluster.orders("worker/1").replicas == (1,)
+    cluster.tick(T + 10)
+    assert cluster.finish is None
