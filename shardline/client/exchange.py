@@ -179,7 +179,7 @@ class Exchange:
 
         A dead link is noticed sooner, by the channel's keepalive; a server that waits answers WAITING sooner.
         """
-        pushed = sum(len(item.data) for push in pending for item in push.buckets)
+        pushed = sum(push.payloads.nbytes for push in pending)
         return self._timeouts.rpc_s + (pushed + sink.shard_bytes) / SLOWEST_BYTES_PER_S
 
     @staticmethod

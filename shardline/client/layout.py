@@ -11,8 +11,8 @@ from shardline.lanes.base import Arrival
 from shardline.rpc.convert import pack_bits
 from shardline.sharding import BucketSpec, Plan, Slice
 from shardline.spec import DTYPES, TensorKind
-from shardline.wire.codecs import codec_for
-from shardline.wire.frames import memory_of
+from shardline.wire.codecs import RAW, codec_for
+from shardline.wire.frames import memory_of, tensor_bytes
 
 
 class ModelLayout:
@@ -51,6 +51,16 @@ class ModelLayout:
         spec = self.plan.shards[shard].buckets[bucket]
         sources = [values[piece.offset : piece.end] for piece in spec.slices]
         copy_each(self._views[shard][bucket], sources)
+
+    def memory(self, shard: int, bucket: int) -> memoryview | None:
+        """The bytes of the one CPU tensor piece that a bucket is, writable; None where it is something else."""
+        spec = self.plan.shards[shard].buckets[bucket]
+        if len(spec.slices) != 1 or spec.slices[0].offset or spec.slices[0].elements != spec.elements:
+            return None
+        piece = self._views[shard][bucket][0]
+        if piece.device.type != "cpu" or spec.slices[0].tensor in self._mirrors or spec.elements == 0:
+            return None
+        return tensor_bytes(piece)
 
     def settle(self) -> None:
         """After all buckets of a step are loaded: carry mirrors over."""
@@ -140,6 +150,7 @@ class BucketSink:
         self.num_buckets = len(layout.plan.shards[shard].buckets)
         self.shard_bytes = layout.plan.shards[shard].nbytes
         self._memory: dict[int, torch.Tensor] = {}
+        self._pieces: dict[int, memoryview | None] = {}
         self.arrived: set[int] = set()
         """Buckets of the running pull that are whole."""
         self._held: dict[int, tuple[int, int]] = {}
@@ -151,8 +162,24 @@ class BucketSink:
         """Start a new pull."""
         self.arrived.clear()
 
+    def _direct(self, arrival: Arrival) -> memoryview | None:
+        """The model's own memory, where the payload is the bits of one contiguous piece of one tensor.
+
+        A pull that ends half-way leaves such a tensor torn, as it leaves the model with buckets of two steps: nothing
+        is computed with it before a pull ended whole.
+        """
+        if arrival.codec != RAW.name:
+            return None
+        if arrival.bucket not in self._pieces:
+            self._pieces[arrival.bucket] = self._layout.memory(self._shard, arrival.bucket)
+        held = self._pieces[arrival.bucket]
+        return held if held is not None and len(held) == arrival.payload_bytes else None
+
     def buffer(self, arrival: Arrival) -> memoryview:
-        """Memory of one bucket, reused from step to step. See lanes.base.Sink."""
+        """Where one bucket's bytes go: the model itself, or memory reused from step to step. See lanes.base.Sink."""
+        direct = self._direct(arrival)
+        if direct is not None:
+            return direct
         held = self._memory.get(arrival.bucket)
         if held is None or held.numel() != arrival.payload_bytes:
             held = self._memory[arrival.bucket] = torch.empty(arrival.payload_bytes, dtype=torch.uint8)
@@ -162,12 +189,26 @@ class BucketSink:
         """Load a whole bucket. See lanes.base.Sink."""
         if not arrival.unchanged:
             spec = self._layout.plan.shards[self._shard].buckets[arrival.bucket]
-            payload = memory_of(self._memory[arrival.bucket]) if arrival.payload_bytes else memoryview(b"")
-            codec = codec_for(arrival.codec, spec)
-            with torch.no_grad():
-                self._layout.load(self._shard, arrival.bucket, codec.decode(payload, spec.dtype, spec.elements))
-            self.raw_bytes += spec.nbytes
+            if arrival.payload_bytes == 0 or self._direct(arrival) is None:
+                payload = memory_of(self._memory[arrival.bucket]) if arrival.payload_bytes else memoryview(b"")
+                self._decode(arrival, spec, payload)
             self.wire_bytes += arrival.payload_bytes
+            self.raw_bytes += spec.nbytes
+        self._note(arrival)
+
+    def take(self, arrival: Arrival, memory: memoryview) -> None:
+        """Load a whole bucket from shared memory; it counts no bytes on the wire. See lanes.base.Sink."""
+        spec = self._layout.plan.shards[self._shard].buckets[arrival.bucket]
+        self._decode(arrival, spec, memory)
+        self.raw_bytes += spec.nbytes
+        self._note(arrival)
+
+    def _decode(self, arrival: Arrival, spec: BucketSpec, payload: memoryview) -> None:
+        codec = codec_for(arrival.codec, spec)
+        with torch.no_grad():
+            self._layout.load(self._shard, arrival.bucket, codec.decode(payload, spec.dtype, spec.elements))
+
+    def _note(self, arrival: Arrival) -> None:
         self.arrived.add(arrival.bucket)
         self._held[arrival.bucket] = (arrival.step, arrival.version)
 

@@ -9,7 +9,7 @@ import torch
 
 from shardline.client.layout import fill_bucket, present_bits
 from shardline.contributions import Contributions, Partial
-from shardline.lanes.base import BucketPayload, Contribution
+from shardline.lanes.base import BucketPayload, Contribution, Whole
 from shardline.reduce import Block
 from shardline.sharding import Plan
 from shardline.spec import DTYPES, TensorKind
@@ -111,8 +111,7 @@ class Staging:
             )
         samples = sum(self.extras.samples.get(replica, 0) for replica in range(block.first, block.end))
         return Contribution(
-            buckets=payloads,
-            empty=empty,
+            payloads=Whole(payloads, empty),
             block=block,
             hyper=self.extras.hyper,
             nonfinite=tuple(self.extras.nonfinite),
@@ -138,4 +137,4 @@ def initial_contribution(plan: Plan, shard: int, values: Sequence[torch.Tensor])
                 digest=digest(data),
             )
         )
-    return Contribution(buckets=payloads, init=True)
+    return Contribution(payloads=Whole(payloads), init=True)

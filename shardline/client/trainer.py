@@ -15,7 +15,7 @@ from shardline.client.staging import Staging, initial_contribution
 from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
 from shardline.errors import NonFiniteError, ProtocolError
-from shardline.lanes.base import Contribution, Lane, Sender, Want
+from shardline.lanes.base import Contribution, Lane, Sender, Want, Whole
 from shardline.reduce import is_finite
 from shardline.rpc.client import JobView
 from shardline.spec import TensorKind
@@ -238,7 +238,7 @@ class Trainer:
                 skip=skip,
             )
             if skip:
-                push = replace(push, buckets=())
+                push = replace(push, payloads=Whole())
             self._count(shard, [push])
             want = Want(step=None, have_step=self.sinks[shard].base_step, wait_s=self._timeouts.server_wait_s)
             tasks[shard] = ShardTask(shard=shard, contributions=[push], want=want)
@@ -253,7 +253,7 @@ class Trainer:
 
     def _count(self, shard: int, pushes: Iterable[Contribution]) -> None:
         for push in pushes:
-            for item in push.buckets:
+            for item in (item for batch in push.payloads.batches() for item in batch):
                 self._pushed[shard][0] += item.raw_bytes
                 self._pushed[shard][1] += len(item.data)
 

@@ -5,7 +5,7 @@ A lane changes no state: what became of a push is only what the shard's ack says
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,14 +37,54 @@ class BucketPayload:
     data: Buffer
     raw_bytes: int
     digest: int
+    nonfinite: Sequence[str] = ()
+    """Tensors of the bucket in which the worker found NaN or infinity (policy "skip")."""
+
+
+class Payloads(Protocol):
+    """The encoded buckets of one push, some of them perhaps still being computed.
+
+    May be gone through several times, by several threads: a retry begins at the first bucket again.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all payloads together, at most; for deadlines."""
+        ...
+
+    @property
+    def empty(self) -> Sequence[int]:
+        """Buckets to which the push adds nothing; known when batches() has ended."""
+        ...
+
+    def batches(self) -> Iterator[Sequence[BucketPayload]]:
+        """What is ready, in the order to send it; waits for more until all have come. Ends early by raising."""
+        ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Payloads that are all there."""
+
+    items: Sequence[BucketPayload] = ()
+    empty: Sequence[int] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all payloads together."""
+        return sum(len(item.data) for item in self.items)
+
+    def batches(self) -> Iterator[Sequence[BucketPayload]]:
+        """Everything at once."""
+        if self.items:
+            yield self.items
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
     """One push to one shard."""
 
-    buckets: Sequence[BucketPayload]
-    empty: Sequence[int] = ()
+    payloads: Payloads
     step: int = 0
     block: Block = field(default_factory=lambda: Block(0, 1))
     seq: int = 0
@@ -80,6 +120,10 @@ class Arrival:
     unchanged: bool
     codec: str
     payload_bytes: int
+    area: int = 0
+    """shm: 0 or 1 = what the shard publishes at even or odd steps, 2 = this worker's replies."""
+    offset: int = 0
+    """shm: bytes from the start of the area."""
 
 
 ACCEPTED = (Outcome.COUNTED, Outcome.STAGED, Outcome.APPLIED, Outcome.DUPLICATE, Outcome.SKIPPED)
@@ -142,6 +186,10 @@ class Standing:
     last_seq: int
 
 
+class LaneUnavailable(Exception):
+    """The pair of tasks can't use this lane; the sentence says why. Another lane takes its place."""
+
+
 class Sink(Protocol):
     """Takes pulled buckets. Called on the exchanging thread, bucket after bucket."""
 
@@ -150,7 +198,11 @@ class Sink(Protocol):
         ...
 
     def done(self, arrival: Arrival) -> None:
-        """All bytes of the bucket are there."""
+        """All bytes of the bucket are in the memory that buffer() gave; or it is unchanged, or has no bytes."""
+        ...
+
+    def take(self, arrival: Arrival, memory: memoryview) -> None:
+        """All bytes of the bucket are in somebody else's memory, to be copied from before this returns."""
         ...
 
 

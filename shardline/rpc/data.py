@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shardline.consistency.decision import Outcome
 from shardline.errors import ProtocolError
-from shardline.lanes.base import Ack, Arrival, Contribution, End, Sender, Sink, Standing, Want
+from shardline.lanes.base import Ack, Arrival, BucketPayload, Contribution, End, Sender, Sink, Standing, Want
 from shardline.rpc.channel import Peer
 from shardline.rpc.convert import DTYPE_TO_PROTO, hyper_to_proto
-from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2_grpc
+from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.wire.protobuf import (
     ChunkView,
     PullFrameView,
@@ -32,7 +33,21 @@ def outcome_from_proto(value: int) -> Outcome:
         raise ProtocolError(f"outcome number {value} is unknown to this version; update it") from None
 
 
-def data_header(sender: Sender, shard: int) -> common_pb2.DataHeader:
+LANES = {"grpc": common_pb2.LANE_GRPC, "tcp": common_pb2.LANE_TCP, "shm": common_pb2.LANE_SHM}
+
+
+@dataclass(frozen=True)
+class Attached:
+    """By which lane the bytes of a call travel. number: what OpenLane gave; 0 = on the call's own stream."""
+
+    lane: str = "grpc"
+    number: int = 0
+
+
+ON_STREAM = Attached()
+
+
+def data_header(sender: Sender, shard: int, attached: Attached = ON_STREAM) -> common_pb2.DataHeader:
     """Head of a data message."""
     return common_pb2.DataHeader(
         job=sender.job,
@@ -42,14 +57,15 @@ def data_header(sender: Sender, shard: int) -> common_pb2.DataHeader:
         task=sender.task,
         incarnation=sender.incarnation,
         protocol_minor=PROTOCOL_MINOR,
-        lane=common_pb2.LANE_GRPC,
+        lane=LANES[attached.lane],
+        attachment=attached.number,
     )
 
 
-def push_header(sender: Sender, shard: int, push: Contribution) -> data_pb2.PushHeader:
+def push_header(sender: Sender, shard: int, push: Contribution, attached: Attached = ON_STREAM) -> data_pb2.PushHeader:
     """Head of a push."""
     return data_pb2.PushHeader(
-        data=data_header(sender, shard),
+        data=data_header(sender, shard, attached),
         step=push.step,
         seq=push.seq,
         block=data_pb2.Block(first=push.block.first, count=push.block.count),
@@ -60,49 +76,100 @@ def push_header(sender: Sender, shard: int, push: Contribution) -> data_pb2.Push
         hyper=hyper_to_proto(push.hyper),
         codec=push.codec,
         nonfinite_tensors=push.nonfinite,
-        empty_buckets=push.empty,
+    )
+
+
+def bucket_header(item: BucketPayload) -> data_pb2.BucketHeader:
+    """Head of one bucket within a push."""
+    return data_pb2.BucketHeader(
+        bucket=item.bucket,
+        dtype=DTYPE_TO_PROTO[item.dtype],
+        elements=item.elements,
+        present=item.present,
+        payload_bytes=len(item.data),
+        nonfinite_tensors=item.nonfinite,
+    )
+
+
+def push_commit(push: Contribution, buckets: int, nbytes: int) -> data_pb2.Commit:
+    """End of a push, when all its buckets are sent."""
+    return data_pb2.Commit(
+        buckets=buckets,
+        bytes=nbytes,
+        scale=0.0 if push.scale == 1.0 else push.scale,
+        skip=push.skip,
+        empty_buckets=push.payloads.empty,
     )
 
 
 def push_frames(sender: Sender, shard: int, push: Contribution) -> Iterator[PushFrameView]:
     """One frame per chunk; head and end of a bucket ride with its first and last chunk. Payloads are views."""
     header: data_pb2.PushHeader | None = push_header(sender, shard, push)
-    total = 0
-    for item in push.buckets:
-        data = memoryview(item.data)
-        size = len(data)
-        total += size
-        head: data_pb2.BucketHeader | None = data_pb2.BucketHeader(
-            bucket=item.bucket,
-            dtype=DTYPE_TO_PROTO[item.dtype],
-            elements=item.elements,
-            present=item.present,
-            payload_bytes=size,
+    buckets = total = 0
+    for batch in push.payloads.batches():
+        for item in batch:
+            for frame in _bucket_frames(item):
+                frame.header, header = header, None
+                yield frame
+            buckets += 1
+            total += len(item.data)
+    yield PushFrameView(header=header, commit=push_commit(push, buckets, total))
+
+
+def _bucket_frames(item: BucketPayload) -> Iterator[PushFrameView]:
+    data = memoryview(item.data)
+    size = len(data)
+    count = -(-size // CHUNK_BYTES)
+    end = data_pb2.BucketCommit(bucket=item.bucket, bytes=size, chunks=count, digest=item.digest)
+    head: data_pb2.BucketHeader | None = bucket_header(item)
+    if count == 0:
+        yield PushFrameView(bucket=head, bucket_commit=end)
+    for number in range(count):
+        offset = number * CHUNK_BYTES
+        yield PushFrameView(
+            bucket=head,
+            chunk=ChunkView(item.bucket, offset, data[offset : offset + CHUNK_BYTES]),
+            bucket_commit=end if number == count - 1 else None,
         )
-        count = -(-size // CHUNK_BYTES)
-        end = data_pb2.BucketCommit(bucket=item.bucket, bytes=size, chunks=count, digest=item.digest)
-        if count == 0:
-            yield PushFrameView(header=header, bucket=head, bucket_commit=end)
+        head = None
+
+
+def referred_requests(
+    sender: Sender,
+    shard: int,
+    contributions: Sequence[Contribution],
+    want: Want | None,
+    attached: Attached,
+    *,
+    place: Callable[[BucketPayload], int],
+    after: Callable[[Sequence[BucketPayload]], None] = lambda batch: None,
+) -> Iterator[RequestView]:
+    """Requests of one PushPull whose bytes travel by an attachment. The pull goes first, as on a stream.
+
+    place(payload): called before its reference is sent; returns its offset in the segment (shm). after(batch): called
+    when the references of a batch are sent, on the same thread: a bulk socket sends the bytes then (tcp).
+    """
+    if want is not None:
+        yield RequestView(pull=pull_request(sender, shard, want, attached))
+    for push in contributions:
+        header: data_pb2.PushHeader | None = push_header(sender, shard, push, attached)
+        buckets = total = 0
+        for batch in push.payloads.batches():
+            refs = [
+                data_pb2.BucketRef(bucket=bucket_header(item), offset=place(item), digest=item.digest) for item in batch
+            ]
+            yield RequestView(push=PushFrameView(header=header, refs=refs))
             header = None
-        for number in range(count):
-            offset = number * CHUNK_BYTES
-            yield PushFrameView(
-                header=header,
-                bucket=head,
-                chunk=ChunkView(item.bucket, offset, data[offset : offset + CHUNK_BYTES]),
-                bucket_commit=end if number == count - 1 else None,
-            )
-            header = head = None
-    commit = data_pb2.Commit(
-        buckets=len(push.buckets), bytes=total, scale=0.0 if push.scale == 1.0 else push.scale, skip=push.skip
-    )
-    yield PushFrameView(header=header, commit=commit)
+            after(batch)
+            buckets += len(batch)
+            total += sum(len(item.data) for item in batch)
+        yield RequestView(push=PushFrameView(header=header, commit=push_commit(push, buckets, total)))
 
 
-def pull_request(sender: Sender, shard: int, want: Want) -> data_pb2.PullRequest:
+def pull_request(sender: Sender, shard: int, want: Want, attached: Attached = ON_STREAM) -> data_pb2.PullRequest:
     """A pull of an exact step, or of the latest."""
     request = data_pb2.PullRequest(
-        data=data_header(sender, shard),
+        data=data_header(sender, shard, attached),
         what=data_pb2.PULL_WHAT_PARAMS,
         buckets=want.buckets,
         have_step=want.have_step,
@@ -134,6 +201,11 @@ def push_pull_method(peer: Peer) -> Callable[..., Any]:
         response_deserializer=read_reply,
     )
     return method
+
+
+def open_lane_request(sender: Sender, shard: int, lane: str) -> parameter_server_pb2.OpenLaneRequest:
+    """Asks for another way for the bytes."""
+    return parameter_server_pb2.OpenLaneRequest(data=data_header(sender, shard, Attached(lane)))
 
 
 def progress_request(sender: Sender, shard: int, replicas: Sequence[int]) -> data_pb2.ProgressRequest:
@@ -184,8 +256,11 @@ class PullReader:
         self._filled = 0
         self.end: End | None = None
 
-    def feed(self, frame: PullFrameView) -> None:
-        """Take one frame. Raises ProtocolError where frames don't follow one another."""
+    def feed(self, frame: PullFrameView) -> Sequence[Arrival]:
+        """Take one frame; returns the buckets it refers to, whose bytes come by the call's attachment.
+
+        Raises ProtocolError where frames don't follow one another.
+        """
         if frame.bucket is not None:
             self._begin(frame.bucket)
         if frame.chunk is not None:
@@ -202,22 +277,28 @@ class PullReader:
                 timeline=end.timeline,
                 waiting_for=tuple(end.waiting_for),
             )
+        return [self._arrival_of(state) for state in frame.buckets]
 
-    def _begin(self, state: data_pb2.BucketState) -> None:
-        if self._arrival is not None:
-            raise ProtocolError(f"bucket {state.bucket} came before bucket {self._arrival.bucket} was whole")
+    def _arrival_of(self, state: data_pb2.BucketState) -> Arrival:
         if state.bucket >= len(self._elements) or state.elements != self._elements[state.bucket]:
             raise ProtocolError(
                 f"the shard sent bucket {state.bucket} with {state.elements} elements, which the plan doesn't have"
             )
-        arrival = Arrival(
+        return Arrival(
             bucket=state.bucket,
             step=state.step,
             version=state.version,
             unchanged=state.unchanged,
             codec=state.codec,
             payload_bytes=state.payload_bytes,
+            area=state.area,
+            offset=state.offset,
         )
+
+    def _begin(self, state: data_pb2.BucketState) -> None:
+        if self._arrival is not None:
+            raise ProtocolError(f"bucket {state.bucket} came before bucket {self._arrival.bucket} was whole")
+        arrival = self._arrival_of(state)
         if state.unchanged or state.payload_bytes == 0:
             self._sink.done(arrival)
             return

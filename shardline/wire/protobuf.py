@@ -7,7 +7,7 @@ generated stubs reads and writes the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,6 +98,7 @@ class PushFrameView:
     chunk: ChunkView | None = None
     bucket_commit: data_pb2.BucketCommit | None = None
     commit: data_pb2.Commit | None = None
+    refs: Sequence[data_pb2.BucketRef] = ()
 
 
 @dataclass(slots=True)
@@ -107,6 +108,7 @@ class PullFrameView:
     bucket: data_pb2.BucketState | None = None
     chunk: ChunkView | None = None
     end: data_pb2.PullEnd | None = None
+    buckets: Sequence[data_pb2.BucketState] = ()
 
 
 @dataclass(slots=True)
@@ -156,12 +158,17 @@ def write_push(frame: PushFrameView, *, outer: int = 1) -> bytes:
     """A PushPullRequest (outer field 1) or PushRequest with this frame; one copy of the payload."""
     before = _part(1, frame.header) + _part(2, frame.bucket)
     after = _part(4, frame.bucket_commit) + _part(5, frame.commit)
+    if frame.refs:
+        after += b"".join(_part(6, ref) for ref in frame.refs)
     return _join(outer, before, frame.chunk, after)
 
 
 def write_pull(frame: PullFrameView, *, outer: int) -> bytes:
     """A PushPullReply (outer field 2) or PullReply (1) with this frame; one copy of the payload."""
-    return _join(outer, _part(1, frame.bucket), frame.chunk, _part(3, frame.end), chunk_field=2)
+    after = _part(3, frame.end)
+    if frame.buckets:
+        after += b"".join(_part(4, state) for state in frame.buckets)
+    return _join(outer, _part(1, frame.bucket), frame.chunk, after, chunk_field=2)
 
 
 def _join(outer: int, before: bytes, chunk: ChunkView | None, after: bytes, *, chunk_field: int = 3) -> bytes:
@@ -223,6 +230,8 @@ def read_push(data: memoryview) -> PushFrameView:
         elif number == 5:
             _once(frame.commit, "commit")
             frame.commit = _message(data_pb2.Commit, value, "commit")
+        elif number == 6:
+            frame.refs = [*frame.refs, _message(data_pb2.BucketRef, value, "reference")]
     return frame
 
 
@@ -241,6 +250,8 @@ def read_pull(data: memoryview) -> PullFrameView:
         elif number == 3:
             _once(frame.end, "end")
             frame.end = _message(data_pb2.PullEnd, value, "end")
+        elif number == 4:
+            frame.buckets = [*frame.buckets, _message(data_pb2.BucketState, value, "bucket state")]
     return frame
 
 

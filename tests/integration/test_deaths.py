@@ -14,7 +14,7 @@ import torch
 from shardline.client.exchange import Interrupted, Restart, Stopped
 from shardline.errors import ProtocolError
 from shardline.job import Job
-from shardline.lanes.base import BucketPayload, Contribution, Exchanged, Lane, Sender, Sink, Standing, Want
+from shardline.lanes.base import BucketPayload, Contribution, Exchanged, Lane, Payloads, Sender, Sink, Standing, Want
 from shardline.testing import ReferenceResult, reference
 from tests.integration.cluster import PATIENCE_S, Cluster, Worker, assert_same_end
 from tests.integration.jobs import Rich, make_job
@@ -26,24 +26,29 @@ class WorkerDied(Exception):
     """Stands for the end of a process."""
 
 
-class Between(Sequence[BucketPayload]):
-    """A push's buckets; calls a function before the one at `at`, when those before have left."""
+class Between:
+    """A push's payloads; calls a function before the one at `at`, when those before have left."""
 
-    def __init__(self, buckets: Sequence[BucketPayload], at: int, function: Callable[[], None]) -> None:
-        self._buckets, self._at, self._function = buckets, at, function
+    def __init__(self, payloads: Payloads, at: int, function: Callable[[], None]) -> None:
+        self._payloads, self._at, self._function = payloads, at, function
 
-    def __len__(self) -> int:
-        return len(self._buckets)
+    @property
+    def nbytes(self) -> int:
+        return self._payloads.nbytes
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self._buckets[index]
+    @property
+    def empty(self) -> Sequence[int]:
+        return self._payloads.empty
 
-    def __iter__(self) -> Iterator[BucketPayload]:
-        for number, bucket in enumerate(self._buckets):
-            if number == self._at:
-                self._function()
-            yield bucket
-        if self._at >= len(self._buckets):
+    def batches(self) -> Iterator[Sequence[BucketPayload]]:
+        number = 0
+        for batch in self._payloads.batches():
+            for bucket in batch:
+                if number == self._at:
+                    self._function()
+                yield [bucket]
+                number += 1
+        if self._at >= number:
             self._function()
 
 
@@ -62,7 +67,7 @@ class TrapLane:
         if contributions and contributions[0].step == self._step and not self.sprung:
             self.sprung = True
             first, *rest = contributions
-            contributions = [replace(first, buckets=Between(first.buckets, self._at, self._function)), *rest]
+            contributions = [replace(first, payloads=Between(first.payloads, self._at, self._function)), *rest]
         return self._lane.exchange(sender, contributions, want, sink, timeout_s=timeout_s)
 
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:

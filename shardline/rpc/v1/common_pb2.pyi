@@ -28,10 +28,11 @@ class _LaneEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Lane.ValueType],
     LANE_UNSPECIFIED: _Lane.ValueType  # 0
     """read as LANE_GRPC"""
     LANE_GRPC: _Lane.ValueType  # 1
+    """chunks of the call's own stream"""
     LANE_TCP: _Lane.ValueType  # 2
-    """reserved for the bulk socket"""
+    """a bulk socket that OpenLane negotiated"""
     LANE_SHM: _Lane.ValueType  # 3
-    """reserved for shared memory segments"""
+    """shared memory segments that OpenLane negotiated"""
 
 class Lane(_Lane, metaclass=_LaneEnumTypeWrapper):
     """How the tensor bytes of a push or pull travel. A task refuses a lane it doesn't know."""
@@ -39,10 +40,11 @@ class Lane(_Lane, metaclass=_LaneEnumTypeWrapper):
 LANE_UNSPECIFIED: Lane.ValueType  # 0
 """read as LANE_GRPC"""
 LANE_GRPC: Lane.ValueType  # 1
+"""chunks of the call's own stream"""
 LANE_TCP: Lane.ValueType  # 2
-"""reserved for the bulk socket"""
+"""a bulk socket that OpenLane negotiated"""
 LANE_SHM: Lane.ValueType  # 3
-"""reserved for shared memory segments"""
+"""shared memory segments that OpenLane negotiated"""
 Global___Lane: _TypeAlias = Lane  # noqa: Y015
 
 class _Outcome:
@@ -249,6 +251,7 @@ class DataHeader(_message.Message):
     LANE_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
     REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
+    ATTACHMENT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Name of the job (namespace). One per cluster for now."""
     timeline: _builtins.int
@@ -266,6 +269,8 @@ class DataHeader(_message.Message):
     lane: Global___Lane.ValueType
     trace_id: _builtins.str
     """Free text that ties the log lines of one exchange together."""
+    attachment: _builtins.int
+    """Number that OpenLane gave; lanes tcp and shm only."""
     @_builtins.property
     def required_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -282,10 +287,11 @@ class DataHeader(_message.Message):
         lane: Global___Lane.ValueType = ...,
         trace_id: _builtins.str = ...,
         required_features: _abc.Iterable[_builtins.str] | None = ...,
+        attachment: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "lane", b"lane", "plan_id", b"plan_id", "protocol_minor", b"protocol_minor", "required_features", b"required_features", "shard", b"shard", "stage", b"stage", "task", b"task", "timeline", b"timeline", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "incarnation", b"incarnation", "job", b"job", "lane", b"lane", "plan_id", b"plan_id", "protocol_minor", b"protocol_minor", "required_features", b"required_features", "shard", b"shard", "stage", b"stage", "task", b"task", "timeline", b"timeline", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -284,6 +284,7 @@ class BucketHeader(_message.Message):
     PRESENT_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     ROW_IDS_FIELD_NUMBER: _builtins.int
+    NONFINITE_TENSORS_FIELD_NUMBER: _builtins.int
     bucket: _builtins.int
     dtype: _common_pb2.DType.ValueType
     elements: _builtins.int
@@ -296,6 +297,10 @@ class BucketHeader(_message.Message):
     def row_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """reserved: sparse rows"""
 
+    @_builtins.property
+    def nonfinite_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tensors of this bucket in which the worker found NaN or infinity (policy "skip" only)."""
+
     def __init__(
         self,
         *,
@@ -305,14 +310,47 @@ class BucketHeader(_message.Message):
         present: _builtins.bytes = ...,
         payload_bytes: _builtins.int = ...,
         row_ids: _abc.Iterable[_builtins.int] | None = ...,
+        nonfinite_tensors: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "dtype", b"dtype", "elements", b"elements", "payload_bytes", b"payload_bytes", "present", b"present", "row_ids", b"row_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "dtype", b"dtype", "elements", b"elements", "nonfinite_tensors", b"nonfinite_tensors", "payload_bytes", b"payload_bytes", "present", b"present", "row_ids", b"row_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BucketHeader: _TypeAlias = BucketHeader  # noqa: Y015
+
+@_typing.final
+class BucketRef(_message.Message):
+    """A bucket whose bytes ride on the attachment that the push's header names: over its bulk socket in the order of these
+    messages (tcp), or in its gradient segment (shm). Takes the place of chunks and bucket commit.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """shm: bytes from the start of the segment."""
+    digest: _builtins.int
+    """xxh3-64 of the encoded payload; 0 = not sent."""
+    @_builtins.property
+    def bucket(self) -> Global___BucketHeader: ...
+    def __init__(
+        self,
+        *,
+        bucket: Global___BucketHeader | None = ...,
+        offset: _builtins.int = ...,
+        digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "digest", b"digest", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BucketRef: _TypeAlias = BucketRef  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
@@ -328,7 +366,7 @@ class Chunk(_message.Message):
     """Bytes from the start of the bucket's encoded payload."""
     payload: _builtins.bytes
     segment: _builtins.int
-    """reserved: shared memory reference"""
+    """reserved"""
     crc32c: _builtins.int
     """reserved"""
     def __init__(
@@ -391,12 +429,17 @@ class Commit(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     SCALE_FIELD_NUMBER: _builtins.int
     SKIP_FIELD_NUMBER: _builtins.int
+    EMPTY_BUCKETS_FIELD_NUMBER: _builtins.int
     buckets: _builtins.int
     bytes: _builtins.int
     scale: _builtins.float
     """async: factor for the whole gradient (clipping by the worker). 0 = 1."""
     skip: _builtins.bool
     """async: give this sequence number up."""
+    @_builtins.property
+    def empty_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in the header, for pushes that begin before all gradients are there."""
+
     def __init__(
         self,
         *,
@@ -404,10 +447,11 @@ class Commit(_message.Message):
         bytes: _builtins.int = ...,
         scale: _builtins.float = ...,
         skip: _builtins.bool = ...,
+        empty_buckets: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "bytes", b"bytes", "scale", b"scale", "skip", b"skip"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "bytes", b"bytes", "empty_buckets", b"empty_buckets", "scale", b"scale", "skip", b"skip"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -415,7 +459,7 @@ Global___Commit: _TypeAlias = Commit  # noqa: Y015
 
 @_typing.final
 class PushFrame(_message.Message):
-    """One frame of a push. Fields may come alone or together; they are read in field order."""
+    """One frame of a push. Fields may come alone or together; they are read in field order, `refs` before `commit`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -424,6 +468,7 @@ class PushFrame(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     BUCKET_COMMIT_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
+    REFS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___PushHeader: ...
     @_builtins.property
@@ -434,6 +479,8 @@ class PushFrame(_message.Message):
     def bucket_commit(self) -> Global___BucketCommit: ...
     @_builtins.property
     def commit(self) -> Global___Commit: ...
+    @_builtins.property
+    def refs(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketRef]: ...
     def __init__(
         self,
         *,
@@ -442,10 +489,11 @@ class PushFrame(_message.Message):
         chunk: Global___Chunk | None = ...,
         bucket_commit: Global___BucketCommit | None = ...,
         commit: Global___Commit | None = ...,
+        refs: _abc.Iterable[Global___BucketRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "bucket_commit", b"bucket_commit", "chunk", b"chunk", "commit", b"commit", "header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "bucket_commit", b"bucket_commit", "chunk", b"chunk", "commit", b"commit", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "bucket_commit", b"bucket_commit", "chunk", b"chunk", "commit", b"commit", "header", b"header", "refs", b"refs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -607,6 +655,8 @@ class BucketState(_message.Message):
     UNCHANGED_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
+    AREA_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
     bucket: _builtins.int
     step: _builtins.int
     version: _builtins.int
@@ -616,6 +666,9 @@ class BucketState(_message.Message):
     """The content equals that of `have_step`: no chunk follows."""
     payload_bytes: _builtins.int
     codec: _builtins.str
+    area: _builtins.int
+    """shm: where the payload lies. Area 0 or 1: what the shard publishes at even and odd steps; 2: this worker's replies."""
+    offset: _builtins.int
     def __init__(
         self,
         *,
@@ -627,10 +680,12 @@ class BucketState(_message.Message):
         unchanged: _builtins.bool = ...,
         payload_bytes: _builtins.int = ...,
         codec: _builtins.str = ...,
+        area: _builtins.int = ...,
+        offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "codec", b"codec", "dtype", b"dtype", "elements", b"elements", "payload_bytes", b"payload_bytes", "step", b"step", "unchanged", b"unchanged", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["area", b"area", "bucket", b"bucket", "codec", b"codec", "dtype", b"dtype", "elements", b"elements", "offset", b"offset", "payload_bytes", b"payload_bytes", "step", b"step", "unchanged", b"unchanged", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -690,22 +745,28 @@ class PullFrame(_message.Message):
     BUCKET_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def bucket(self) -> Global___BucketState: ...
     @_builtins.property
     def chunk(self) -> Global___Chunk: ...
     @_builtins.property
     def end(self) -> Global___PullEnd: ...
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketState]:
+        """Buckets whose payloads ride on the attachment: over its bulk socket in this order, or in its segments."""
+
     def __init__(
         self,
         *,
         bucket: Global___BucketState | None = ...,
         chunk: Global___Chunk | None = ...,
         end: Global___PullEnd | None = ...,
+        buckets: _abc.Iterable[Global___BucketState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "chunk", b"chunk", "end", b"end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "chunk", b"chunk", "end", b"end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "buckets", b"buckets", "chunk", b"chunk", "end", b"end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

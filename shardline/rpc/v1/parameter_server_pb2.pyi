@@ -1096,6 +1096,74 @@ class PullReply(_message.Message):
 Global___PullReply: _TypeAlias = PullReply  # noqa: Y015
 
 @_typing.final
+class OpenLaneRequest(_message.Message):
+    """Asks for another way for the bytes of one worker incarnation's pushes to and pulls from one shard."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def data(self) -> _common_pb2.DataHeader:
+        """`lane` names the one asked for, `shard` the shard."""
+
+    def __init__(
+        self,
+        *,
+        data: _common_pb2.DataHeader | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenLaneRequest: _TypeAlias = OpenLaneRequest  # noqa: Y015
+
+@_typing.final
+class OpenLaneReply(_message.Message):
+    """A lane is open when its sockets were accepted. The tokens are good for one connection each and for a short time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ATTACHMENT_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    UP_TOKEN_FIELD_NUMBER: _builtins.int
+    DOWN_TOKEN_FIELD_NUMBER: _builtins.int
+    SOCKET_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    outcome: _common_pb2.Outcome.ValueType
+    reason: _builtins.str
+    attachment: _builtins.int
+    port: _builtins.int
+    """tcp: the port of the bulk sockets, at the host that the call was made to; one token per direction."""
+    up_token: _builtins.bytes
+    down_token: _builtins.bytes
+    socket: _builtins.str
+    """shm: the unix socket over which segments are passed; "@name" is in the abstract namespace. One token."""
+    token: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        outcome: _common_pb2.Outcome.ValueType = ...,
+        reason: _builtins.str = ...,
+        attachment: _builtins.int = ...,
+        port: _builtins.int = ...,
+        up_token: _builtins.bytes = ...,
+        down_token: _builtins.bytes = ...,
+        socket: _builtins.str = ...,
+        token: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "down_token", b"down_token", "outcome", b"outcome", "port", b"port", "reason", b"reason", "socket", b"socket", "token", b"token", "up_token", b"up_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenLaneReply: _TypeAlias = OpenLaneReply  # noqa: Y015
+
+@_typing.final
 class VoteRequest(_message.Message):
     """One shard's part of the decision whether and how a step is applied."""
 

@@ -35,6 +35,11 @@ class ParameterServerStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.OpenLane = channel.unary_unary(
+                '/shardline.rpc.v1.ParameterServer/OpenLane',
+                request_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.OpenLaneRequest.SerializeToString,
+                response_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.OpenLaneReply.FromString,
+                _registered_method=True)
         self.Push = channel.stream_unary(
                 '/shardline.rpc.v1.ParameterServer/Push',
                 request_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PushRequest.SerializeToString,
@@ -120,9 +125,15 @@ class ParameterServerStub:
 class ParameterServerServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Push(self, request_iterator, context):
+    def OpenLane(self, request, context):
         """Data plane.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Push(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -221,6 +232,11 @@ class ParameterServerServicer:
 
 def add_ParameterServerServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'OpenLane': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenLane,
+                    request_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.OpenLaneRequest.FromString,
+                    response_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.OpenLaneReply.SerializeToString,
+            ),
             'Push': grpc.stream_unary_rpc_method_handler(
                     servicer.Push,
                     request_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PushRequest.FromString,
@@ -311,6 +327,33 @@ def add_ParameterServerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ParameterServer:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def OpenLane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardline.rpc.v1.ParameterServer/OpenLane',
+            shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.OpenLaneRequest.SerializeToString,
+            shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.OpenLaneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Push(request_iterator,

@@ -32,8 +32,9 @@ class ParameterServerStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ParameterServerAsyncStub: ...
-    Push: _grpc.StreamUnaryMultiCallable[_parameter_server_pb2.PushRequest, _data_pb2.PushReply]
+    OpenLane: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.OpenLaneRequest, _parameter_server_pb2.OpenLaneReply]
     """Data plane."""
+    Push: _grpc.StreamUnaryMultiCallable[_parameter_server_pb2.PushRequest, _data_pb2.PushReply]
     Pull: _grpc.UnaryStreamMultiCallable[_data_pb2.PullRequest, _parameter_server_pb2.PullReply]
     PushPull: _grpc.StreamStreamMultiCallable[_data_pb2.PushPullRequest, _data_pb2.PushPullReply]
     Progress: _grpc.UnaryUnaryMultiCallable[_data_pb2.ProgressRequest, _data_pb2.ProgressReply]
@@ -54,8 +55,9 @@ class ParameterServerStub:
 @_typing.type_check_only
 class ParameterServerAsyncStub(ParameterServerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Push: _aio.StreamUnaryMultiCallable[_parameter_server_pb2.PushRequest, _data_pb2.PushReply]  # type: ignore[assignment]
+    OpenLane: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.OpenLaneRequest, _parameter_server_pb2.OpenLaneReply]  # type: ignore[assignment]
     """Data plane."""
+    Push: _aio.StreamUnaryMultiCallable[_parameter_server_pb2.PushRequest, _data_pb2.PushReply]  # type: ignore[assignment]
     Pull: _aio.UnaryStreamMultiCallable[_data_pb2.PullRequest, _parameter_server_pb2.PullReply]  # type: ignore[assignment]
     PushPull: _aio.StreamStreamMultiCallable[_data_pb2.PushPullRequest, _data_pb2.PushPullReply]  # type: ignore[assignment]
     Progress: _aio.UnaryUnaryMultiCallable[_data_pb2.ProgressRequest, _data_pb2.ProgressReply]  # type: ignore[assignment]
@@ -75,12 +77,19 @@ class ParameterServerAsyncStub(ParameterServerStub):
 
 class ParameterServerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
+    def OpenLane(
+        self,
+        request: _parameter_server_pb2.OpenLaneRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.OpenLaneReply, _abc.Awaitable[_parameter_server_pb2.OpenLaneReply]]:
+        """Data plane."""
+
+    @_abc_1.abstractmethod
     def Push(
         self,
         request_iterator: _MaybeAsyncIterator[_parameter_server_pb2.PushRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_data_pb2.PushReply, _abc.Awaitable[_data_pb2.PushReply]]:
-        """Data plane."""
+    ) -> _typing.Union[_data_pb2.PushReply, _abc.Awaitable[_data_pb2.PushReply]]: ...
 
     @_abc_1.abstractmethod
     def Pull(
