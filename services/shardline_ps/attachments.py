@@ -47,7 +47,7 @@ class Ticket(Protocol):
         ...
 
     async def wait(self) -> None:
-        """Return when all bytes are there. Raises UnreachableError where the attachment broke or its deadline ran out."""
+        """Return when all bytes are there. Raises UnreachableError where the attachment broke or is late."""
         ...
 
 
@@ -164,9 +164,16 @@ class Attachments:
         attachment = self._held.get(number)
         if attachment is None or attachment.holder != holder or attachment.lane != lane:
             raise UnreachableError(
-                f"attachment {number:#x} ({lane}) of {holder.task} to shard {holder.shard} is not open here; open it again"
+                f"attachment {number:#x} ({lane}) of {holder.task} to shard {holder.shard} is not open here; "
+                f"open it again"
             )
         return attachment
+
+    def drop_of(self, holder: Holder, reason: str) -> None:
+        """End the attachments of one holder."""
+        for number, held in list(self._held.items()):
+            if held.holder == holder:
+                self._drop(number, reason)
 
     def drop(self, attachment: Attachment, reason: str) -> None:
         """End one attachment, whoever holds it."""

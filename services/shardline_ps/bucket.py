@@ -104,9 +104,10 @@ class Bucket:
         if not skip:
             changed = self._update(target, total, scale)
             self.version += 1
-        self.step += 1
         if changed:
-            self.changed_step = self.step
+            self.changed_step = self.step + 1
+        # Last: readers without the lock take what it says as published.
+        self.step += 1
         self.hyper = None
         self.contributions.clear()
 

@@ -24,7 +24,7 @@ class Meter:
 
     def pushed(self, result: PushResult) -> None:
         """A push has ended."""
-        metrics, lane = self._metrics, "grpc"
+        metrics, lane = self._metrics, result.lane
         outcome = outcome_name(result.ack.outcome)
         metrics.counter("shardline_pushes_total", peer=result.task or "not admitted", outcome=outcome).inc()
         if outcome == "fenced":
@@ -41,10 +41,10 @@ class Meter:
         if outcome == "applied":
             metrics.histogram("shardline_staleness_updates", shard=result.shard).observe(result.ack.staleness)
 
-    def _pulled(self, peer: str, codec: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
+    def _pulled(self, peer: str, codec: str, lane: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
         metrics = self._metrics
-        metrics.counter("shardline_pull_raw_bytes_total", peer=peer, codec=codec, lane="grpc").inc(raw_bytes)
-        metrics.counter("shardline_pull_wire_bytes_total", peer=peer, codec=codec, lane="grpc").inc(wire_bytes)
+        metrics.counter("shardline_pull_raw_bytes_total", peer=peer, codec=codec, lane=lane).inc(raw_bytes)
+        metrics.counter("shardline_pull_wire_bytes_total", peer=peer, codec=codec, lane=lane).inc(wire_bytes)
         metrics.histogram("shardline_pull_seconds", peer=peer).observe(seconds)
 
     def refused(self, method: str, error: Exception) -> None:

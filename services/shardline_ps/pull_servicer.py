@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from shardline.consistency import sync
@@ -12,14 +13,20 @@ from shardline.consistency.decision import Outcome
 from shardline.errors import ProtocolError
 from shardline.rpc.convert import DTYPE_TO_PROTO
 from shardline.rpc.v1 import data_pb2
-from shardline.wire.codecs import codec_for
+from shardline.wire.codecs import RAW, codec_for
 from shardline.wire.frames import Buffer
 from shardline.wire.protobuf import ChunkView, PullFrameView
-from shardline_ps.push_servicer import admit_data, outcome_to_proto
+from shardline_ps.attachments import Attachment, Attachments
+from shardline_ps.bucket import Bucket
+from shardline_ps.push_servicer import admit_data, attachment_of, outcome_to_proto
 from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore, numbers
 
 CHUNK_BYTES = 2 << 20
+STATES_PER_FRAME = 16
+"""Buckets in one message at most, so that a worker begins with the first while the last are still applied."""
+REPLIES = 2
+"""Number of the shared area with a worker's own replies."""
 DEFAULT_WAIT_S = 10.0
 MAX_WAIT_S = 600.0
 
@@ -31,6 +38,8 @@ class Encoded:
     state: data_pb2.BucketState
     payload: Buffer
     raw_bytes: int
+    intact: Callable[[], bool] = lambda: True
+    """Whether the payload, which may be a view of published parameters, has not been overwritten."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,59 @@ def wanted_buckets(shard: Shard, request: data_pb2.PullRequest) -> list[int]:
     return list(request.buckets) or list(range(len(shard.buckets)))
 
 
-def encode_bucket(shard: Shard, number: int, want: Want, codec_name: str) -> Encoded | Outcome:
+def refer_bucket(shard: Shard, number: int, want: Want, attachment: Attachment) -> Encoded | Outcome:
+    """What a synchronous shard has published, without a copy, or why not. Takes no lock, so the loop may run it.
+
+    theta_t stays in its buffer until every replica has pushed t + 1, which the one that pulls it does only after it
+    has read it; whoever is overtaken all the same sees `intact` say so, and is not waited for any more.
+    """
+    bucket = shard.buckets[number]
+    # The step is written last when a step is applied: what it says is published is whole.
+    step = bucket.step
+    if not bucket.initialized:
+        return Outcome.NOT_CONFIGURED
+    assert want.step is not None
+    outcome = sync.serve_pull(want.step, bucket_step=step, oldest=bucket.oldest)
+    if outcome is not Outcome.SERVED:
+        return outcome
+    changed_step = bucket.changed_step
+    state = bucket_state(bucket, want.step)
+    if want.have is not None and changed_step <= want.have <= want.step:
+        state.unchanged = True
+        return Encoded(state, b"", 0)
+    state.codec, state.payload_bytes = RAW.name, bucket.spec.nbytes
+    place = attachment.published(number, want.step)
+    if place is not None:
+        state.area, state.offset = place
+        return Encoded(state, b"", bucket.spec.nbytes)
+    payload = RAW.encode(bucket.values_at(want.step))
+    return Encoded(state, payload, bucket.spec.nbytes, lambda: bucket.step <= state.step + 1)
+
+
+def may_refer(shard: Shard, want: Want, codec_name: str) -> bool:
+    """Whether refer_bucket may be asked: an exact step of parameters in the machine's memory, as they are."""
+    on_cpu = shard.settings.device.type == "cpu"
+    return shard.is_sync and want.step is not None and not want.at_least and codec_name == RAW.name and on_cpu
+
+
+def bucket_state(bucket: Bucket, step: int) -> data_pb2.BucketState:
+    """Head of one pulled bucket."""
+    return data_pb2.BucketState(
+        bucket=bucket.number,
+        step=step,
+        version=bucket.version,
+        dtype=DTYPE_TO_PROTO[bucket.spec.dtype],
+        elements=bucket.spec.elements,
+    )
+
+
+Into = Callable[[int, int], tuple[int, memoryview] | None]
+"""(bucket, bytes) -> (offset in area 2, memory) for a copy that the caller's peer can read, or None."""
+
+
+def encode_bucket(
+    shard: Shard, number: int, want: Want, codec_name: str, into: Into = lambda bucket, nbytes: None
+) -> Encoded | Outcome:
     """Copy and encode one bucket under its lock, or say why not. Runs in the pool."""
     bucket = shard.buckets[number]
     with bucket.lock:
@@ -89,22 +150,24 @@ def encode_bucket(shard: Shard, number: int, want: Want, codec_name: str) -> Enc
                 if outcome is not Outcome.SERVED:
                     return outcome
                 step = want.step
-        state = data_pb2.BucketState(
-            bucket=number,
-            step=step,
-            version=bucket.version,
-            dtype=DTYPE_TO_PROTO[bucket.spec.dtype],
-            elements=bucket.spec.elements,
-        )
+        state = bucket_state(bucket, step)
         if want.have is not None and bucket.changed_step <= want.have <= step:
             state.unchanged = True
             return Encoded(state, b"", 0)
         codec = codec_for(codec_name, bucket.spec)
         values = bucket.values_at(step) if shard.is_sync else bucket.values
-        # bytes() is the one copy, and it is made under the lock: nobody sees a torn bucket.
-        payload = bytes(codec.encode(values.cpu()))
+        # The one copy is made under the lock: nobody sees a torn bucket.
+        payload = memoryview(codec.encode(values.cpu()))
+        size = len(payload)
+        slot = into(number, size) if size else None
+        if slot is None:
+            payload = memoryview(bytes(payload))
+        else:
+            state.area, state.offset = REPLIES, slot[0]
+            slot[1][:] = payload
+            payload = memoryview(b"")
     state.codec = codec.name
-    state.payload_bytes = len(payload)
+    state.payload_bytes = size
     return Encoded(state, payload, bucket.spec.nbytes)
 
 
@@ -132,7 +195,9 @@ def end_frame(store: ParameterStore, shard: Shard | None, outcome: Outcome, reas
     return PullFrameView(end=end)
 
 
-async def pull(store: ParameterStore, request: data_pb2.PullRequest) -> AsyncIterator[PullFrameView]:
+async def pull(
+    store: ParameterStore, attachments: Attachments, request: data_pb2.PullRequest
+) -> AsyncIterator[PullFrameView]:
     """Frames of a pull's answer, in the order buckets become ready within the order asked for."""
     decision = admit_data(store, request.data, init=False)
     if decision.outcome is not Outcome.SERVED:
@@ -148,7 +213,14 @@ async def pull(store: ParameterStore, request: data_pb2.PullRequest) -> AsyncIte
     generation = store.generation
     codec = store.configuration.codec if store.configuration is not None else "raw"
     started_s = time.monotonic()
-    raw_bytes = wire_bytes = 0
+    attachment = attachment_of(attachments, request.data)
+    out = Outgoing(attachment)
+    find: Callable[[int], Encoded | Outcome | Awaitable[Encoded | Outcome]]
+    if attachment is not None and may_refer(shard, want, codec):
+        find = functools.partial(_refer, shard, want, attachment)
+    else:
+        into = attachment.reply_slot if attachment is not None else _no_slot
+        find = functools.partial(_encode, store, shard, want, codec, into)
     for number in wanted:
         while True:
             if generation != store.generation or request.data.timeline != store.authority.timeline:
@@ -156,10 +228,14 @@ async def pull(store: ParameterStore, request: data_pb2.PullRequest) -> AsyncIte
                 return
             signal = store.signals[(shard.number, number)]
             waiter = signal.arm()
-            encoded = await store.work(encode_bucket, shard, number, want, codec)
+            found = find(number)
+            encoded = found if isinstance(found, (Encoded, Outcome)) else await found
             if isinstance(encoded, Encoded):
                 signal.disarm(waiter)
                 break
+            # What is ready need not wait for what is not.
+            if (frame := out.flush()) is not None:
+                yield frame
             if encoded is not Outcome.WAITING:
                 signal.disarm(waiter)
                 reason = f"step {want.step} of bucket {number} is gone; the bucket is at {shard.buckets[number].step}"
@@ -176,22 +252,74 @@ async def pull(store: ParameterStore, request: data_pb2.PullRequest) -> AsyncIte
                 reason = f"step {want.step} lacks replicas {missing} at shard {shard.number} after {wait_s:.1f} s"
                 yield end_frame(store, shard, Outcome.WAITING, reason)
                 return
-        raw_bytes += encoded.raw_bytes
-        wire_bytes += len(encoded.payload)
         store.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
-        for frame in frames(encoded):
+        async for frame in out.add(encoded):
             yield frame
-    store.on_pulled(request.data.task, codec, raw_bytes, wire_bytes, time.monotonic() - started_s)
+    if (frame := out.flush()) is not None:
+        yield frame
+    lane = attachment.lane if attachment is not None else "grpc"
+    store.on_pulled(request.data.task, codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
     yield end_frame(store, shard, Outcome.SERVED)
+
+
+def _no_slot(bucket: int, nbytes: int) -> None:
+    return None
+
+
+def _refer(shard: Shard, want: Want, attachment: Attachment, number: int) -> Encoded | Outcome:
+    return refer_bucket(shard, number, want, attachment)
+
+
+def _encode(
+    store: ParameterStore, shard: Shard, want: Want, codec: str, into: Into, number: int
+) -> Awaitable[Encoded | Outcome]:
+    return store.work(encode_bucket, shard, number, want, codec, into)
+
+
+class Outgoing:
+    """Pulled buckets on their way out: as chunks, or as states of what travels by the attachment."""
+
+    def __init__(self, attachment: Attachment | None) -> None:
+        self._attachment = attachment
+        self._states: list[data_pb2.BucketState] = []
+        self.raw_bytes = 0
+        self.wire_bytes = 0
+
+    async def add(self, encoded: Encoded) -> AsyncIterator[PullFrameView]:
+        """Frames to send now; states may be kept for the next frame."""
+        self.raw_bytes += encoded.raw_bytes
+        self.wire_bytes += len(encoded.payload)
+        if self._attachment is None:
+            for frame in frames(encoded):
+                yield frame
+            return
+        self._states.append(encoded.state)
+        if len(encoded.payload) == 0:
+            if len(self._states) >= STATES_PER_FRAME:
+                yield PullFrameView(buckets=self._take())
+            return
+        # The peer must know of the bytes before they come.
+        yield PullFrameView(buckets=self._take())
+        await self._attachment.send(encoded.payload, encoded.intact)
+
+    def flush(self) -> PullFrameView | None:
+        """A frame of the states kept, if there are any."""
+        return PullFrameView(buckets=self._take()) if self._states else None
+
+    def _take(self) -> list[data_pb2.BucketState]:
+        states, self._states = self._states, []
+        return states
 
 
 class AsyncReply:
     """Copies of all buckets made under the shard's lock right after an asynchronous push, for the pull of that call."""
 
-    def __init__(self, request: data_pb2.PullRequest, shard: Shard, codec: str) -> None:
+    def __init__(self, request: data_pb2.PullRequest, shard: Shard, codec: str, attachment: Attachment | None) -> None:
         self._want = parse_want(request)
         self._numbers = wanted_buckets(shard, request)
         self._codec = codec
+        self._attachment = attachment
+        self._into = attachment.reply_slot if attachment is not None else _no_slot
         self._task = request.data.task
         self.buckets: list[Encoded] = []
         self.copied = False
@@ -201,20 +329,22 @@ class AsyncReply:
         """Called with the shard's lock held."""
         self.buckets, self.copied = [], True
         for number in self._numbers:
-            encoded = encode_bucket(shard, number, Want(None, False, self._want.have), self._codec)
+            encoded = encode_bucket(shard, number, Want(None, False, self._want.have), self._codec, self._into)
             if isinstance(encoded, Encoded):
                 self.buckets.append(encoded)
 
     async def frames(self, store: ParameterStore, shard: Shard) -> AsyncIterator[PullFrameView]:
         """What was copied."""
         started_s = time.monotonic()
+        out = Outgoing(self._attachment)
         for encoded in self.buckets:
             store.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
-            for frame in frames(encoded):
+            async for frame in out.add(encoded):
                 yield frame
                 # Let other calls of this loop run between large frames.
                 await asyncio.sleep(0)
-        raw_bytes = sum(encoded.raw_bytes for encoded in self.buckets)
-        wire_bytes = sum(len(encoded.payload) for encoded in self.buckets)
-        store.on_pulled(self._task, self._codec, raw_bytes, wire_bytes, time.monotonic() - started_s)
+        if (last := out.flush()) is not None:
+            yield last
+        lane = self._attachment.lane if self._attachment is not None else "grpc"
+        store.on_pulled(self._task, self._codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
         yield end_frame(store, shard, Outcome.SERVED)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,6 +21,7 @@ from shardline.sharding import BucketSpec
 from shardline.wire.codecs import RAW, Codec, codec_for
 from shardline.wire.frames import digest, memory_of
 from shardline.wire.protobuf import ChunkView, PushFrameView
+from shardline_ps.attachments import Attachment, Attachments, Holder, Ticket
 from shardline_ps.authority import unknown_features
 from shardline_ps.shard import Gradient, Shard
 from shardline_ps.store import ParameterStore
@@ -51,13 +54,39 @@ def outcome_name(outcome: int) -> str:
     return common_pb2.Outcome.Name(common_pb2.Outcome.ValueType(outcome)).removeprefix("OUTCOME_").lower()
 
 
+LANES = {
+    common_pb2.LANE_UNSPECIFIED: "grpc",
+    common_pb2.LANE_GRPC: "grpc",
+    common_pb2.LANE_TCP: "tcp",
+    common_pb2.LANE_SHM: "shm",
+}
+
+
+def lane_name(lane: int) -> str | None:
+    """Name of a lane; None for one of a later version."""
+    return next((name for number, name in LANES.items() if number == lane), None)
+
+
+def attachment_of(attachments: Attachments, data: common_pb2.DataHeader) -> Attachment | None:
+    """The attachment that a message's bytes ride on; None = on its own stream. Raises UnreachableError."""
+    lane = lane_name(data.lane) or "grpc"
+    if lane == "grpc":
+        return None
+    return attachments.find(data.attachment, lane, holder_of(data))
+
+
+def holder_of(data: common_pb2.DataHeader) -> Holder:
+    """Who sent a message."""
+    return Holder(task=data.task, incarnation=data.incarnation, shard=data.shard)
+
+
 def admit_data(store: ParameterStore, data: common_pb2.DataHeader, *, init: bool) -> Decision:
     """Whether a data message may be looked at at all."""
     unknown = unknown_features(list(data.required_features))
     if unknown:
         return Decision(Outcome.REFUSED, f"this ps can't do what the message requires: {', '.join(unknown)}")
-    if data.lane not in (common_pb2.LANE_UNSPECIFIED, common_pb2.LANE_GRPC):
-        return Decision(Outcome.REFUSED, f"lane number {data.lane} is not offered by this ps")
+    if lane_name(data.lane) is None:
+        return Decision(Outcome.REFUSED, f"lane number {data.lane} is unknown to this ps")
     if data.stage:
         return Decision(Outcome.REFUSED, f"the message is for pipeline stage {data.stage}; this job has none")
     decision = store.authority.admit(
@@ -82,8 +111,14 @@ class _Slot:
     codec: Codec
     present: tuple[bool, ...]
     memory: memoryview
+    digest: int = 0
+    nonfinite: Sequence[str] = ()
+    borrowed: bool = False
+    offset: int = 0
+    """Of a referred bucket, in its segment."""
     filled: int = 0
     chunks: int = 0
+    ticket: Ticket | None = None
 
 
 @dataclass
@@ -95,6 +130,13 @@ class _Push:
     hyper: Mapping[int, Mapping[str, float]]
     generation: int
     rejected: Decision | None = None
+    attachment: Attachment | None = None
+    referred: deque[_Slot] = field(default_factory=deque)
+    """Referred buckets whose bytes are not expected yet."""
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+    """A reference or the commit has come."""
+    committed: bool = False
+    draining: asyncio.Task[None] | None = None
     done: set[int] = field(default_factory=set)
     decisions: dict[int, Decision] = field(default_factory=dict)
     staged: dict[int, Gradient] = field(default_factory=dict)
@@ -113,6 +155,7 @@ class PushResult:
     """Who pushed; empty where it was not admitted, so that a stranger's names don't fill the metrics."""
     shard: int
     codec: str
+    lane: str
     raw_bytes: int
     wire_bytes: int
     seconds: float
@@ -121,13 +164,24 @@ class PushResult:
 class PushReceiver:
     """Takes the frames of one stream; a stream may carry several pushes one after another.
 
+    attachments: lanes by which referred bytes may come.
     async_reply: called under the shard's lock when an asynchronous push is applied, to copy what a pull of the same
     call returns.
+    spawn: starts the task that takes referred buckets; its error must end the call.
     """
 
-    def __init__(self, store: ParameterStore, *, async_reply: Callable[[Shard], None] = lambda shard: None) -> None:
+    def __init__(
+        self,
+        store: ParameterStore,
+        attachments: Attachments,
+        *,
+        async_reply: Callable[[Shard], None] = lambda shard: None,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
         self._store = store
+        self._attachments = attachments
         self._async_reply = async_reply
+        self._spawn = spawn
         self._push: _Push | None = None
         self._slot: _Slot | None = None
 
@@ -145,6 +199,8 @@ class PushReceiver:
                 self._chunk(frame.chunk)
             if frame.bucket_commit is not None:
                 self._end_bucket(push, frame.bucket_commit)
+            if frame.refs:
+                self._refer(push, frame.refs)
         if frame.commit is not None:
             return await self._commit(push, frame.commit)
         return None
@@ -157,6 +213,8 @@ class PushReceiver:
             raise ProtocolError(f"push kind number {kind} is not offered by this ps")
         decision = admit_data(self._store, header.data, init=kind == data_pb2.PUSH_KIND_INIT)
         if decision.outcome is not Outcome.SERVED:
+            # Nobody will take the bytes that follow on another lane.
+            self._attachments.drop_of(holder_of(header.data), "a push over it was not admitted")
             shard = next(iter(self._store.shards.values()), None)
             self._push = _Push(header, shard, {}, self._store.generation, rejected=decision)  # type: ignore[arg-type]
             return
@@ -164,13 +222,18 @@ class PushReceiver:
         if header.weight not in (0.0, 1.0):
             raise ProtocolError(f"weight {header.weight}: this job sums uniformly; send 0 or 1")
         push = _Push(header, shard, hyper_from_proto(header.hyper), self._store.generation)
+        push.attachment = attachment_of(self._attachments, header.data)
         self._push = push
         if kind == data_pb2.PUSH_KIND_GRADIENT and shard.is_sync and header.block.count == 0:
             raise ProtocolError("a synchronous push names its block of replicas")
-        for number in header.empty_buckets:
-            self._check_bucket(push, number)
+        self._take_empty(push, header.empty_buckets)
+
+    def _take_empty(self, push: _Push, numbers: Sequence[int]) -> None:
+        """Buckets that count without bytes."""
+        for number in numbers:
+            spec = self._check_bucket(push, number)
             push.done.add(number)
-            self._take(push, number, Gradient(None, none_present(shard.buckets[number].spec)))
+            self._take(push, [(number, Gradient(None, none_present(spec)), ())])
 
     def _check_bucket(self, push: _Push, number: int) -> BucketSpec:
         buckets = push.shard.buckets
@@ -183,6 +246,16 @@ class PushReceiver:
     def _begin_bucket(self, push: _Push, header: data_pb2.BucketHeader) -> None:
         if self._slot is not None:
             raise ProtocolError(f"bucket {header.bucket} began before bucket {self._slot.number} was committed")
+        if push.attachment is not None:
+            raise ProtocolError(
+                f"bucket {header.bucket} comes on the stream, though the push is on lane {push.attachment.lane}"
+            )
+        self._slot = slot = self._announced(push, header)
+        size = slot.codec.payload_bytes(slot.spec.dtype, slot.spec.elements)
+        slot.memory = memory_of(torch.empty(size, dtype=torch.uint8)) if size else memoryview(b"")
+
+    def _announced(self, push: _Push, header: data_pb2.BucketHeader) -> _Slot:
+        """The slot of a bucket whose head agrees with the plan, without memory."""
         spec = self._check_bucket(push, header.bucket)
         where = f"shard {push.shard.number}, bucket {header.bucket}"
         first = push.shard.buckets[header.bucket].names[0]
@@ -205,8 +278,7 @@ class PushReceiver:
                 f"codec {codec.name} makes {expected}"
             )
         present = unpack_bits(header.present, len(spec.slices), where)
-        memory = memory_of(torch.empty(expected, dtype=torch.uint8)) if expected else memoryview(b"")
-        self._slot = _Slot(header.bucket, spec, codec, present, memory)
+        return _Slot(header.bucket, spec, codec, present, memoryview(b""), nonfinite=tuple(header.nonfinite_tensors))
 
     def _chunk(self, chunk: ChunkView) -> None:
         slot = self._slot
@@ -231,47 +303,120 @@ class PushReceiver:
                 f"bucket {slot.number}: committed with {commit.bytes} bytes in {commit.chunks} chunks, received "
                 f"{slot.filled} of {len(slot.memory)} in {slot.chunks}; nothing was changed"
             )
-        if commit.digest and commit.digest != digest(slot.memory):
-            raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
+        slot.digest = commit.digest
         self._slot = None
         push.done.add(slot.number)
-        push.wire_bytes += slot.filled
-        push.raw_bytes += slot.spec.nbytes
-        values = slot.codec.decode(slot.memory, slot.spec.dtype, slot.spec.elements)
-        self._take(push, slot.number, Gradient(values, slot.present, commit.digest))
+        self._weigh(push, slot, slot.filled)
+        self._take_slots(push, [slot])
 
-    def _take(self, push: _Push, number: int, gradient: Gradient) -> None:
-        """Hand a whole bucket on: counted at once in synchronous mode, staged until commit otherwise."""
+    @staticmethod
+    def _weigh(push: _Push, slot: _Slot, wire_bytes: int) -> None:
+        push.wire_bytes += wire_bytes
+        push.raw_bytes += slot.spec.nbytes
+
+    # Referred buckets
+
+    def _refer(self, push: _Push, refs: Sequence[data_pb2.BucketRef]) -> None:
+        """Buckets whose bytes come by the push's attachment, in this order."""
+        if push.attachment is None:
+            raise ProtocolError("the push refers to bytes elsewhere, but its header names no attachment")
+        for ref in refs:
+            slot = self._announced(push, ref.bucket)
+            push.done.add(slot.number)
+            slot.digest, slot.offset, slot.borrowed = ref.digest, ref.offset, push.attachment.borrowed
+            push.referred.append(slot)
+        push.more.set()
+        if push.draining is None:
+            push.draining = self._spawn(self._drain(push, push.attachment))
+
+    async def _drain(self, push: _Push, attachment: Attachment) -> None:
+        """Expect referred buckets, a window of them at a time, and hand them on as they come in."""
+        coming: deque[_Slot] = deque()
+        while True:
+            while push.referred and len(coming) < attachment.window:
+                slot = push.referred.popleft()
+                slot.ticket = attachment.expect(
+                    slot.offset, slot.codec.payload_bytes(slot.spec.dtype, slot.spec.elements)
+                )
+                coming.append(slot)
+            if not coming:
+                if push.committed:
+                    return
+                push.more.clear()
+                # The call's own deadline ends this wait where the sender falls silent.
+                await push.more.wait()
+                continue
+            arrived = await self._arrived(coming)
+            for slot in arrived:
+                self._weigh(push, slot, 0 if slot.borrowed else len(slot.memory))
+            self._take_slots(push, arrived)
+
+    async def _arrived(self, coming: deque[_Slot]) -> list[_Slot]:
+        """The leading slots whose bytes are all there; waits for the first."""
+        assert coming[0].ticket is not None
+        await coming[0].ticket.wait()
+        arrived = []
+        while coming and coming[0].ticket is not None and coming[0].ticket.done:
+            slot = coming.popleft()
+            assert slot.ticket is not None
+            await slot.ticket.wait()
+            slot.memory = slot.ticket.memory
+            arrived.append(slot)
+        return arrived
+
+    # Whole buckets
+
+    def _take_slots(self, push: _Push, slots: Sequence[_Slot]) -> None:
+        """Check and decode whole buckets in the pool, and hand them on from there; a few on each of its threads."""
+        if push.header.kind != data_pb2.PUSH_KIND_INIT and not push.shard.is_sync:
+            push.running.append(asyncio.create_task(self._stage(push, slots)))
+            return
+        threads = min(len(slots), self._store.pool_threads)
+        for first in range(threads):
+            push.running.append(asyncio.create_task(self._count_slots(push, slots[first::threads])))
+
+    async def _count_slots(self, push: _Push, slots: Sequence[_Slot]) -> None:
+        def count() -> None:
+            for slot in slots:
+                push.decisions[slot.number] = self._count(push, slot.number, opened(slot), slot.nonfinite)
+
+        await self._store.work(count)
+
+    async def _stage(self, push: _Push, slots: Sequence[_Slot]) -> None:
+        def stage() -> None:
+            for slot in slots:
+                push.staged[slot.number] = opened(slot)
+
+        await self._store.work(stage)
+
+    def _take(self, push: _Push, items: Sequence[tuple[int, Gradient, Sequence[str]]]) -> None:
+        """Hand gradients on: counted at once in synchronous mode, staged until commit otherwise."""
+        if push.header.kind != data_pb2.PUSH_KIND_INIT and not push.shard.is_sync:
+            push.staged.update((number, gradient) for number, gradient, _ in items)
+            return
+
+        async def count() -> None:
+            for number, gradient, nonfinite in items:
+                push.decisions[number] = await self._store.work(self._count, push, number, gradient, nonfinite)
+
+        push.running.append(asyncio.create_task(count()))
+
+    def _count(self, push: _Push, number: int, gradient: Gradient, nonfinite: Sequence[str]) -> Decision:
+        """Count one bucket's contribution, or set its first values. Runs in the pool."""
         header = push.header
         if header.kind == data_pb2.PUSH_KIND_INIT:
-            push.running.append(asyncio.create_task(self._initialize(push, number, gradient)))
-        elif push.shard.is_sync:
-            push.running.append(asyncio.create_task(self._contribute(push, number, gradient)))
-        else:
-            push.staged[number] = gradient
-
-    async def _initialize(self, push: _Push, number: int, gradient: Gradient) -> None:
-        values = gradient.values
-        if values is None:
-            raise ProtocolError(f"bucket {number}: first values can't be empty")
-        push.decisions[number] = await self._store.work(push.shard.initialize, number, values)
-
-    async def _contribute(self, push: _Push, number: int, gradient: Gradient) -> None:
-        header = push.header
-        block = Block(header.block.first, header.block.count)
-
-        def count() -> Decision:
-            return push.shard.contribute(
-                number,
-                header.step,
-                block,
-                gradient,
-                hyper=push.hyper,
-                nonfinite=header.nonfinite_tensors,
-                guard=lambda: self._outdated(push),
-            )
-
-        push.decisions[number] = await self._store.work(count)
+            if gradient.values is None:
+                raise ProtocolError(f"bucket {number}: first values can't be empty")
+            return push.shard.initialize(number, gradient.values)
+        return push.shard.contribute(
+            number,
+            header.step,
+            Block(header.block.first, header.block.count),
+            gradient,
+            hyper=push.hyper,
+            nonfinite=[*header.nonfinite_tensors, *nonfinite],
+            guard=lambda: self._outdated(push),
+        )
 
     def _outdated(self, push: _Push) -> Decision | None:
         """Why a push that was admitted counts no more: the history or its sender's life ended while it came in."""
@@ -281,11 +426,17 @@ class PushReceiver:
         return self._store.authority.fenced(data.task, data.incarnation)
 
     async def _commit(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
-        self._push = None
         if push.rejected is not None:
+            self._push = None
             return self._result(push, push.rejected, 0)
         if self._slot is not None:
             raise ProtocolError(f"the push is committed while bucket {self._slot.number} is open")
+        self._take_empty(push, commit.empty_buckets)
+        push.committed = True
+        push.more.set()
+        if push.draining is not None:
+            await push.draining
+        self._push = None
         header, shard = push.header, push.shard
         if header.kind != data_pb2.PUSH_KIND_INIT and not shard.is_sync:
             return await self._commit_async(push, commit)
@@ -308,6 +459,7 @@ class PushReceiver:
         scale = commit.scale or 1.0
         if not 0.0 < scale < float("inf"):
             raise ProtocolError(f"scale {commit.scale} of the gradient is not a positive finite number")
+        await _all(push.running)
 
         def apply() -> tuple[Decision, int]:
             return shard.push_async(
@@ -351,6 +503,7 @@ class PushReceiver:
             task=header.data.task if push.rejected is None else "",
             shard=header.data.shard,
             codec=header.codec or "raw",
+            lane=lane_name(header.data.lane) or "grpc",
             raw_bytes=push.raw_bytes,
             wire_bytes=push.wire_bytes,
             seconds=time.monotonic() - push.started_s,
@@ -361,8 +514,21 @@ class PushReceiver:
         push = push or self._push
         self._slot = None
         self._push = None
+        if push is not None and push.draining is not None:
+            push.draining.cancel()
+            await asyncio.gather(push.draining, return_exceptions=True)
+        if push is not None and push.attachment is not None:
+            self._attachments.drop(push.attachment, "a push over it ended early")
         if push is not None and push.running:
             await asyncio.gather(*push.running, return_exceptions=True)
+
+
+def opened(slot: _Slot) -> Gradient:
+    """The gradient in a slot that is full. Raises ProtocolError where its digest differs. Runs in the pool."""
+    if slot.digest and slot.digest != digest(slot.memory):
+        raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
+    values = slot.codec.decode(slot.memory, slot.spec.dtype, slot.spec.elements)
+    return Gradient(values, slot.present, slot.digest, slot.borrowed)
 
 
 async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:

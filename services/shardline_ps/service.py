@@ -14,6 +14,7 @@ from shardline.metrics import Metrics
 from shardline.process import Termination, memory_limit, resolve_device, tell_ready
 from shardline.rpc.link import ChiefLink, Orders, Phase
 from shardline.rpc.server import RpcServer
+from shardline_ps.attachments import Attachments
 from shardline_ps.metering import Meter
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.store import ParameterStore
@@ -43,10 +44,12 @@ class PsProcess:
         self.metrics = Metrics("ps", config.task)
         self.meter = Meter(self.metrics, self.store)
         self.voters = Voters(self.store, config.timeouts)
+        self.attachments = Attachments()
         self.servicer = ParameterServer(
             config.task,
             self.store,
             self.voters,
+            self.attachments,
             on_stop=self._stop,
             on_push=self.meter.pushed,
             on_refused=self.meter.refused,
@@ -70,11 +73,12 @@ class PsProcess:
     def close(self) -> None:
         """Stop serving."""
 
-        async def close_voters() -> None:
+        async def close_parts() -> None:
+            self.attachments.close()
             await self.voters.close()
 
         if self.server.address:
-            self.server.run(close_voters(), timeout_s=5.0)
+            self.server.run(close_parts(), timeout_s=5.0)
         self.server.close(grace_s=0.5)
         self.store.close()
         self.metrics.close()

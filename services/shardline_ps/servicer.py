@@ -13,6 +13,7 @@ import grpc
 from shardline.consistency.decision import Outcome
 from shardline.errors import FencedError, ProtocolError
 from shardline.image import BucketImage
+from shardline.lanes.base import LaneUnavailable
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.client import Placement
 from shardline.rpc.convert import (
@@ -25,9 +26,19 @@ from shardline.rpc.convert import (
 )
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.wire.protobuf import PushFrameView, ReplyView, read_request, write_pull, write_reply
+from shardline_ps.attachments import Attachments
 from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
 from shardline_ps.pull_servicer import AsyncReply, pull
-from shardline_ps.push_servicer import PushReceiver, PushResult, admit_data, outcome_to_proto
+from shardline_ps.push_servicer import (
+    LANES,
+    PushReceiver,
+    PushResult,
+    admit_data,
+    attachment_of,
+    holder_of,
+    lane_name,
+    outcome_to_proto,
+)
 from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore, PsConfiguration, planned_bytes
 from shardline_ps.vote_servicer import Voters
@@ -46,6 +57,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         task: str,
         store: ParameterStore,
         voters: Voters,
+        attachments: Attachments,
         *,
         on_stop: Callable[[str], None],
         on_push: Callable[[PushResult], None] = lambda result: None,
@@ -54,6 +66,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self._task = task
         self._store = store
         self._voters = voters
+        self._attachments = attachments
         self._on_stop = on_stop
         self._on_push = on_push
         self.on_refused = on_refused
@@ -61,9 +74,37 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     # Data plane
 
     @rpc_errors.unary
+    async def OpenLane(
+        self, request: parameter_server_pb2.OpenLaneRequest, context: Any
+    ) -> parameter_server_pb2.OpenLaneReply:
+        """Prepare an attachment for a worker that is admitted."""
+        data = request.data
+        decision = admit_data(self._store, data, init=True)
+        if decision.outcome is not Outcome.SERVED:
+            return parameter_server_pb2.OpenLaneReply(
+                outcome=outcome_to_proto(decision.outcome), reason=decision.reason
+            )
+        lane = lane_name(data.lane) or f"number {data.lane}"
+        try:
+            number, opening = self._attachments.open(
+                lane, holder_of(data), self._store.shard(data.shard), asyncio.get_running_loop()
+            )
+        except LaneUnavailable as error:
+            return parameter_server_pb2.OpenLaneReply(outcome=common_pb2.OUTCOME_REFUSED, reason=str(error))
+        return parameter_server_pb2.OpenLaneReply(
+            outcome=common_pb2.OUTCOME_SERVED,
+            attachment=number,
+            port=opening.port,
+            up_token=opening.up_token,
+            down_token=opening.down_token,
+            socket=opening.socket,
+            token=opening.token,
+        )
+
+    @rpc_errors.unary
     async def Push(self, request: AsyncIterator[Any], context: Any) -> data_pb2.PushReply:
         """One contribution; acknowledged when all its buckets are counted or staged."""
-        receiver = PushReceiver(self._store)
+        receiver = PushReceiver(self._store, self._attachments, spawn=asyncio.create_task)
         result: PushResult | None = None
         try:
             async for message in request:
@@ -80,7 +121,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     @rpc_errors.stream
     async def Pull(self, request: data_pb2.PullRequest, context: Any) -> AsyncIterator[Any]:
         """Buckets as they become ready."""
-        async for frame in pull(self._store, request):
+        async for frame in pull(self._store, self._attachments, request):
             yield frame
 
     @rpc_errors.stream
@@ -118,7 +159,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
             if fused is not None:
                 fused.copy(shard)
 
-        receiver = PushReceiver(self._store, async_reply=copy)
+        receiver = PushReceiver(self._store, self._attachments, async_reply=copy, spawn=group.create_task)
         try:
             async for message in request:
                 if message.error is not None:
@@ -132,7 +173,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                         codec = self._store.configuration.codec if self._store.configuration else "raw"
                         # Answered from the state right after the push that this call brings.
                         shard = self._store.shard(message.pull.data.shard)
-                        fused, latest = AsyncReply(message.pull, shard, codec), message.pull
+                        attachment = attachment_of(self._attachments, message.pull.data)
+                        fused, latest = AsyncReply(message.pull, shard, codec, attachment), message.pull
                     else:
                         group.create_task(self._pull_into(message.pull, replies))
                 if message.push is not None:
@@ -156,7 +198,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         return shard is not None and not shard.is_sync and admitted
 
     async def _pull_into(self, request: data_pb2.PullRequest, replies: asyncio.Queue[Any]) -> None:
-        async for frame in pull(self._store, request):
+        async for frame in pull(self._store, self._attachments, request):
             await replies.put(ReplyView(pull=frame))
 
     @rpc_errors.unary
@@ -217,6 +259,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         )
         changed = store.configure(configuration, asyncio.get_running_loop())
         if changed:
+            self._attachments.drop_all("this ps was configured anew")
             self._wake_everybody()
         if request.placement:
             store.placement = placement_from_proto(request.placement)
@@ -227,7 +270,9 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                 protocol_minor=PROTOCOL_MINOR,
                 features=sorted(KNOWN_FEATURES),
                 codecs=["raw", "bf16", "fp16"],
-                lanes=[common_pb2.LANE_GRPC],
+                lanes=[
+                    number for number, name in LANES.items() if number and name in ("grpc", *self._attachments.lanes)
+                ],
             ),
             changed=changed,
             memory_bytes=planned_bytes(configuration),
@@ -246,6 +291,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         authority = self._store.authority
         before = dict(authority.members or {})
         authority.members = {member.task: member.incarnation for member in request.members}
+        self._attachments.keep_only(authority.members)
         if request.placement:
             self._store.placement = placement_from_proto(request.placement)
         fenced = [task for task, number in before.items() if authority.members.get(task) != number]

@@ -31,6 +31,8 @@ class Gradient:
     values: torch.Tensor | None
     present: Present
     digest: int = 0
+    borrowed: bool = False
+    """The memory belongs to somebody who writes it again after the step; it must not be written here."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,7 @@ class ParameterStore:
         memory_limit_bytes: int | None = None,
     ) -> None:
         self.device = device
+        self.pool_threads = pool_threads
         self.memory_limit_bytes = memory_limit_bytes
         self.authority = Authority()
         self.shards: dict[int, Shard] = {}
@@ -82,8 +83,10 @@ class ParameterStore:
         """(shard, step): all contributions of a voted step are there. Called from pool threads."""
         self.on_failure: Callable[[Exception], None] = lambda error: None
         """A step can't be applied: the job can't go on. Called from pool threads, with locks held."""
-        self.on_pulled: Callable[[str, str, int, int, float], None] = lambda peer, codec, raw, wire, seconds: None
-        """(peer, codec, raw bytes, wire bytes, seconds) of a finished pull."""
+        self.on_pulled: Callable[[str, str, str, int, int, float], None] = (
+            lambda peer, codec, lane, raw, wire, seconds: None
+        )
+        """(peer, codec, lane, raw bytes, wire bytes, seconds) of a finished pull."""
         self.on_barrier: Callable[[int, float], None] = lambda shard, wait_s: None
         """(shard, seconds from the first contribution to the last) of a synchronous step's first bucket."""
         self.on_applied: Callable[[int, float], None] = lambda shard, seconds: None

@@ -51,12 +51,7 @@ OUTCOMES: dict[str, tuple[dict[str, Any], str, str]] = {
         "the timeline is 0x500000001, the message says 0x7",
     ),
     "a shard hosted elsewhere": ({"data": {"shard": 3}}, "REFUSED", r"shard 3 is not hosted here; this ps has \[0\]"),
-    "a lane of later versions": (
-        {"data": {"lane": common_pb2.LANE_SHM}},
-        "REFUSED",
-        "lane number 3 is not offered by this ps",
-    ),
-    "an unknown lane": ({"data": {"lane": 42}}, "REFUSED", "lane number 42 is not offered by this ps"),
+    "an unknown lane": ({"data": {"lane": 42}}, "REFUSED", "lane number 42 is unknown to this ps"),
     "a pipeline stage": (
         {"data": {"stage": 1}},
         "REFUSED",

@@ -30,6 +30,7 @@ from shardline.rpc.server import RpcServer
 from shardline.sharding import BUCKET_BYTES, Plan, Slice, make_plan
 from shardline.spec import TensorKind
 from shardline.testing import ReferenceResult
+from shardline_ps.attachments import Attachments
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore
@@ -49,8 +50,11 @@ class Ps:
         self.task = f"ps/{index}"
         self.store = ParameterStore(device=torch.device("cpu"), pool_threads=2)
         self.voters = Voters(self.store, timeouts)
+        self.attachments = Attachments()
         self.stopped: list[str] = []
-        self.servicer = ParameterServer(self.task, self.store, self.voters, on_stop=self.stopped.append)
+        self.servicer = ParameterServer(
+            self.task, self.store, self.voters, self.attachments, on_stop=self.stopped.append
+        )
         self.server = RpcServer(address, register=[register(self.servicer)], service_names=SERVICES, name=self.task)
         self.voters.bind(self.server.loop)
         self.address = self.server.start()
