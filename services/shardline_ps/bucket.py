@@ -33,14 +33,16 @@ class Bucket:
         schedule: ScheduleSpec,
         *,
         replicas: int,
-        double: bool,
-        device: torch.device,
+        pub: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
+        """pub: where the values live (zeros of the bucket's length and dtype), by step & 1; twice the same where one
+        step at a time is enough.
+        """
         self.lock = threading.Lock()
         self.shard = shard
         self.number = number
         self.spec = spec
-        self.device = device
+        self.device = device = pub[0].device
         self.step = 0
         self.version = 0
         self.oldest = 0
@@ -53,9 +55,7 @@ class Bucket:
         """Hyper-parameters of the bucket's group for the open step, from replica 0; None = the job's own."""
         self.group = tensors[spec.slices[0].tensor].group
         self.names = tuple(tensors[piece.tensor].name for piece in spec.slices)
-        first = torch.zeros(spec.elements, dtype=DTYPES[spec.dtype], device=device)
-        # Frozen buckets and asynchronous ones never need the step before.
-        self._pub = (first, torch.zeros_like(first) if double and spec.kind is not TensorKind.FROZEN else first)
+        self._pub = pub
         self.rule: BucketRule | None = None
         self._make_rule: Callable[[], BucketRule | None] = lambda: (
             BucketRule(rule, schedule, spec, tensors, device) if spec.kind is TensorKind.PARAM else None

@@ -19,6 +19,7 @@ from shardline.sharding import Plan
 from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind
 from shardline_ps.bucket import Bucket
 from shardline_ps.cuts import CutBook
+from shardline_ps.publication import PlainPublication, Publication, num_areas
 
 Guard = Callable[[], Decision | None]
 """Why a message counts no more, or None where it does."""
@@ -90,6 +91,8 @@ class ShardSettings:
 class Shard:
     """Buckets of one shard and the rules between them.
 
+    publication: memory of the published values; None = ordinary memory of the settings' device.
+
     on_publish(bucket number) and on_complete(step) are called without locks held; they must not block. on_complete
     says that all contributions of a voted step are there.
     """
@@ -99,6 +102,7 @@ class Shard:
         number: int,
         settings: ShardSettings,
         *,
+        publication: Publication | None = None,
         on_publish: Callable[[int], None] = lambda bucket: None,
         on_complete: Callable[[int], None] = lambda step: None,
         on_barrier: Callable[[float], None] = lambda wait_s: None,
@@ -110,6 +114,8 @@ class Shard:
         spec = settings.plan.shards[number]
         self.is_sync = settings.consistency.mode == "sync"
         self.voted = settings.consistency.voted
+        self.publication = PlainPublication(spec, settings.device) if publication is None else publication
+        """Where the buckets' values live."""
         self.buckets = [
             Bucket(
                 number,
@@ -119,8 +125,7 @@ class Shard:
                 settings.rule,
                 settings.schedule,
                 replicas=settings.replicas,
-                double=self.is_sync,
-                device=settings.device,
+                pub=self._areas(index),
             )
             for index, bucket in enumerate(spec.buckets)
         ]
@@ -142,6 +147,11 @@ class Shard:
         self._completed: set[int] = set()
         self._epoch = 0
         """Counts rollbacks and restores, so that a verdict of before changes nothing."""
+
+    def _areas(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.publication.tensor(0, bucket)
+        two = num_areas(self.settings.plan.shards[self.number].buckets[bucket], sync=self.is_sync) == 2
+        return first, self.publication.tensor(1, bucket) if two else first
 
     # Reading
 

@@ -14,11 +14,12 @@ import torch
 
 from shardline.errors import ProtocolError, UsageError
 from shardline.rpc.client import Placement
-from shardline.sharding import Plan
+from shardline.sharding import Plan, ShardSpec
 from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind
 from shardline.update import BucketRule, check_tensors
 from shardline.wire.codecs import check_codec
 from shardline_ps.authority import Authority
+from shardline_ps.publication import PlainPublication, Publication
 from shardline_ps.shard import Shard, ShardSettings
 from shardline_ps.signals import Signal
 
@@ -79,6 +80,10 @@ class ParameterStore:
         self.generation = 0
         """Counts configurations, so that work of an older one is recognised."""
         self.pool = ThreadPoolExecutor(max_workers=pool_threads, thread_name_prefix="apply")
+        self.make_publication: Callable[[ShardSpec, bool], Publication] = lambda spec, sync: PlainPublication(
+            spec, self.device
+        )
+        """(shard's plan, whether synchronous): memory for the values that the shard publishes; host memory only."""
         self.on_complete: Callable[[int, int], None] = lambda shard, step: None
         """(shard, step): all contributions of a voted step are there. Called from pool threads."""
         self.on_failure: Callable[[Exception], None] = lambda error: None
@@ -149,9 +154,12 @@ class ParameterStore:
         return True
 
     def _make_shard(self, number: int, settings: ShardSettings) -> Shard:
+        spec = settings.plan.shards[number]
+        on_host = self.device.type == "cpu"
         return Shard(
             number,
             settings,
+            publication=self.make_publication(spec, settings.consistency.mode == "sync") if on_host else None,
             on_publish=lambda bucket: self._notify(number, bucket),
             on_complete=lambda step: self.on_complete(number, step),
             on_barrier=lambda wait_s: self.on_barrier(number, wait_s),

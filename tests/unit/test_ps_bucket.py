@@ -17,6 +17,7 @@ from shardline.sharding import Plan, make_plan
 from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.update import rule
 from shardline_ps.bucket import Bucket
+from shardline_ps.publication import PlainPublication, num_areas
 from shardline_ps.pull_servicer import Encoded, Want, encode_bucket
 from shardline_ps.shard import Gradient, Shard, ShardSettings
 from shardline_ps.signals import Signal
@@ -37,17 +38,11 @@ def plan() -> Plan:
 
 def make_bucket(number: int = PARAM, *, double: bool = True, spec: RuleSpec = SGD) -> Bucket:
     made = plan()
-    return Bucket(
-        0,
-        number,
-        made.shards[0].buckets[number],
-        made.tensors,
-        spec,
-        ScheduleSpec(),
-        replicas=1,
-        double=double,
-        device=torch.device("cpu"),
-    )
+    held = made.shards[0].buckets[number]
+    memory = PlainPublication(made.shards[0], torch.device("cpu"))
+    first = memory.tensor(0, number)
+    second = memory.tensor(1, number) if num_areas(held, sync=double) == 2 else first
+    return Bucket(0, number, held, made.tensors, spec, ScheduleSpec(), replicas=1, pub=(first, second))
 
 
 def flat(*numbers: float) -> torch.Tensor:
