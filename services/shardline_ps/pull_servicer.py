@@ -15,7 +15,7 @@ from shardline.rpc.convert import DTYPE_TO_PROTO
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.codecs import RAW, codec_for
 from shardline.wire.frames import Buffer
-from shardline.wire.protobuf import ChunkView, PullFrameView
+from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
 from shardline_ps.attachments import Attachment, Attachments
 from shardline_ps.bucket import Bucket
 from shardline_ps.push_servicer import admit_data, attachment_of, outcome_to_proto
@@ -27,6 +27,8 @@ STATES_PER_FRAME = 16
 """Buckets in one message at most, so that a worker begins with the first while the last are still applied."""
 REPLIES = 2
 """Number of the shared area with a worker's own replies."""
+SHARED_CALL = 2
+"""Field of a pull's frames in the messages of PushPull."""
 DEFAULT_WAIT_S = 10.0
 MAX_WAIT_S = 600.0
 
@@ -80,7 +82,7 @@ def wanted_buckets(shard: Shard, request: data_pb2.PullRequest) -> list[int]:
     return list(request.buckets) or list(range(len(shard.buckets)))
 
 
-def refer_bucket(shard: Shard, number: int, want: Want, attachment: Attachment) -> Encoded | Outcome:
+def refer_bucket(shard: Shard, number: int, want: Want, attachment: Attachment | None) -> Encoded | Outcome:
     """What a synchronous shard has published, without a copy, or why not. Takes no lock, so the loop may run it.
 
     theta_t stays in its buffer until every replica has pushed t + 1, which the one that pulls it does only after it
@@ -101,7 +103,7 @@ def refer_bucket(shard: Shard, number: int, want: Want, attachment: Attachment) 
         state.unchanged = True
         return Encoded(state, b"", 0)
     state.codec, state.payload_bytes = RAW.name, bucket.spec.nbytes
-    place = attachment.published(number, want.step)
+    place = attachment.published(number, want.step) if attachment is not None else None
     if place is not None:
         state.area, state.offset = place
         return Encoded(state, b"", bucket.spec.nbytes)
@@ -185,23 +187,37 @@ def frames(encoded: Encoded) -> list[PullFrameView]:
     ]
 
 
-def end_frame(store: ParameterStore, shard: Shard | None, outcome: Outcome, reason: str = "") -> PullFrameView:
-    """The last frame of a pull."""
+def end_message(store: ParameterStore, shard: Shard | None, outcome: Outcome, outer: int, reason: str = "") -> bytes:
+    """The last message of a pull."""
     end = data_pb2.PullEnd(outcome=outcome_to_proto(outcome), reason=reason, timeline=store.authority.timeline)
     if shard is not None:
         end.step, end.version = shard.step_min, shard.version
         if outcome is Outcome.WAITING:
             end.waiting_for.extend(shard.waiting_for())
-    return PullFrameView(end=end)
+    return write_pull(PullFrameView(end=end), outer=outer)
 
 
 async def pull(
-    store: ParameterStore, attachments: Attachments, request: data_pb2.PullRequest
-) -> AsyncIterator[PullFrameView]:
-    """Frames of a pull's answer, in the order buckets become ready within the order asked for."""
+    store: ParameterStore, attachments: Attachments, request: data_pb2.PullRequest, *, outer: int
+) -> AsyncIterator[bytes]:
+    """Messages of a pull's answer, in the order buckets become ready within the order asked for.
+
+    outer: field of the frame in the message: 1 in a PullReply, 2 in a PushPullReply.
+    """
+    try:
+        async for message in _pull(store, attachments, request, outer):
+            yield message
+    except Torn as error:
+        # Overwritten while it was sent: nobody waits any more for whoever asked for this step.
+        yield end_message(store, None, Outcome.OVERTAKEN, outer, str(error))
+
+
+async def _pull(
+    store: ParameterStore, attachments: Attachments, request: data_pb2.PullRequest, outer: int
+) -> AsyncIterator[bytes]:
     decision = admit_data(store, request.data, init=False)
     if decision.outcome is not Outcome.SERVED:
-        yield end_frame(store, None, decision.outcome, decision.reason)
+        yield end_message(store, None, decision.outcome, outer, decision.reason)
         return
     shard = store.shard(request.data.shard)
     want = parse_want(request)
@@ -214,9 +230,9 @@ async def pull(
     codec = store.configuration.codec if store.configuration is not None else "raw"
     started_s = time.monotonic()
     attachment = attachment_of(attachments, request.data)
-    out = Outgoing(attachment)
+    out = Outgoing(attachment, outer)
     find: Callable[[int], Encoded | Outcome | Awaitable[Encoded | Outcome]]
-    if attachment is not None and may_refer(shard, want, codec):
+    if may_refer(shard, want, codec):
         find = functools.partial(_refer, shard, want, attachment)
     else:
         into = attachment.reply_slot if attachment is not None else _no_slot
@@ -224,7 +240,7 @@ async def pull(
     for number in wanted:
         while True:
             if generation != store.generation or request.data.timeline != store.authority.timeline:
-                yield end_frame(store, shard, Outcome.WRONG_TIMELINE, "the timeline changed during this pull")
+                yield end_message(store, shard, Outcome.WRONG_TIMELINE, outer, "the timeline changed during this pull")
                 return
             signal = store.signals[(shard.number, number)]
             waiter = signal.arm()
@@ -239,18 +255,18 @@ async def pull(
             if encoded is not Outcome.WAITING:
                 signal.disarm(waiter)
                 reason = f"step {want.step} of bucket {number} is gone; the bucket is at {shard.buckets[number].step}"
-                yield end_frame(store, shard, encoded, reason)
+                yield end_message(store, shard, encoded, outer, reason)
                 return
             if shard.stop_step is not None and want.step is not None and want.step > shard.stop_step:
                 signal.disarm(waiter)
-                yield end_frame(store, shard, Outcome.STOPPED, f"the job stops at step {shard.stop_step}")
+                yield end_message(store, shard, Outcome.STOPPED, outer, f"the job stops at step {shard.stop_step}")
                 return
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or not await signal.wait(waiter, left_s):
                 signal.disarm(waiter)
                 missing = numbers(shard.waiting_for())
                 reason = f"step {want.step} lacks replicas {missing} at shard {shard.number} after {wait_s:.1f} s"
-                yield end_frame(store, shard, Outcome.WAITING, reason)
+                yield end_message(store, shard, Outcome.WAITING, outer, reason)
                 return
         store.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
         async for frame in out.add(encoded):
@@ -259,14 +275,14 @@ async def pull(
         yield frame
     lane = attachment.lane if attachment is not None else "grpc"
     store.on_pulled(request.data.task, codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
-    yield end_frame(store, shard, Outcome.SERVED)
+    yield end_message(store, shard, Outcome.SERVED, outer)
 
 
 def _no_slot(bucket: int, nbytes: int) -> None:
     return None
 
 
-def _refer(shard: Shard, want: Want, attachment: Attachment, number: int) -> Encoded | Outcome:
+def _refer(shard: Shard, want: Want, attachment: Attachment | None, number: int) -> Encoded | Outcome:
     return refer_bucket(shard, number, want, attachment)
 
 
@@ -276,39 +292,50 @@ def _encode(
     return store.work(encode_bucket, shard, number, want, codec, into)
 
 
-class Outgoing:
-    """Pulled buckets on their way out: as chunks, or as states of what travels by the attachment."""
+class Torn(Exception):
+    """What was being sent has been overwritten by a later step."""
 
-    def __init__(self, attachment: Attachment | None) -> None:
+
+class Outgoing:
+    """Pulled buckets on their way out: as chunks, or as states of what travels by the attachment.
+
+    Messages are written at once, so that nothing that waits to be sent is a view of parameters.
+    """
+
+    def __init__(self, attachment: Attachment | None, outer: int) -> None:
         self._attachment = attachment
+        self._outer = outer
         self._states: list[data_pb2.BucketState] = []
         self.raw_bytes = 0
         self.wire_bytes = 0
 
-    async def add(self, encoded: Encoded) -> AsyncIterator[PullFrameView]:
-        """Frames to send now; states may be kept for the next frame."""
+    async def add(self, encoded: Encoded) -> AsyncIterator[bytes]:
+        """Messages to send now; states may be kept for the next one. Raises Torn."""
         self.raw_bytes += encoded.raw_bytes
         self.wire_bytes += len(encoded.payload)
         if self._attachment is None:
             for frame in frames(encoded):
-                yield frame
+                message = write_pull(frame, outer=self._outer)
+                if not encoded.intact():
+                    raise Torn(f"step {encoded.state.step} of bucket {encoded.state.bucket} is gone")
+                yield message
             return
         self._states.append(encoded.state)
         if len(encoded.payload) == 0:
             if len(self._states) >= STATES_PER_FRAME:
-                yield PullFrameView(buckets=self._take())
+                yield self._take()
             return
         # The peer must know of the bytes before they come.
-        yield PullFrameView(buckets=self._take())
+        yield self._take()
         await self._attachment.send(encoded.payload, encoded.intact)
 
-    def flush(self) -> PullFrameView | None:
-        """A frame of the states kept, if there are any."""
-        return PullFrameView(buckets=self._take()) if self._states else None
+    def flush(self) -> bytes | None:
+        """A message of the states kept, if there are any."""
+        return self._take() if self._states else None
 
-    def _take(self) -> list[data_pb2.BucketState]:
-        states, self._states = self._states, []
-        return states
+    def _take(self) -> bytes:
+        frame, self._states = PullFrameView(buckets=self._states), []
+        return write_pull(frame, outer=self._outer)
 
 
 class AsyncReply:
@@ -333,10 +360,10 @@ class AsyncReply:
             if isinstance(encoded, Encoded):
                 self.buckets.append(encoded)
 
-    async def frames(self, store: ParameterStore, shard: Shard) -> AsyncIterator[PullFrameView]:
+    async def messages(self, store: ParameterStore, shard: Shard) -> AsyncIterator[bytes]:
         """What was copied."""
         started_s = time.monotonic()
-        out = Outgoing(self._attachment)
+        out = Outgoing(self._attachment, SHARED_CALL)
         for encoded in self.buckets:
             store.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
             async for frame in out.add(encoded):
@@ -347,4 +374,4 @@ class AsyncReply:
             yield last
         lane = self._attachment.lane if self._attachment is not None else "grpc"
         store.on_pulled(self._task, self._codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
-        yield end_frame(store, shard, Outcome.SERVED)
+        yield end_message(store, shard, Outcome.SERVED, SHARED_CALL)

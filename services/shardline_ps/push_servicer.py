@@ -19,7 +19,7 @@ from shardline.rpc.convert import dtype_from_proto, hyper_from_proto, unpack_bit
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.sharding import BucketSpec
 from shardline.wire.codecs import RAW, Codec, codec_for
-from shardline.wire.frames import digest, memory_of
+from shardline.wire.frames import borrowed_tensor, digest, memory_of
 from shardline.wire.protobuf import ChunkView, PushFrameView
 from shardline_ps.attachments import Attachment, Attachments, Holder, Ticket
 from shardline_ps.authority import unknown_features
@@ -116,6 +116,7 @@ class _Slot:
     borrowed: bool = False
     offset: int = 0
     """Of a referred bucket, in its segment."""
+    size: int = 0
     filled: int = 0
     chunks: int = 0
     ticket: Ticket | None = None
@@ -251,8 +252,7 @@ class PushReceiver:
                 f"bucket {header.bucket} comes on the stream, though the push is on lane {push.attachment.lane}"
             )
         self._slot = slot = self._announced(push, header)
-        size = slot.codec.payload_bytes(slot.spec.dtype, slot.spec.elements)
-        slot.memory = memory_of(torch.empty(size, dtype=torch.uint8)) if size else memoryview(b"")
+        slot.size = slot.codec.payload_bytes(slot.spec.dtype, slot.spec.elements)
 
     def _announced(self, push: _Push, header: data_pb2.BucketHeader) -> _Slot:
         """The slot of a bucket whose head agrees with the plan, without memory."""
@@ -285,12 +285,18 @@ class PushReceiver:
         if slot is None or chunk.bucket != slot.number:
             raise ProtocolError(f"chunk of bucket {chunk.bucket} without its bucket header")
         end = chunk.offset + len(chunk.payload)
-        if chunk.offset != slot.filled or end > len(slot.memory):
+        if chunk.offset != slot.filled or end > slot.size:
             raise ProtocolError(
                 f"bucket {slot.number}: chunk of {len(chunk.payload)} bytes at {chunk.offset}, expected one at "
-                f"{slot.filled} within {len(slot.memory)}; chunks neither overlap, repeat nor leave gaps"
+                f"{slot.filled} within {slot.size}; chunks neither overlap, repeat nor leave gaps"
             )
-        slot.memory[chunk.offset : end] = chunk.payload
+        if end == slot.size and chunk.offset == 0:
+            # The whole bucket in one message: used where it lies, as long as the contribution lives.
+            slot.memory, slot.borrowed = memoryview(chunk.payload), True
+        else:
+            if slot.filled == 0:
+                slot.memory = memory_of(torch.empty(slot.size, dtype=torch.uint8))
+            slot.memory[chunk.offset : end] = chunk.payload
         slot.filled = end
         slot.chunks += 1
 
@@ -298,10 +304,10 @@ class PushReceiver:
         slot = self._slot
         if slot is None or commit.bucket != slot.number:
             raise ProtocolError(f"bucket {commit.bucket} is committed without having begun")
-        if slot.filled != len(slot.memory) or commit.bytes != slot.filled or commit.chunks != slot.chunks:
+        if slot.filled != slot.size or commit.bytes != slot.filled or commit.chunks != slot.chunks:
             raise ProtocolError(
                 f"bucket {slot.number}: committed with {commit.bytes} bytes in {commit.chunks} chunks, received "
-                f"{slot.filled} of {len(slot.memory)} in {slot.chunks}; nothing was changed"
+                f"{slot.filled} of {slot.size} in {slot.chunks}; nothing was changed"
             )
         slot.digest = commit.digest
         self._slot = None
@@ -348,7 +354,7 @@ class PushReceiver:
                 continue
             arrived = await self._arrived(coming)
             for slot in arrived:
-                self._weigh(push, slot, 0 if slot.borrowed else len(slot.memory))
+                self._weigh(push, slot, 0 if attachment.lane == "shm" else len(slot.memory))
             self._take_slots(push, arrived)
 
     async def _arrived(self, coming: deque[_Slot]) -> list[_Slot]:
@@ -527,8 +533,9 @@ def opened(slot: _Slot) -> Gradient:
     """The gradient in a slot that is full. Raises ProtocolError where its digest differs. Runs in the pool."""
     if slot.digest and slot.digest != digest(slot.memory):
         raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
-    values = slot.codec.decode(slot.memory, slot.spec.dtype, slot.spec.elements)
-    return Gradient(values, slot.present, slot.digest, slot.borrowed)
+    if slot.borrowed and slot.codec is RAW:
+        return Gradient(borrowed_tensor(slot.memory, slot.spec.dtype), slot.present, slot.digest, True)
+    return Gradient(slot.codec.decode(slot.memory, slot.spec.dtype, slot.spec.elements), slot.present, slot.digest)
 
 
 async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:

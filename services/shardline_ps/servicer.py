@@ -25,10 +25,10 @@ from shardline.rpc.convert import (
     schedule_from_proto,
 )
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
-from shardline.wire.protobuf import PushFrameView, ReplyView, read_request, write_pull, write_reply
+from shardline.wire.protobuf import PushFrameView, ReplyView, read_request, write_reply
 from shardline_ps.attachments import Attachments
 from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
-from shardline_ps.pull_servicer import AsyncReply, pull
+from shardline_ps.pull_servicer import SHARED_CALL, AsyncReply, pull
 from shardline_ps.push_servicer import (
     LANES,
     PushReceiver,
@@ -121,8 +121,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     @rpc_errors.stream
     async def Pull(self, request: data_pb2.PullRequest, context: Any) -> AsyncIterator[Any]:
         """Buckets as they become ready."""
-        async for frame in pull(self._store, self._attachments, request):
-            yield frame
+        async for message in pull(self._store, self._attachments, request, outer=1):
+            yield message
 
     @rpc_errors.stream
     async def PushPull(self, request: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
@@ -181,11 +181,11 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                     result = await receiver.feed(message.push)
                     if result is not None:
                         self._on_push(result)
-                        await replies.put(ReplyView(ack=result.ack))
+                        await replies.put(write_reply(ReplyView(ack=result.ack)))
                         if fused is not None and latest is not None and fused.copied:
                             shard = self._store.shard(latest.data.shard)
-                            async for frame in fused.frames(self._store, shard):
-                                await replies.put(ReplyView(pull=frame))
+                            async for message_out in fused.messages(self._store, shard):
+                                await replies.put(message_out)
                             fused = latest = None
             if latest is not None:
                 await self._pull_into(latest, replies)
@@ -198,8 +198,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         return shard is not None and not shard.is_sync and admitted
 
     async def _pull_into(self, request: data_pb2.PullRequest, replies: asyncio.Queue[Any]) -> None:
-        async for frame in pull(self._store, self._attachments, request):
-            await replies.put(ReplyView(pull=frame))
+        async for message in pull(self._store, self._attachments, request, outer=SHARED_CALL):
+            await replies.put(message)
 
     @rpc_errors.unary
     async def Progress(self, request: data_pb2.ProgressRequest, context: Any) -> data_pb2.ProgressReply:
@@ -546,10 +546,11 @@ def register(servicer: ParameterServer) -> Callable[[grpc.aio.Server], None]:
                 "Pull": grpc.unary_stream_rpc_method_handler(
                     servicer.Pull,
                     request_deserializer=data_pb2.PullRequest.FromString,
-                    response_serializer=lambda frame: write_pull(frame, outer=1),
+                    # The handler writes its messages itself: see Outgoing.
+                    response_serializer=None,
                 ),
                 "PushPull": grpc.stream_stream_rpc_method_handler(
-                    servicer.PushPull, request_deserializer=read_request, response_serializer=write_reply
+                    servicer.PushPull, request_deserializer=read_request, response_serializer=None
                 ),
             }
             handler = grpc.method_handlers_generic_handler(service, {**handlers, **own})

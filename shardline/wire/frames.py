@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
 import torch
 import xxhash
 
@@ -39,6 +42,23 @@ def tensor_from_bytes(data: Buffer, dtype: str) -> torch.Tensor:
     if view.readonly:
         view = memoryview(bytearray(view))
     return torch.frombuffer(view, dtype=torch.uint8).view(DTYPES[dtype])
+
+
+def borrowed_tensor(data: Buffer, dtype: str) -> torch.Tensor:
+    """1-d tensor over (not a copy of) any bytes, read-only ones too: it must not be written to.
+
+    A copy where the bytes don't lie at a multiple of the element's size. ProtocolError on a partial element.
+    """
+    view, size = memoryview(data), DTYPES[dtype].itemsize
+    if not view.readonly or len(view) == 0 or len(view) % size:
+        return tensor_from_bytes(data, dtype)
+    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    if address % size:
+        return tensor_from_bytes(data, dtype)
+    # torch warns of read-only buffers; over an array of ctypes it knows nothing of that.
+    memory = (ctypes.c_char * len(view)).from_address(address)
+    memory.owner = view  # type: ignore[attr-defined]  # an array of ctypes takes attributes; keeps the bytes alive
+    return torch.frombuffer(memory, dtype=torch.uint8).view(DTYPES[dtype])
 
 
 def digest(data: Buffer) -> int:

@@ -17,6 +17,10 @@ from shardline.errors import ProtocolError
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.frames import Buffer
 
+ALIGNMENT = 16
+"""Offset of a large payload within its message is a multiple of this, as is the memory of a bytes object's content."""
+ALIGNED_FROM = 4096
+"""Smaller payloads are not worth the padding."""
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Wire types that proto3 uses."""
 
@@ -141,9 +145,9 @@ def _part(field: int, message: Serializable | None) -> bytes:
     return _head(field, len(data)) + data
 
 
-def _chunk_head(field: int, chunk: ChunkView) -> bytes:
+def _chunk_head(field: int, chunk: ChunkView, padding: bytes) -> bytes:
     """Everything of a chunk field up to its payload."""
-    inner = b""
+    inner = padding
     if chunk.bucket:
         inner += b"\x08" + varint(chunk.bucket)
     if chunk.offset:
@@ -174,9 +178,15 @@ def write_pull(frame: PullFrameView, *, outer: int) -> bytes:
 def _join(outer: int, before: bytes, chunk: ChunkView | None, after: bytes, *, chunk_field: int = 3) -> bytes:
     if chunk is None:
         return b"".join((_head(outer, len(before) + len(after)), before, after))
-    head = _chunk_head(chunk_field, chunk)
-    size = len(before) + len(head) + len(chunk.payload) + len(after)
-    return b"".join((_head(outer, size), before, head, chunk.payload, after))
+    rest = len(before) + len(chunk.payload) + len(after)
+    head = _chunk_head(chunk_field, chunk, b"")
+    front = _head(outer, rest + len(head))
+    if len(chunk.payload) >= ALIGNED_FROM:
+        # Padding changes lengths, which may change the bytes of a length: so looked at again.
+        missing = -(len(front) + len(before) + len(head) + 2) % ALIGNMENT
+        head = _chunk_head(chunk_field, chunk, b"\x32" + varint(missing) + bytes(missing))
+        front = _head(outer, rest + len(head))
+    return b"".join((front, before, head, chunk.payload, after))
 
 
 def _read_chunk(data: memoryview) -> ChunkView:

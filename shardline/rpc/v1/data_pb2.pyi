@@ -361,6 +361,7 @@ class Chunk(_message.Message):
     PAYLOAD_FIELD_NUMBER: _builtins.int
     SEGMENT_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
+    PADDING_FIELD_NUMBER: _builtins.int
     bucket: _builtins.int
     offset: _builtins.int
     """Bytes from the start of the bucket's encoded payload."""
@@ -369,6 +370,8 @@ class Chunk(_message.Message):
     """reserved"""
     crc32c: _builtins.int
     """reserved"""
+    padding: _builtins.bytes
+    """Meaningless bytes, written before the payload so that it lies aligned in the message: then it needs no copy."""
     def __init__(
         self,
         *,
@@ -377,10 +380,11 @@ class Chunk(_message.Message):
         payload: _builtins.bytes = ...,
         segment: _builtins.int = ...,
         crc32c: _builtins.int | None = ...,
+        padding: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_crc32c", b"_crc32c", "crc32c", b"crc32c"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32c", b"_crc32c", "bucket", b"bucket", "crc32c", b"crc32c", "offset", b"offset", "payload", b"payload", "segment", b"segment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_crc32c", b"_crc32c", "bucket", b"bucket", "crc32c", b"crc32c", "offset", b"offset", "padding", b"padding", "payload", b"payload", "segment", b"segment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__crc32c: _TypeAlias = _typing.Literal["crc32c"]  # noqa: Y015
     _WhichOneofArgType__crc32c: _TypeAlias = _typing.Literal["_crc32c", b"_crc32c"]  # noqa: Y015
