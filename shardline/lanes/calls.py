@@ -1,0 +1,281 @@
+"""What lanes have in common: the RPCs of one task to one shard, and how they end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from shardline.consistency.decision import Outcome
+from shardline.errors import ProtocolError, UnreachableError
+from shardline.lanes.base import (
+    Ack,
+    Arrival,
+    Contribution,
+    End,
+    Exchanged,
+    LaneUnavailable,
+    Sender,
+    Sink,
+    Standing,
+    Want,
+)
+from shardline.rpc.channel import Peer
+from shardline.rpc.data import (
+    PullReader,
+    ack_from_proto,
+    open_lane_request,
+    outcome_from_proto,
+    progress_request,
+    ps_stub,
+    push_pull_method,
+    standing_from_proto,
+)
+from shardline.rpc.errors import from_status
+from shardline.wire.protobuf import ReplyView, RequestView
+
+LAST_WORD_S = 1.0
+"""How long the shard's own words are waited for after bytes that travel elsewhere broke off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """What OpenLane gave; see parameter_server.proto."""
+
+    attachment: int
+    port: int
+    up_token: bytes
+    down_token: bytes
+    socket: str
+    token: bytes
+
+
+class NotAdmittedError(Exception):
+    """The shard takes nothing of this sender at present; `outcome` is what a push or pull would be answered with."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+
+    def exchanged(self, contributions: Sequence[Contribution]) -> Exchanged:
+        """The result of an exchange that could not begin."""
+        if contributions:
+            return Exchanged(acks=(Ack(outcome=self.outcome, reason=str(self)),), end=None)
+        return Exchanged(acks=(), end=End(outcome=self.outcome, reason=str(self)))
+
+
+class ShardCalls:
+    """The calls of one lane to one shard. Used by one thread at a time; cancel() may come from any."""
+
+    name = ""
+
+    def __init__(self, peer: Peer, shard: int, elements: Sequence[int]) -> None:
+        self._peer = peer
+        self._shard = shard
+        self._elements = tuple(elements)
+        self._stub = ps_stub(peer)
+        self._push_pull = push_pull_method(peer)
+        self._lock = threading.Lock()
+        self._call: Any = None
+        self._cancelled = False
+
+    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+        """Ask the shard what it has counted."""
+        self._arm()
+        request = progress_request(sender, self._shard, replicas)
+        return standing_from_proto(self._ask(self._stub.Progress, request, "Progress", timeout_s))
+
+    def cancel(self) -> None:
+        """End a running exchange early."""
+        with self._lock:
+            self._cancelled = True
+            if self._call is not None:
+                self._call.cancel()
+
+    def close(self) -> None:
+        """The channel belongs to Peers; a running call is ended."""
+        self.cancel()
+
+    def _arm(self) -> None:
+        """Begin: what was cancelled before is over."""
+        with self._lock:
+            self._cancelled = False
+
+    def _started(self, call: Any) -> Any:
+        with self._lock:
+            self._call = call
+            if self._cancelled:
+                call.cancel()
+        return call
+
+    def _ended(self) -> None:
+        with self._lock:
+            if self._call is not None:
+                self._call.cancel()
+            self._call = None
+
+    def _ask(self, method: Any, request: Any, what: str, timeout_s: float) -> Any:
+        """One unary call that cancel() ends. Raises the error of rpc.errors.from_status."""
+        start_s = time.monotonic()
+        try:
+            return self._started(method.future(request, timeout=timeout_s)).result()
+        except grpc.FutureCancelledError as error:
+            raise UnreachableError(f"{self._peer}: {what} was given up") from error
+        except grpc.RpcError as error:
+            waited_s = time.monotonic() - start_s
+            raise from_status(error, peer=str(self._peer), what=what, waited_s=waited_s) from error
+        finally:
+            self._ended()
+
+    def _open(self, sender: Sender, *, timeout_s: float) -> Opened:
+        """Ask the shard for an attachment of this lane.
+
+        Raises LaneUnavailable where it offers none, NotAdmittedError where it takes nothing of this sender now.
+        """
+        request = open_lane_request(sender, self._shard, self.name)
+        try:
+            reply = self._ask(self._stub.OpenLane, request, "OpenLane", timeout_s)
+        except ProtocolError as error:
+            cause = error.__cause__
+            if isinstance(cause, grpc.Call) and cause.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise LaneUnavailable(f"{self._peer} is of a version that knows no lane but grpc") from error
+            raise
+        outcome = outcome_from_proto(reply.outcome)
+        if outcome is Outcome.REFUSED:
+            raise LaneUnavailable(f"{self._peer} opens no {self.name} lane: {reply.reason}")
+        if outcome is not Outcome.SERVED:
+            raise NotAdmittedError(outcome, reply.reason)
+        return Opened(
+            attachment=reply.attachment,
+            port=reply.port,
+            up_token=reply.up_token,
+            down_token=reply.down_token,
+            socket=reply.socket,
+            token=reply.token,
+        )
+
+    def _converse(
+        self,
+        requests: Iterable[RequestView],
+        contributions: Sequence[Contribution],
+        want: Want | None,
+        sink: Sink,
+        *,
+        timeout_s: float,
+        fill: Callable[[Arrival], None] = lambda arrival: None,
+    ) -> Exchanged:
+        """Run one PushPull to its end; see Lane.exchange.
+
+        fill: takes a bucket whose bytes come by the lane's attachment. It and `requests` raise UnreachableError where
+        the attachment breaks: then the shard's own words, if any come soon, are what the caller gets.
+        """
+        talk = _Conversation(sink, self._elements, fill)
+        try:
+            call = self._started(self._push_pull(talk.sending(requests), timeout=timeout_s))
+            talk.began(call)
+            for reply in call:
+                if not talk.heard(reply):
+                    # The pull would wait for a step that can't close without this push.
+                    return talk.result()
+        except grpc.RpcError as error:
+            raise talk.cause(error, str(self._peer)) from error
+        finally:
+            talk.close()
+            self._ended()
+        if talk.broken:
+            raise talk.broken[0]
+        if len(talk.acks) != len(contributions) or (want is not None and talk.reader.end is None):
+            raise ProtocolError(
+                f"{self._peer}: the exchange with shard {self._shard} ended with {len(talk.acks)} of "
+                f"{len(contributions)} acks" + ("" if talk.reader.end else " and without the end of the pull")
+            )
+        return talk.result()
+
+
+class _Conversation:
+    """One PushPull: what was heard, and what went wrong on our side."""
+
+    def __init__(self, sink: Sink, elements: Sequence[int], fill: Callable[[Arrival], None]) -> None:
+        self._fill = fill
+        self._lock = threading.Lock()
+        self._call: Any = None
+        self._given_up = False
+        self._start_s = time.monotonic()
+        self._push_s = 0.0
+        self._patience: threading.Timer | None = None
+        self.reader = PullReader(sink, elements)
+        self.acks: list[Ack] = []
+        self.broken: list[Exception] = []
+        """What ended the exchange on our side; the first one counts."""
+        self._over = threading.Event()
+
+    def began(self, call: Any) -> None:
+        """The call runs."""
+        call.add_done_callback(lambda _: self._over.set())
+        with self._lock:
+            self._call = call
+            if self._given_up:
+                call.cancel()
+
+    def _give_up(self) -> None:
+        """End this call, and no later one of the same lane."""
+        with self._lock:
+            self._given_up = True
+            if self._call is not None:
+                self._call.cancel()
+
+    def sending(self, requests: Iterable[RequestView]) -> Iterator[RequestView]:
+        """The requests; what they raise is kept, since gRPC would make CANCELLED of it."""
+        try:
+            yield from requests
+        except Exception as error:
+            self.broken.append(error)
+            if isinstance(error, UnreachableError):
+                self._over.wait(LAST_WORD_S)
+            self._give_up()
+
+    def heard(self, reply: ReplyView) -> bool:
+        """Take one reply; False = a push was not accepted, so nothing else is worth waiting for."""
+        if reply.error is not None:
+            raise reply.error
+        if reply.ack is not None:
+            self.acks.append(ack_from_proto(reply.ack))
+            self._push_s = time.monotonic() - self._start_s
+            if not self.acks[-1].accepted:
+                return False
+        if reply.pull is not None:
+            for arrival in self.reader.feed(reply.pull):
+                if self._patience is None:
+                    self._take(arrival)
+        return True
+
+    def _take(self, arrival: Arrival) -> None:
+        try:
+            self._fill(arrival)
+        except UnreachableError as error:
+            self.broken.append(error)
+            self._patience = threading.Timer(LAST_WORD_S, self._give_up)
+            self._patience.daemon = True
+            self._patience.start()
+
+    def cause(self, error: grpc.RpcError, peer: str) -> Exception:
+        """What the caller is told when the call failed: the shard's own status, unless it was we who gave up."""
+        code = error.code() if isinstance(error, grpc.Call) else None
+        first = self.broken[0] if self.broken else None
+        if first is not None and (code is grpc.StatusCode.CANCELLED or not isinstance(first, UnreachableError)):
+            return first
+        return from_status(error, peer=peer, what="PushPull", waited_s=time.monotonic() - self._start_s)
+
+    def result(self) -> Exchanged:
+        """What was heard."""
+        return Exchanged(acks=tuple(self.acks), end=self.reader.end, push_s=self._push_s)
+
+    def close(self) -> None:
+        """Let go of whoever waits for the last word."""
+        self._over.set()
+        if self._patience is not None:
+            self._patience.cancel()
