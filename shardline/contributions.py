@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
-from shardline.reduce import Block, sibling
+from shardline.reduce import Block, mean_, sibling
 from shardline.sharding import BucketSpec
 
 Present = tuple[bool, ...]
@@ -18,26 +19,76 @@ class Partial:
 
     values: torch.Tensor | None
     present: Present
+    borrowed: bool = False
+    """The memory belongs to somebody else (a worker's segment, a received message): it is read, never written."""
+    bound: float = math.inf
+    """No element is larger in magnitude; infinity where nobody looked."""
 
 
 def merge(left: Partial, right: Partial, bucket: BucketSpec) -> Partial:
-    """Add right to left in place. A slice absent on one side takes the other's bits: not even a zero is added."""
+    """The sum left + right, in memory of one of the two that isn't borrowed, else in new memory.
+
+    A slice absent on one side takes the other's bits: not even a zero is added. The bits don't depend on where they go.
+    """
     if right.values is None:
         return left
     if left.values is None:
         return right
+    bound = left.bound + right.bound
     if all(left.present) and all(right.present):
-        left.values.add_(right.values)
-        return left
+        target = _target(left, right)
+        out = torch.empty_like(left.values) if target is None else target
+        return Partial(torch.add(left.values, right.values, out=out), left.present, bound=bound)
+    return Partial(_merge_slices(left, right, bucket), _either(left.present, right.present), bound=bound)
+
+
+def _target(left: Partial, right: Partial) -> torch.Tensor | None:
+    """Memory that the sum may overwrite."""
+    return right.values if left.borrowed and not right.borrowed else None if left.borrowed else left.values
+
+
+def _either(left: Present, right: Present) -> Present:
+    return tuple(a or b for a, b in zip(left, right, strict=True))
+
+
+def _merge_slices(left: Partial, right: Partial, bucket: BucketSpec) -> torch.Tensor:
+    """merge() where some slices are absent on one side or on both."""
+    assert left.values is not None and right.values is not None
+    target = _target(left, right)
+    # Zeros: what nobody wrote (padding, slices absent on both sides) has to be finite.
+    out = torch.zeros_like(left.values) if target is None else target
     for number, piece in enumerate(bucket.slices):
-        if not right.present[number]:
-            continue
-        mine, theirs = left.values[piece.offset : piece.end], right.values[piece.offset : piece.end]
-        if left.present[number]:
-            mine.add_(theirs)
-        else:
-            mine.copy_(theirs)
-    return Partial(left.values, tuple(a or b for a, b in zip(left.present, right.present, strict=True)))
+        span = slice(piece.offset, piece.end)
+        if left.present[number] and right.present[number]:
+            torch.add(left.values[span], right.values[span], out=out[span])
+        elif left.present[number] and out is not left.values:
+            out[span].copy_(left.values[span])
+        elif right.present[number] and out is not right.values:
+            out[span].copy_(right.values[span])
+    return out
+
+
+def mean(total: Partial, replicas: int) -> Partial:
+    """A sum over replicas divided by their number, in place where the memory isn't borrowed.
+
+    One replica needs no arithmetic at all.
+    """
+    if total.values is None or replicas == 1:
+        return total
+    if total.borrowed:
+        return Partial(total.values.div(replicas), total.present, bound=total.bound)
+    mean_(total.values, replicas)
+    return total
+
+
+def scaled(total: Partial, scale: float) -> Partial:
+    """A gradient times a clipping factor, in place where the memory isn't borrowed; 1 or more changes nothing."""
+    if total.values is None or scale >= 1.0:
+        return total
+    if total.borrowed:
+        return Partial(total.values.mul(scale), total.present, bound=total.bound)
+    total.values.mul_(scale)
+    return total
 
 
 class Contributions:
@@ -49,12 +100,30 @@ class Contributions:
         self._partials: dict[Block, Partial] = {}
         self._digests: dict[Block, int] = {}
         self.counted: set[int] = set()
+        self.mask = 0
+        """Bit r is set where replica r is counted. One number: readable without the lock."""
+        self.held_bytes = 0
+        """Bytes of partial sums, without what is borrowed. Readable without the lock."""
 
-    def add(self, block: Block, values: torch.Tensor | None, present: Present, digest: int) -> None:
-        """Count a block that the rule admitted. The tensor belongs to the contributions from now on."""
+    def add(
+        self,
+        block: Block,
+        values: torch.Tensor | None,
+        present: Present,
+        digest: int,
+        *,
+        borrowed: bool = False,
+        bound: float = math.inf,
+    ) -> None:
+        """Count a block that the rule admitted.
+
+        The tensor belongs to the contributions from now on; a borrowed one is only read, until clear() or take().
+        bound: as in Partial.
+        """
         self.counted.update(range(block.first, block.end))
+        self.mask |= ((1 << block.count) - 1) << block.first
         self._digests[block] = digest
-        partial = Partial(values, present)
+        partial = Partial(values, present, borrowed, bound)
         # Climb while the sibling is there: the order of arrival never changes the order of additions.
         while (family := sibling(block, self._replicas)) is not None:
             parent, left, right = family
@@ -65,6 +134,7 @@ class Contributions:
             partial = merge(partial, partner, self._bucket) if block == left else merge(partner, partial, self._bucket)
             block = parent
         self._partials[block] = partial
+        self._measure()
 
     def digest_differs(self, block: Block, digest: int) -> bool:
         """Whether a repeated contribution of this block carries other bits than the one that was counted."""
@@ -86,18 +156,23 @@ class Contributions:
 
     def take(self) -> Partial:
         """The sum over all replicas. They stay counted until clear(), which the applied step calls."""
-        return self._partials.pop(Block(0, self._replicas))
+        total = self._partials.pop(Block(0, self._replicas))
+        self._measure()
+        return total
 
     def clear(self) -> None:
         """Forget everything."""
         self._partials.clear()
         self._digests.clear()
         self.counted.clear()
+        self.mask = self.held_bytes = 0
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of partial sums."""
-        return sum(p.values.numel() * p.values.element_size() for p in self._partials.values() if p.values is not None)
+    def _measure(self) -> None:
+        self.held_bytes = sum(
+            partial.values.nbytes
+            for partial in self._partials.values()
+            if partial.values is not None and not partial.borrowed
+        )
 
 
 def all_present(bucket: BucketSpec) -> Present:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -124,35 +124,57 @@ def square_sums(flat: torch.Tensor, tensor: TensorSpec, piece: Slice) -> Iterato
 
     flat: 1-d, the slice's elements without padding. Per quantum, so that the norm doesn't move with the plan.
     """
+    alone = replace(piece, offset=0)
+    for _, quantum, value in bucket_square_sums(flat, [(tensor, alone)]):
+        yield quantum, value
+
+
+def bucket_square_sums(
+    flat: torch.Tensor, pieces: Sequence[tuple[TensorSpec, Slice]]
+) -> Iterator[tuple[int, int, float]]:
+    """(index among pieces, quantum number within that tensor, sum of squares in float64); flat: a bucket's values."""
     if flat.is_complex():
         squares = torch.view_as_real(flat).to(torch.float64).square_().sum(1)  # two terms: one rounding, any order
     else:
         squares = flat.to(torch.float64, copy=True).square_()
     # Not torch.dot: its last bits depend on the threads and on where in memory a quantum starts. Pieces of a quantum
     # this small are summed by one thread, in an order that depends on nothing but their length.
-    starts, sums = [], []
-    for number, start, end in slice_quanta(tensor, piece):
-        for first in range(start, end, QUANTUM_ELEMENTS):
-            starts.append(number)
-            sums.append(squares[first : min(first + QUANTUM_ELEMENTS, end)].sum())
+    owners, sums = [], []
+    for index, (tensor, piece) in enumerate(pieces):
+        for number, start, end in slice_quanta(tensor, piece):
+            for first in range(start, end, QUANTUM_ELEMENTS):
+                owners.append((index, number))
+                last = min(first + QUANTUM_ELEMENTS, end)
+                sums.append(squares[piece.offset + first : piece.offset + last].sum())
     values = torch.stack(sums).tolist() if sums else []
-    for number, group in itertools.groupby(zip(starts, values, strict=True), key=lambda pair: pair[0]):
+    for (index, number), group in itertools.groupby(zip(owners, values, strict=True), key=lambda pair: pair[0]):
         total = 0.0
         for _, value in group:
             total += value
-        yield number, total
+        yield index, number, total
 
 
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether a tensor has neither NaN nor infinity. Integers always are.
+def magnitude(values: torch.Tensor) -> float:
+    """The largest absolute value (of a complex number's two parts); not finite where an element isn't, 0 for integers.
 
     One pass: aminmax propagates NaN and costs a fourteenth of an infinity norm (2.9 against 41 ms per 64 MB).
     """
     if values.numel() == 0 or not (values.is_floating_point() or values.is_complex()):
-        return True
-    real = torch.view_as_real(values) if values.is_complex() else values
-    low, high = torch.aminmax(real)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+        return 0.0
+    low, high = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
+    # NaN reaches both ends.
+    return max(-low.item(), high.item())
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether a tensor has neither NaN nor infinity. Integers always are."""
+    return math.isfinite(magnitude(values))
+
+
+def stays_finite(bound: float, dtype: torch.dtype) -> bool:
+    """Whether sums of numbers whose magnitudes add up to `bound` are finite for certain, in whatever order."""
+    # Rounding enlarges a sum by less than a factor of 2, whatever the dtype and the number of replicas.
+    return not (dtype.is_floating_point or dtype.is_complex) or bound <= torch.finfo(dtype).max / 2
 
 
 def global_norm(sums: Sequence[tuple[int, float]]) -> float:

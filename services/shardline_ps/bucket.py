@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from shardline.contributions import Contributions, Partial
+from shardline.contributions import Contributions, Partial, scaled
 from shardline.errors import CheckpointError, ProtocolError
 from shardline.image import VALUE, BucketImage
 from shardline.sharding import BucketSpec
@@ -121,10 +121,9 @@ class Bucket:
             return True
         if self.rule is None:
             return False
-        if scale < 1.0:
-            total.values.mul_(scale)
-        present = None if all(total.present) else total.present
-        return self.rule.apply(target, total.values, clock=self.step, present=present, hyper=self.hyper)
+        values = scaled(total, scale).values
+        assert values is not None
+        return self.rule.apply(target, values, clock=self.step, present=total.present, hyper=self.hyper)
 
     def image(self) -> BucketImage:
         """A copy of everything, for a cut."""

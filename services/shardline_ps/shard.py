@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,47 +12,21 @@ import torch
 
 from shardline.consistency import asynchronous, sync
 from shardline.consistency.decision import Decision, Outcome
-from shardline.contributions import Partial, Present
+from shardline.contributions import Partial, mean
 from shardline.errors import NonFiniteError, ProtocolError, TensorError
 from shardline.image import BucketImage
-from shardline.reduce import Block, is_finite, mean_, quantum_key, square_sums
+from shardline.reduce import Block, is_finite, magnitude, stays_finite
 from shardline.sharding import Plan
 from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind
 from shardline_ps.bucket import Bucket
 from shardline_ps.cuts import CutBook
+from shardline_ps.gradients import Gradient, ShardVote, Staged, all_finite, nonfinite_names, norm_parts, on_device
 from shardline_ps.publication import PlainPublication, Publication, num_areas
+
+__all__ = ["Gradient", "Guard", "PushRecord", "Shard", "ShardSettings", "ShardVote", "Tally"]
 
 Guard = Callable[[], Decision | None]
 """Why a message counts no more, or None where it does."""
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """One bucket's part of a contribution. values: flat tensor, None where nothing is contributed."""
-
-    values: torch.Tensor | None
-    present: Present
-    digest: int = 0
-    borrowed: bool = False
-    """The memory belongs to somebody who writes it again after the step; it must not be written here."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardVote:
-    """What a shard says of its mean gradient at one step."""
-
-    step: int
-    sums: tuple[tuple[int, float], ...]
-    nonfinite: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Staged:
-    """Mean gradients of a step that waits for its verdict, one per bucket."""
-
-    step: int
-    epoch: int
-    totals: list[Partial]
 
 
 @dataclass
@@ -145,6 +120,8 @@ class Shard:
         self._opened_s: float | None = None
         """When the first contribution to bucket 0's open step came."""
         self._completed: set[int] = set()
+        self._staged: Staged | None = None
+        """What the open vote is about."""
         self._epoch = 0
         """Counts rollbacks and restores, so that a verdict of before changes nothing."""
 
@@ -234,12 +211,13 @@ class Shard:
     ) -> Decision:
         """Count a whole contribution of one bucket; applies the step where it was the last one (EAGER).
 
-        The gradient's tensor is the shard's from now on. nonfinite: what the worker found not finite, for the vote.
+        The gradient's tensor is the shard's from now on, unless it is borrowed. nonfinite: what the worker found not
+        finite, for the vote.
         guard is asked under the bucket's lock, so that nothing of another history counts after it was dropped.
         Raises TensorError or NonFiniteError, the bucket unchanged.
         """
         held = self.buckets[bucket]
-        self._check(held, block, gradient)
+        bound = self._check(held, block, gradient)
         self._check_hyper(held, hyper)
         published = False
         with held.lock:
@@ -250,10 +228,11 @@ class Shard:
                 return decision
             if decision.outcome is not Outcome.COUNTED:
                 return decision
-            values = gradient.values.to(held.device) if gradient.values is not None else None
+            values, borrowed = on_device(gradient, held.device)
             if bucket == 0:
                 self._time_barrier(held, block)
-            held.contributions.add(block, values, gradient.present, gradient.digest)
+            held.contributions.add(block, values, gradient.present, gradient.digest, borrowed=borrowed, bound=bound)
+            del values
             if block.first == 0:
                 held.hyper = (hyper or {}).get(held.group)
             if nonfinite and self.voted:
@@ -276,9 +255,9 @@ class Shard:
         """Apply a complete step to a bucket whose lock is held (EAGER)."""
         try:
             total = held.contributions.take()
-            if total.values is not None and held.spec.kind is TensorKind.PARAM:
-                mean_(total.values, self.settings.replicas)
-                self._check_sum(held, total.values)
+            if held.spec.kind is TensorKind.PARAM:
+                total = mean(total, self.settings.replicas)
+                self._check_sum(held, total)
             self._apply(held, total)
         except Exception:
             # Nothing was published: what was counted is forgotten, so that it can be sent again.
@@ -287,10 +266,13 @@ class Shard:
             raise
         self._cut_if_wanted(held)
 
-    def _check_sum(self, held: Bucket, mean: torch.Tensor) -> None:
+    def _check_sum(self, held: Bucket, total: Partial) -> None:
         """Finite contributions can have a sum that is not; under "stop" it is never applied."""
-        if self.settings.replicas > 1 and not is_finite(mean):
-            names = ", ".join(nonfinite_names(held, mean))
+        values = total.values
+        if self.settings.replicas == 1 or values is None or stays_finite(total.bound, values.dtype):
+            return
+        if not is_finite(values):
+            names = ", ".join(nonfinite_names(held.names, held.spec, values))
             error = NonFiniteError(
                 f"shard {self.number}, step {held.step}: the sum of {self.settings.replicas} replicas' gradients of "
                 f"{names} has NaN or infinity though each of them is finite; it was not applied. Lower the learning "
@@ -330,23 +312,27 @@ class Shard:
             f"the first ones count. Do all workers have one kind of machine and the same number of threads?",
         )
 
-    def _check(self, held: Bucket, block: Block, gradient: Gradient) -> None:
-        """What a contribution may hold, by the kind of bucket."""
+    def _check(self, held: Bucket, block: Block, gradient: Gradient) -> float:
+        """Refuse what a contribution may not hold, by the kind of bucket; returns the largest magnitude, if looked."""
         values = gradient.values
         if values is None:
-            return
+            return 0.0
         if held.spec.kind is TensorKind.FROZEN:
             raise TensorError(f"{held.names[0]!r} is frozen (requires_grad is False): it takes no gradient")
         if held.spec.kind is TensorKind.BUFFER:
             if block.first != 0:
                 raise TensorError(f"buffer {held.names[0]!r} comes from replica 0, not from replicas {block}")
-            return
-        if self.settings.consistency.nan_policy == "stop" and not is_finite(values):
-            names = nonfinite_names(held, values)
+            return math.inf
+        if self.settings.consistency.nan_policy != "stop":
+            return math.inf
+        bound = magnitude(values)
+        if not math.isfinite(bound):
+            names = nonfinite_names(held.names, held.spec, values)
             raise NonFiniteError(
                 f"shard {self.number}: gradient of {', '.join(names)} from replicas {block} has NaN or infinity; "
                 f"nothing was changed. Lower the learning rate, clip gradients, or set nan_policy='skip'"
             )
+        return bound
 
     def _cut_if_wanted(self, held: Bucket) -> None:
         """Copy the bucket if its new step is to be cut: after the step is reached, before the next is applied."""
@@ -372,44 +358,57 @@ class Shard:
 
         None where the contributions were dropped since the step was complete (a new timeline).
         """
-        sums: list[tuple[int, float]] = []
         with self.lock:
             nonfinite = set(self._nonfinite.pop(step, set()))
             epoch = self._epoch
+        sums: list[tuple[int, float]] = []
         totals = []
         for bucket in self.buckets:
             with bucket.lock:
                 if bucket.step != step or not bucket.contributions.complete:
                     return None
                 total = bucket.contributions.take()
+            if bucket.spec.kind is TensorKind.PARAM:
+                total = mean(total, self.settings.replicas)
+                found, names = norm_parts(self.settings.plan, bucket.spec, total)
+                sums += found
+                nonfinite |= names
             totals.append(total)
-            if total.values is None or bucket.spec.kind is not TensorKind.PARAM:
-                continue
-            mean_(total.values, self.settings.replicas)
-            for piece, present in zip(bucket.spec.slices, total.present, strict=True):
-                if not present:
-                    continue
-                tensor = self.settings.plan.tensors[piece.tensor]
-                part = total.values[piece.offset : piece.end]
-                if not is_finite(part):
-                    nonfinite.add(tensor.name)
-                for quantum, value in square_sums(part, tensor, piece):
-                    sums.append((quantum_key(self.settings.plan, piece.tensor, quantum), value))
         vote = ShardVote(step=step, sums=tuple(sums), nonfinite=tuple(sorted(nonfinite)))
-        return vote, Staged(step, epoch, totals)
+        staged = Staged(step, epoch, totals)
+        with self.lock:
+            self._staged = staged
+        if epoch != self._epoch:
+            # Dropped while the vote was made.
+            self._forget_staged()
+            return None
+        return vote, staged
+
+    def _forget_staged(self) -> None:
+        """Let go of what a vote is about; whoever still holds it finds nothing in it."""
+        with self.lock:
+            staged, self._staged = self._staged, None
+        if staged is None:
+            return
+        for bucket in self.buckets:
+            with bucket.lock:
+                staged.totals[bucket.number] = Partial(None, ())
 
     def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
         """Apply or skip a voted step in every bucket; nothing where the shard was restored since the vote."""
         step = staged.step
-        for bucket, total in zip(self.buckets, staged.totals, strict=True):
+        for bucket in self.buckets:
             with bucket.lock:
                 if bucket.step != step or staged.epoch != self._epoch:
                     continue
                 factor = scale if bucket.spec.kind is TensorKind.PARAM else 1.0
-                self._apply(bucket, total, scale=factor, skip=skip)
+                self._apply(bucket, staged.totals[bucket.number], scale=factor, skip=skip)
+                staged.totals[bucket.number] = Partial(None, ())
                 self._cut_if_wanted(bucket)
             self._on_publish(bucket.number)
         with self.lock:
+            if self._staged is staged:
+                self._staged = None
             self._completed.discard(step)
             self.tally.skipped_steps += skip
 
@@ -446,7 +445,7 @@ class Shard:
         for bucket in self.buckets:
             self._check_hyper(bucket, hyper)
         # A codec may have made infinities of what was finite at the worker.
-        skip = skip or (self.settings.consistency.nan_policy == "skip" and not _all_finite(gradients.values()))
+        skip = skip or (self.settings.consistency.nan_policy == "skip" and not all_finite(gradients.values()))
         with self.lock:
             refused = guard()
             if refused is not None:
@@ -476,8 +475,9 @@ class Shard:
         for bucket in self.buckets:
             gradient = gradients.get(bucket.number)
             total = Partial(None, ())
-            if gradient is not None and gradient.values is not None:
-                total = Partial(gradient.values.to(bucket.device), gradient.present)
+            if gradient is not None:
+                values, borrowed = on_device(gradient, bucket.device)
+                total = Partial(values, gradient.present, borrowed)
             with bucket.lock:
                 bucket.hyper = hyper.get(bucket.group)
                 self._apply(bucket, total, scale=scale)
@@ -531,6 +531,7 @@ class Shard:
         rules = [self.buckets[image.bucket].rule_of(image) for image in images]
         self.cuts.clear()
         self._epoch += 1
+        self._forget_staged()
         for image, rule in zip(images, rules, strict=True):
             bucket = self.buckets[image.bucket]
             with bucket.lock:
@@ -546,6 +547,7 @@ class Shard:
         """Forget what open steps have gathered (a new timeline); returns the number of replicas dropped."""
         dropped = 0
         self._epoch += 1
+        self._forget_staged()
         for bucket in self.buckets:
             with bucket.lock:
                 dropped = max(dropped, len(bucket.contributions.counted))
@@ -554,16 +556,3 @@ class Shard:
             self._nonfinite.clear()
             self._completed.clear()
         return dropped
-
-
-def _all_finite(gradients: Collection[Gradient]) -> bool:
-    return all(gradient.values is None or is_finite(gradient.values) for gradient in gradients)
-
-
-def nonfinite_names(bucket: Bucket, values: torch.Tensor) -> list[str]:
-    """Tensors of the bucket whose slice isn't finite."""
-    found = []
-    for name, piece in zip(bucket.names, bucket.spec.slices, strict=True):
-        if not is_finite(values[piece.offset : piece.end]) and repr(name) not in found:
-            found.append(repr(name))
-    return found
