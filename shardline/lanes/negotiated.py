@@ -1,0 +1,118 @@
+"""The best lane that a pair of tasks can do: tried in order when it is first needed, and left when it can't go on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from shardline.errors import UnreachableError
+from shardline.lanes.base import Contribution, Exchanged, Lane, LaneUnavailable, Sender, Sink, Standing, Want
+
+log = logging.getLogger("shardline.lanes")
+BREAKS = 3
+"""Exchanges in a row that may fail on a lane, while the shard still answers calls, before another takes its place."""
+
+Fallback = Callable[[str, str], None]
+"""Told (lane, reason) once for each lane that was asked for and can't be used."""
+
+
+class NegotiatedLane:
+    """A lane that is one of several. See Lane; the last candidate is grpc, which always works.
+
+    expected: lanes whose absence is worth a warning; others are tried in silence (automatic choice on one host).
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Lane],
+        *,
+        peer: str,
+        expected: Sequence[str] = (),
+        on_fallback: Fallback = lambda lane, reason: None,
+    ) -> None:
+        self._left = list(candidates)
+        self._peer = peer
+        self._expected = tuple(expected)
+        self._on_fallback = on_fallback
+        self._lock = threading.Lock()
+        self._broken = 0
+        self._said = False
+
+    @property
+    def current(self) -> Lane:
+        """The lane in use, or to be tried next."""
+        with self._lock:
+            return self._left[0]
+
+    @property
+    def name(self) -> str:
+        """Name of the lane in use."""
+        return self.current.name
+
+    def exchange(
+        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
+        """Push and pull by the best lane; see Lane.exchange."""
+        while True:
+            lane = self.current
+            try:
+                done = lane.exchange(sender, contributions, want, sink, timeout_s=timeout_s)
+            except LaneUnavailable as reason:
+                self._leave(lane, str(reason))
+            except UnreachableError as error:
+                self._broken += 1
+                if self._broken >= BREAKS and len(self._left) > 1 and self._answers(lane, sender, timeout_s):
+                    self._leave(lane, f"it broke {self._broken} times in a row, last: {error}")
+                raise
+            else:
+                self._broken = 0
+                self._say(lane)
+                return done
+
+    def _answers(self, lane: Lane, sender: Sender, timeout_s: float) -> bool:
+        """Whether the shard answers calls: then the lane is what is broken, not the shard."""
+        try:
+            lane.progress(sender, (), timeout_s=min(timeout_s, 5.0))
+        except UnreachableError:
+            return False
+        return True
+
+    def _leave(self, lane: Lane, reason: str) -> None:
+        with self._lock:
+            if self._left[0] is not lane or len(self._left) == 1:
+                return
+            self._left.pop(0)
+            following = self._left[0].name
+            self._broken = 0
+        lane.close()
+        if lane.name in self._expected:
+            log.warning("%s: lane %s can't be used (%s); using %s", self._peer, lane.name, reason, following)
+            self._on_fallback(lane.name, reason)
+        else:
+            log.debug("%s: lane %s can't be used (%s)", self._peer, lane.name, reason)
+
+    def _say(self, lane: Lane) -> None:
+        if not self._said:
+            self._said = True
+            log.info("%s: lane %s", self._peer, lane.name)
+
+    def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
+        """Memory of the lane's own for a bucket's payload, where it has some."""
+        allocate = getattr(self.current, "allocate", None)
+        return allocate(bucket, nbytes) if allocate is not None else None
+
+    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+        """What the shard has counted; see Lane.progress."""
+        return self.current.progress(sender, replicas, timeout_s=timeout_s)
+
+    def cancel(self) -> None:
+        """End a running exchange early."""
+        self.current.cancel()
+
+    def close(self) -> None:
+        """Free all that is left."""
+        with self._lock:
+            left = list(self._left)
+        for lane in left:
+            lane.close()
