@@ -9,7 +9,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs fmt fmt-check lint type test test-all demo clean
+.PHONY: install proto proto-check docs fmt fmt-check lint type test test-all demo clean bench bench-quick bench-peers
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -60,6 +60,23 @@ test-all: $(STAMP)
 demo: $(STAMP)
 	rm -rf runs/demo
 	$(BIN)/shardline train examples/digits/job.py --ps 2 --workers 2 --evaluators 1 --out runs/demo
+
+# The bars of docs/benchmarks.md; peers that are not installed are left out and named. More: make bench BENCH="--only links"
+BENCH ?=
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.run $(BENCH)
+
+# Whether everything runs, in minutes; its figures mean nothing.
+bench-quick: $(STAMP)
+	$(BIN)/python -m benchmarks.run --quick --out runs/bench $(BENCH)
+
+# Each rival lives in a virtual environment of its own: their pins and ours need not agree.
+bench-peers: $(addprefix benchmarks/.venvs/,$(addsuffix /.installed,tensorflow ray torch))
+
+benchmarks/.venvs/%/.installed: benchmarks/peers/requirements-%.txt
+	@test -x benchmarks/.venvs/$*/bin/pip || $(PYTHON) -m venv benchmarks/.venvs/$*
+	benchmarks/.venvs/$*/bin/pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 clean:
 	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,1 @@
+"""The rivals, each run by the python of its own virtual environment: nothing here may import Shardline."""
