@@ -97,24 +97,25 @@ class Bucket:
     def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False) -> None:
         """Make theta_{step+1} from theta_step and the mean gradient, and publish it. The commit point of the step."""
         source, target = self._pub[self.step & 1], self._pub[(self.step + 1) & 1]
-        changed = False
-        if self.changed_step == self.step and target is not source:
-            # The two buffers differ; equal ones need no copy.
+        # Equal buffers need no copy; a rule that writes beside the values needs none either.
+        differ = self.changed_step == self.step and target is not source
+        changed = not skip and self._update(target, total, scale, source if differ else None)
+        if differ and not changed:
             target.copy_(source)
-        if not skip:
-            changed = self._update(target, total, scale)
-            self.version += 1
-        if changed:
-            self.changed_step = self.step + 1
-        # Last: readers without the lock take what it says as published.
+        self.version += not skip
         self.step += 1
+        if changed:
+            self.changed_step = self.step
         self.hyper = None
         self.contributions.clear()
 
-    def _update(self, target: torch.Tensor, total: Partial, scale: float) -> bool:
+    def _update(self, target: torch.Tensor, total: Partial, scale: float, source: torch.Tensor | None) -> bool:
+        """Make the new values; source: the old ones, None where the target has them. False: the target is untouched."""
         if total.values is None or not any(total.present):
             return False
         if self.spec.kind is TensorKind.BUFFER:
+            if source is not None:
+                target.copy_(source)
             for piece, assigned in zip(self.spec.slices, total.present, strict=True):
                 if assigned:
                     target[piece.offset : piece.end].copy_(total.values[piece.offset : piece.end])
@@ -123,7 +124,7 @@ class Bucket:
             return False
         values = scaled(total, scale).values
         assert values is not None
-        return self.rule.apply(target, values, clock=self.step, present=total.present, hyper=self.hyper)
+        return self.rule.apply(target, values, clock=self.step, source=source, present=total.present, hyper=self.hyper)
 
     def image(self) -> BucketImage:
         """A copy of everything, for a cut."""

@@ -69,20 +69,24 @@ class BucketRule:
         gradient: Tensor,
         *,
         clock: int,
+        source: Tensor | None = None,
         present: Sequence[bool] | None = None,
         hyper: Mapping[str, float] | None = None,
     ) -> bool:
-        """Update the flat values in place; returns whether any slice had a gradient.
+        """Update the flat values; returns whether any slice had a gradient. Where none had, nothing is written.
 
         values, gradient: flat, the bucket's elements and dtype, on its device. The gradient is averaged and clipped,
-        and stays as it is; its padding must be finite. No reference to either is kept.
+        and stays as it is; its padding must be finite. No reference to a tensor is kept.
+        source: the values before the update, like them, left as they are; `values` is overwritten then, whatever it
+        holds. None = in place.
         clock: step (sync) or version (async) that the schedule goes by.
         present: per slice, whether it has a gradient; None = all. The others keep values and state, as in torch.
         hyper: numbers of the bucket's group for this call only, by hyper_numbers()' names; with "lr" among them the
         schedule isn't applied.
         Raises ProtocolError for a wrong length, dtype or hyper; nothing is changed then.
         """
-        for what, tensor in (("values", values), ("gradient", gradient)):
+        given = [("values", values), ("gradient", gradient)] + ([] if source is None else [("source", source)])
+        for what, tensor in given:
             if tensor.shape != (self._bucket.elements,) or tensor.dtype != DTYPES[self._bucket.dtype]:
                 raise ProtocolError(
                     f"{what} of a bucket are {tuple(tensor.shape)} {tensor.dtype}; the plan has "
@@ -94,7 +98,7 @@ class BucketRule:
             group["lr"] = self._group["lr"] * schedules.factor(self._schedule, clock)  # type: ignore[operator]
         if pattern is not None and not any(pattern):
             return False
-        self._states.apply(values, gradient, pattern, torch_arguments(self._name, group))
+        self._states.apply(values, gradient, pattern, torch_arguments(self._name, group), source)
         return True
 
     def check_hyper(self, hyper: Mapping[str, float]) -> None:

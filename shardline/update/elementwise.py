@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardline.sharding import BucketSpec, padded
+from shardline.update import sgd
 from shardline.update.layout import StateKind
 
 _CACHED_RUNS = 64
@@ -29,12 +30,20 @@ class _Run:
         self.parameter = parameter
         self.optimizer = optimizer
         self.nothing = parameter.detach()[:0].clone()
+        # Between steps the bucket's buffers are nobody's here.
+        parameter.data = self.nothing
 
-    def step(self, values: Tensor, gradient: Tensor, arguments: Mapping[str, Any]) -> None:
-        """One optimizer step on this run's part of the bucket; no reference to the two tensors is kept.
+    def step(self, values: Tensor, gradient: Tensor, source: Tensor, arguments: Mapping[str, Any]) -> None:
+        """One optimizer step on this run's part of the bucket; no reference to the three tensors is kept.
 
-        values alternates between two buffers from call to call, so the parameter is pointed at it anew each time.
+        source: the values before, which may be `values`.
         """
+        if sgd.is_plain(type(self.optimizer), arguments):
+            self._step_beside(values, gradient, source, arguments)
+            return
+        if source is not values:
+            values.copy_(source)
+        # values alternates between two buffers from call to call, so the parameter is pointed at it anew each time.
         self.parameter.data = values
         self.parameter.grad = gradient
         self.optimizer.param_groups[0].update(arguments)
@@ -43,6 +52,13 @@ class _Run:
         finally:
             self.parameter.grad = None
             self.parameter.data = self.nothing
+
+    @torch.no_grad()
+    def _step_beside(self, values: Tensor, gradient: Tensor, source: Tensor, arguments: Mapping[str, Any]) -> None:
+        before = self.state().get("momentum_buffer")
+        after = sgd.step(source, gradient, values, before, arguments)
+        if after is not before and after is not None:
+            self.set_state({"momentum_buffer": after})
 
     def state(self) -> dict[str, Tensor]:
         """Torch's own state of the run, without entries that are None."""
@@ -91,18 +107,31 @@ class ElementwiseStates:
         self._cache: dict[tuple[int, int], _Run] = {}
 
     def apply(
-        self, values: Tensor, gradient: Tensor, present: tuple[bool, ...] | None, arguments: Mapping[str, Any]
+        self,
+        values: Tensor,
+        gradient: Tensor,
+        present: tuple[bool, ...] | None,
+        arguments: Mapping[str, Any],
+        source: Tensor | None = None,
     ) -> None:
-        """Update the slices that are present (None: all); arguments are those in force for this call."""
+        """Update the slices that are present (None: all); arguments are those in force for this call.
+
+        source: the values before; None = they are in `values`.
+        """
         if not self._settled or present != self._present:
             self.collect()
             self._runs = self._cut_into_runs(values, present)
             self._present = present
             # Runs stay as they are while the same slices are present: equal states advance equally.
             self._settled = True
+        if source is not None and not (present is None and len(self._runs) == 1):
+            # Only one run over all slices leaves nothing of the bucket out.
+            values.copy_(source)
+            source = None
         for run in self._runs:
             begin, end = self._span(run.start, run.stop)
-            run.step(values[begin:end], gradient[begin:end], arguments)
+            after = values[begin:end]
+            run.step(after, gradient[begin:end], after if source is None else source[begin:end], arguments)
             if not self.initialized[run.start]:
                 self._adopt(run)
         if self.padding.numel():

@@ -43,9 +43,19 @@ class WholeStates:
         self._optimizer = cls(self._parameters, **arguments)
 
     def apply(
-        self, values: Tensor, gradient: Tensor, present: Sequence[bool] | None, arguments: Mapping[str, Any]
+        self,
+        values: Tensor,
+        gradient: Tensor,
+        present: Sequence[bool] | None,
+        arguments: Mapping[str, Any],
+        source: Tensor | None = None,
     ) -> None:
-        """Update the slices that are present (None: all); arguments are those in force for this call."""
+        """Update the slices that are present (None: all); arguments are those in force for this call.
+
+        source: the values before; None = they are in `values`.
+        """
+        if source is not None:
+            values.copy_(source)
         for number, (piece, spec) in enumerate(zip(self._bucket.slices, self._specs, strict=True)):
             # torch's norms divide by the number of elements.
             if piece.elements and (present is None or present[number]):

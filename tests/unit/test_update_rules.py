@@ -129,13 +129,25 @@ class Cut:
             gradient = self.flat(bucket, lambda t: draw(t.shape, t.dtype, (t.name, step)))
             before = gradient.clone()
             present = [self.plan.tensors[piece.tensor].name not in absent for piece in bucket.slices]
-            self.spare[number].copy_(self.values[number])
-            self.values[number], self.spare[number] = self.spare[number], self.values[number]
+            source, target = self.values[number], self.spare[number]
+            # In place and beside the values before, by turns.
+            beside = (number + step) % 2 == 0
+            target.copy_(torch.full_like(target, float("nan")) if beside else source)
+            kept = source.clone()
             changed = self.rules[number].apply(
-                self.values[number], gradient, clock=step, present=None if all(present) else present, hyper=hyper
+                target,
+                gradient,
+                clock=step,
+                source=source if beside else None,
+                present=None if all(present) else present,
+                hyper=hyper,
             )
             assert changed == any(present)
-            assert same(gradient, before)
+            assert same(gradient, before) and same(source, kept)
+            if changed or not beside:
+                self.values[number], self.spare[number] = target, source
+            else:
+                assert bool(target.isnan().all())
 
     def tensor(self, flats: Sequence[Tensor], name: str) -> Tensor:
         number = self.plan.index[name]
