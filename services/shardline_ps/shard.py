@@ -219,7 +219,6 @@ class Shard:
         held = self.buckets[bucket]
         bound = self._check(held, block, gradient)
         self._check_hyper(held, hyper)
-        published = False
         with held.lock:
             decision = guard() or self._admit(held, step, block)
             if decision.outcome is Outcome.DUPLICATE:
@@ -239,16 +238,19 @@ class Shard:
                 # Before the step can be seen complete, so that the vote never misses it.
                 with self.lock:
                     self._nonfinite.setdefault(step, set()).update(nonfinite)
-            if held.contributions.complete and not self.voted:
+            complete = held.contributions.complete
+            if complete and not self.voted:
                 self._close(held)
-                published = True
-        with self.lock:
-            self.tally.pushes += bucket == 0
-        if published:
-            self._on_publish(bucket)
+        if bucket == 0:
+            # One bucket stands for the push: the others needn't meet at the shard's lock.
+            with self.lock:
+                self.tally.pushes += 1
         if self.voted:
-            self._complete(step)
+            if complete:
+                self._complete(step)
             return Decision(Outcome.STAGED)
+        if complete:
+            self._on_publish(bucket)
         return decision
 
     def _close(self, held: Bucket) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -358,6 +360,58 @@ def test_a_late_cut_request_restores_the_stop_step_of_before() -> None:
     assert shard.request_cut(2, stop=True) == (True, 3)
     assert shard.stop_step == 5
     assert shard.cuts.status() == []
+
+
+# Several threads
+
+
+def two_buckets() -> Shard:
+    tensors = [TensorSpec(name=name, shape=(64,), dtype="float32", group=group) for group, name in enumerate("ab")]
+    settings = ShardSettings(
+        plan=make_plan(tensors, 1),
+        rule=rule("SGD", ({"lr": 1.0}, {"lr": 1.0})),
+        schedule=ScheduleSpec(),
+        consistency=ConsistencySpec(),
+        replicas=2,
+        cut_every=0,
+    )
+    shard = Shard(0, settings)
+    for number in range(2):
+        shard.initialize(number, torch.zeros(64))
+    return shard
+
+
+def test_different_buckets_are_summed_and_applied_at_the_same_time() -> None:
+    shard = two_buckets()
+    # Each apply waits until the other one is in its own: where a lock kept them apart the barrier would break.
+    together = threading.Barrier(2, timeout=10.0)
+    for bucket in shard.buckets:
+        assert bucket.rule is not None
+        apply = bucket.rule.apply
+
+        def meet(*args: Any, apply: Any = apply, **more: Any) -> bool:
+            together.wait()
+            return bool(apply(*args, **more))
+
+        bucket.rule.apply = meet  # type: ignore[method-assign]
+
+    def push(number: int) -> None:
+        for step in range(3):
+            for replica in range(2):
+                shard.contribute(number, step, Block(replica, 1), Gradient(torch.ones(64), (True,)))
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(push, number) for number in range(2)]:
+            done.result(timeout=30.0)
+    assert [bucket.values.tolist() for bucket in shard.buckets] == [[-3.0] * 64] * 2
+    assert shard.tally.pushes == 6
+
+
+def test_the_other_buckets_of_a_push_stay_out_of_the_shards_lock() -> None:
+    shard = two_buckets()
+    with shard.lock, ThreadPoolExecutor(1) as pool:
+        decision = pool.submit(shard.contribute, 1, 0, Block(0, 1), Gradient(torch.ones(64), (True,)))
+        assert decision.result(timeout=10.0).outcome is Outcome.COUNTED
 
 
 # Signals
