@@ -1,0 +1,130 @@
+"""A thread that owns many sockets: whoever wants something of them posts it, and none gets a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+log = logging.getLogger("shardline.ps")
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+TICK_S = 0.25
+"""How often silence is looked for while something is waited for."""
+
+
+class Line(Protocol):
+    """Something that has to move within a time."""
+
+    moved_s: float
+    """When it last did, by time.monotonic()."""
+    limit_s: float
+
+    def stalled(self) -> None:
+        """It did not move for limit_s seconds. Called on the socket thread, again and again until unguarded."""
+        ...
+
+
+class SocketThread:
+    """Runs what is posted, calls back for sockets that are ready, and tells lines that don't move.
+
+    Only post() and close() are for other threads. Nothing wakes the thread while nobody waits for anything.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._acts: deque[Callable[[], None]] = deque()
+        self._bell, self._listener = socket.socketpair()
+        self._bell.setblocking(False)
+        self._listener.setblocking(False)
+        self._rung = False
+        self._ended = False
+        self._guarded: set[Line] = set()
+        self._look_s = 0.0
+        self._selector.register(self._listener, READ, self._answer)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def post(self, act: Callable[[], None]) -> None:
+        """Have something done by this thread, soon. From any thread; does nothing after close()."""
+        self._acts.append(act)
+        if not self._rung:
+            self._rung = True
+            # Full means that it was rung already, closed that nobody needs it any more.
+            with contextlib.suppress(OSError):
+                self._bell.send(b"!")
+
+    def watch(self, sock: socket.socket, events: int, ready: Callable[[], None]) -> None:
+        """Call `ready` whenever the socket can be read or written."""
+        try:
+            key = self._selector.get_key(sock)
+        except KeyError:
+            self._selector.register(sock, events, ready)
+        else:
+            if key.events != events or key.data != ready:
+                self._selector.modify(sock, events, ready)
+
+    def unwatch(self, sock: socket.socket) -> None:
+        """Call back no more. May be called twice."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(sock)
+
+    def guard(self, line: Line) -> None:
+        """Tell this line when it doesn't move. May be called twice."""
+        self._guarded.add(line)
+
+    def unguard(self, line: Line) -> None:
+        """It need not move any more. May be called twice."""
+        self._guarded.discard(line)
+
+    def close(self) -> None:
+        """End the thread, within seconds."""
+
+        def end() -> None:
+            self._ended = True
+
+        self.post(end)
+        self._thread.join(5.0)
+        if self._thread.is_alive():
+            log.error("the thread %s did not end; its sockets stay open", self._thread.name)
+
+    def _answer(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._listener.recv(64)
+
+    def _run(self) -> None:
+        try:
+            while not self._ended:
+                ready = self._selector.select(TICK_S if self._guarded else None)
+                for key, _ in ready:
+                    self._call(key.data)
+                # Before the acts are taken: what is posted from now on rings again.
+                self._rung = False
+                while self._acts:
+                    self._call(self._acts.popleft())
+                self._look()
+        finally:
+            self._selector.close()
+            self._bell.close()
+            self._listener.close()
+
+    def _look(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return
+        self._look_s = now_s + TICK_S
+        for line in [line for line in self._guarded if now_s - line.moved_s > line.limit_s]:
+            self._call(line.stalled)
+
+    @staticmethod
+    def _call(act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception:
+            # One connection's defect must not end what all the others depend on.
+            log.exception("unexpected error in a thread of bulk sockets")

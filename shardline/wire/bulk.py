@@ -1,0 +1,173 @@
+"""Bulk sockets: bare payloads in one direction, in the order in which calls refer to them. Both sides' helpers.
+
+A socket begins with a preamble (magic, version, one-time token) and the server's one-byte answer. After that it
+carries payloads without frames, since their sizes are in the calls. On the way down each payload is followed by the
+byte WHOLE once the server knows that nothing overwrote it while it left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import ssl
+import struct
+import sys
+from collections.abc import Callable, Sequence
+
+from shardline.errors import ProtocolError
+
+TOKEN_BYTES = 32
+VERSION = 1
+_MAGIC = b"SHLB"
+_PREAMBLE = struct.Struct(f"!4sB{TOKEN_BYTES}s")
+PREAMBLE_BYTES = _PREAMBLE.size
+ACCEPTED = b"+"
+REFUSED = b"-"
+WHOLE = b"."
+
+UNSENT_BYTES = 256 << 10
+"""What the kernel holds back unsent, at most: more would only make later, more urgent bytes wait."""
+_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
+
+
+class RefusedError(OSError):
+    """The server answered the preamble with a refusal, or with something else."""
+
+
+def new_token() -> bytes:
+    """A token for one connection."""
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
+def preamble(token: bytes) -> bytes:
+    """First bytes of a bulk socket."""
+    return _PREAMBLE.pack(_MAGIC, VERSION, token)
+
+
+def read_preamble(data: bytes | bytearray) -> bytes:
+    """The token. Raises ProtocolError where a stranger speaks, or another version."""
+    magic, version, token = _PREAMBLE.unpack(data)
+    if magic != _MAGIC:
+        raise ProtocolError("what came is no preamble of a bulk socket")
+    if version != VERSION:
+        raise ProtocolError(f"the bulk socket is of version {version}, this one of {VERSION}")
+    return bytes(token)
+
+
+def tune(sock: socket.socket) -> None:
+    """Send at once, and keep little unsent."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if _TCP_NOTSENT_LOWAT is not None:
+        # A kernel without it only holds back more.
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+
+
+def shut(sock: socket.socket) -> None:
+    """End a socket that another thread may be using: its calls return at once. May be called twice.
+
+    The plain socket's method, since that of an SSLSocket would take its session from under the other thread.
+    """
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def dial(
+    host: str,
+    port: int,
+    token: bytes,
+    *,
+    timeout_s: float,
+    stall_s: float,
+    tls: ssl.SSLContext | None = None,
+    tls_name: str = "",
+    hold: Callable[[socket.socket], None] = lambda sock: None,
+) -> socket.socket:
+    """A bulk socket that the server has accepted, for send_all() or receive().
+
+    timeout_s: for connecting, and again for the handshake. stall_s: how long a later send or receive may make no
+    progress at all. tls_name: whom the certificate has to name; empty = the host. hold: gets every socket before it
+    connects, so that another thread can shut() it.
+    Raises RefusedError where the token was refused, OSError where nobody answers.
+    """
+    errors: list[OSError] = []
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            if tls is not None:
+                # Before it connects: wrapping gives the descriptor to another object.
+                sock = tls.wrap_socket(sock, server_hostname=tls_name or host, do_handshake_on_connect=False)
+            hold(sock)
+            sock.settimeout(timeout_s)
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            errors.append(error)
+            continue
+        try:
+            _introduce(sock, token)
+            _patient(sock, stall_s)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    raise errors[0] if errors else OSError(f"{host} has no address")
+
+
+def _introduce(sock: socket.socket, token: bytes) -> None:
+    tune(sock)
+    if isinstance(sock, ssl.SSLSocket):
+        sock.do_handshake()
+    sock.sendall(preamble(token))
+    answer = sock.recv(1)
+    if answer != ACCEPTED:
+        raise RefusedError("the token was refused" if answer == REFUSED else "closed instead of an answer")
+
+
+def _patient(sock: socket.socket, stall_s: float) -> None:
+    """From here on calls end when nothing moved for stall_s."""
+    if isinstance(sock, ssl.SSLSocket):
+        sock.settimeout(stall_s)
+        return
+    # By the kernel's own timeouts the socket stays blocking, so that one call moves a whole bucket.
+    sock.settimeout(None)
+    timeval = struct.pack("@ll", int(stall_s), int(stall_s % 1 * 1_000_000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+
+def send_all(sock: socket.socket, data: memoryview) -> None:
+    """Send bytes; raises TimeoutError when nothing moved for the socket's stall time, OSError where it broke."""
+    sent = 0
+    while sent < len(data):
+        try:
+            sent += sock.send(data[sent:])
+        except BlockingIOError:
+            raise TimeoutError("the other side takes no bytes") from None
+
+
+def receive(sock: socket.socket, memory: memoryview) -> None:
+    """Fill the memory, then read the WHOLE after it.
+
+    Raises TimeoutError when nothing moved for the socket's stall time, OSError where it broke.
+    """
+    mark = memoryview(bytearray(1))
+    size, filled = len(memory), 0
+    while filled <= size:
+        rest = [memory[filled:], mark] if filled < size else [mark]
+        try:
+            count = _receive_some(sock, rest)
+        except BlockingIOError:
+            raise TimeoutError("the other side sends no bytes") from None
+        if count == 0:
+            raise ConnectionError("the other side closed it")
+        filled += count
+    if mark != WHOLE:
+        raise ConnectionError("the bytes are out of step with the calls")
+
+
+def _receive_some(sock: socket.socket, rest: Sequence[memoryview]) -> int:
+    if isinstance(sock, ssl.SSLSocket):
+        return sock.recv_into(rest[0])
+    return sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
