@@ -6,14 +6,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 import tenacity
 
+from shardline.cluster import parse_address
 from shardline.config import Timeouts
+from shardline.errors import ShardlineError, UnreachableError
 from shardline.rpc.errors import from_status
 from shardline.rpc.server import MAX_MESSAGE_BYTES
+from shardline.security import PLAIN, Security
 
 log = logging.getLogger("shardline.rpc")
 T = TypeVar("T")
@@ -40,14 +43,99 @@ def channel_options(timeouts: Timeouts) -> Sequence[tuple[str, int]]:
     )
 
 
+class _Details(NamedTuple):
+    """A call's details with more metadata; gRPC takes any object with these fields."""
+
+    method: str
+    timeout: float | None
+    metadata: Sequence[tuple[str, str | bytes]] | None
+    credentials: grpc.CallCredentials | None
+    wait_for_ready: bool | None
+    compression: Any
+
+
+class _TokenBearer(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Adds the job token to every call of a channel, of any kind."""
+
+    def __init__(self, security: Security) -> None:
+        self._metadata = security.metadata()
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(with_metadata(client_call_details, self._metadata), request)
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(with_metadata(client_call_details, self._metadata), request)
+
+    def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return continuation(with_metadata(client_call_details, self._metadata), request_iterator)
+
+    def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return continuation(with_metadata(client_call_details, self._metadata), request_iterator)
+
+
+class _AioTokenBearer(grpc.aio.UnaryUnaryClientInterceptor):
+    """The same for the unary calls of a channel on an event loop; servers ask each other nothing else."""
+
+    def __init__(self, security: Security) -> None:
+        self._metadata = security.metadata()
+
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        found = client_call_details
+        details = grpc.aio.ClientCallDetails(
+            method=found.method,
+            timeout=found.timeout,
+            metadata=grpc.aio.Metadata(*(found.metadata or ()), *self._metadata),
+            credentials=found.credentials,
+            wait_for_ready=found.wait_for_ready,
+        )
+        return await continuation(details, request)
+
+
+def with_metadata(details: Any, more: Sequence[tuple[str, str]]) -> _Details:
+    """Details of a call with more metadata behind its own."""
+    return _Details(
+        method=details.method,
+        timeout=details.timeout,
+        metadata=(*(details.metadata or ()), *more),
+        credentials=details.credentials,
+        wait_for_ready=details.wait_for_ready,
+        compression=details.compression,
+    )
+
+
+def open_channel(address: str, timeouts: Timeouts, security: Security = PLAIN) -> grpc.Channel:
+    """A channel with a connection of its own; TLS and token as `security` has them."""
+    credentials, options = security.channel_credentials(), channel_options(timeouts)
+    if credentials is None:
+        channel = grpc.insecure_channel(address, options=options)
+    else:
+        channel = grpc.secure_channel(address, credentials, options=options)
+    return grpc.intercept_channel(channel, _TokenBearer(security)) if security.token else channel
+
+
+def open_aio_channel(address: str, timeouts: Timeouts, security: Security = PLAIN) -> grpc.aio.Channel:
+    """A channel for unary calls on the running event loop; TLS and token as `security` has them."""
+    credentials, options = security.channel_credentials(), channel_options(timeouts)
+    bearers = (_AioTokenBearer(security),) if security.token else ()
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options, interceptors=bearers)
+    return grpc.aio.secure_channel(address, credentials, options=options, interceptors=bearers)
+
+
 class Peer:
     """One task at one address: a channel, and calls to it."""
 
-    def __init__(self, task: str, address: str, timeouts: Timeouts) -> None:
+    def __init__(self, task: str, address: str, timeouts: Timeouts, security: Security = PLAIN) -> None:
         self.task = task
         self.address = address
         self.timeouts = timeouts
-        self.channel = grpc.insecure_channel(address, options=channel_options(timeouts))
+        self.security = security
+        self.channel = open_channel(address, timeouts, security)
         self.on_retry: Callable[[], None] = lambda: None
 
     def __str__(self) -> str:
@@ -80,7 +168,20 @@ class Peer:
             return retrying(attempt)
         except grpc.RpcError as error:
             waited_s = time.monotonic() - start_s
-            raise from_status(error, peer=str(self), what=what, waited_s=waited_s) from error
+            raise self.failure(error, what=what, waited_s=waited_s) from error
+
+    def failure(self, error: grpc.RpcError, *, what: str, waited_s: float, connecting: bool = False) -> ShardlineError:
+        """The error of a failed call. Where there was no connection, looks whether TLS is why (a second or two).
+
+        connecting: the call waited for a connection, so that its deadline may have ended there.
+        """
+        found = from_status(error, peer=str(self), what=what, waited_s=waited_s)
+        code = error.code() if isinstance(error, grpc.Call) else None
+        if code is grpc.StatusCode.UNAVAILABLE or (connecting and code is grpc.StatusCode.DEADLINE_EXCEEDED):
+            reason = self.security.diagnose(*parse_address(self.address))
+            if reason:
+                return UnreachableError(f"{self} can't be asked ({what}): {reason}")
+        return found
 
     def close(self) -> None:
         """Close the channel; running calls end with CANCELLED."""
@@ -95,8 +196,9 @@ def is_retried(error: BaseException) -> bool:
 class Peers:
     """Channels by address, made when first needed. Thread-safe."""
 
-    def __init__(self, timeouts: Timeouts) -> None:
+    def __init__(self, timeouts: Timeouts, security: Security = PLAIN) -> None:
         self._timeouts = timeouts
+        self._security = security
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}
 
@@ -104,7 +206,7 @@ class Peers:
         """The peer at an address."""
         with self._lock:
             if address not in self._peers:
-                self._peers[address] = Peer(task, address, self._timeouts)
+                self._peers[address] = Peer(task, address, self._timeouts, self._security)
             return self._peers[address]
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from shardline.rpc.convert import (
 from shardline.rpc.errors import from_status
 from shardline.rpc.status import ChiefStatus, PsStatus
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
+from shardline.security import PLAIN, Security
 from shardline.sharding import Plan
 from shardline.spec import DTYPES, ConsistencySpec, JobSpec, RuleSpec, ScheduleSpec
 from shardline.wire.frames import tensor_from_bytes
@@ -69,8 +70,17 @@ def placement_to_proto(placement: Iterable[Placement]) -> list[parameter_server_
 class PsControl:
     """Commands of the chief to one ps; every call has a deadline and is safe to repeat."""
 
-    def __init__(self, task: str, address: str, timeouts: Timeouts, *, term: int, chief_uuid: str) -> None:
-        self.peer = Peer(task, address, timeouts)
+    def __init__(
+        self,
+        task: str,
+        address: str,
+        timeouts: Timeouts,
+        *,
+        term: int,
+        chief_uuid: str,
+        security: Security = PLAIN,
+    ) -> None:
+        self.peer = Peer(task, address, timeouts, security)
         self._stub = parameter_server_pb2_grpc.ParameterServerStub(self.peer.channel)
         self._term = parameter_server_pb2.Term(number=term, chief_uuid=chief_uuid)
         self._timeouts = timeouts
@@ -246,9 +256,9 @@ class Parameters:
 class ChiefClient:
     """Questions to the chief; every call has a deadline and is safe to repeat."""
 
-    def __init__(self, address: str, timeouts: Timeouts | None = None) -> None:
+    def __init__(self, address: str, timeouts: Timeouts | None = None, security: Security = PLAIN) -> None:
         self.timeouts = timeouts or Timeouts()
-        self.peer = Peer("chief", address, self.timeouts)
+        self.peer = Peer("chief", address, self.timeouts, security)
         self.stub = chief_pb2_grpc.ChiefStub(self.peer.channel)
 
     def get_job(self, task: str, incarnation: int) -> JobView:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
-from shardline.errors import InternalError, ProtocolError, ShardlineError, UnreachableError
+from shardline.errors import InternalError, ProtocolError, ShardlineError, UnreachableError, UsageError
 
 log = logging.getLogger("shardline.rpc")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -74,4 +74,6 @@ def from_status(error: grpc.RpcError, *, peer: str, what: str, waited_s: float) 
         )
     if code is grpc.StatusCode.INTERNAL:
         return InternalError(f"{peer} failed in {what}: {details}")
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return UsageError(f"{peer} refused {what}: {details}")
     return ProtocolError(f"{peer} refused {what}: {details} ({code.name.lower()})")

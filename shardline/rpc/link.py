@@ -21,8 +21,8 @@ from shardline.errors import FencedError, InternalError, MismatchError, Shardlin
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.convert import job_to_proto
-from shardline.rpc.errors import from_status
 from shardline.rpc.v1 import chief_pb2, common_pb2, parameter_server_pb2
+from shardline.security import PLAIN, Security
 from shardline.spec import JobSpec
 
 log = logging.getLogger("shardline.link")
@@ -125,8 +125,9 @@ class ChiefLink:
         ps_status: Callable[[], parameter_server_pb2.PsStatusReply] | None = None,
         traffic: Callable[[], tuple[int, int, int, int]] | None = None,
         cancelled: threading.Event | None = None,
+        security: Security = PLAIN,
     ) -> None:
-        self.client = ChiefClient(chief_address, timeouts)
+        self.client = ChiefClient(chief_address, timeouts, security)
         self.timeouts = timeouts
         self.task = role if index is None else f"{role}/{index}"
         self.incarnation = 0
@@ -234,7 +235,7 @@ class ChiefLink:
             reply: chief_pb2.JoinReply = call.result()
         except grpc.RpcError as error:
             waited_s = time.monotonic() - start_s
-            raise from_status(error, peer=str(self.client.peer), what="Join", waited_s=waited_s) from error
+            raise self.client.peer.failure(error, what="Join", waited_s=waited_s, connecting=True) from error
         return reply
 
     # What the task tells

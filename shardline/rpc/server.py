@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from shardline.errors import InternalError, UsageError
+from shardline.security import PLAIN, Security
 
 log = logging.getLogger("shardline.rpc")
 T = TypeVar("T")
@@ -32,12 +33,46 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_metadata_size", 64 << 10),
 )
 
+OPEN_METHODS = f"/{health.SERVICE_NAME}/"
+"""Whoever reaches the port may ask whether the task lives; it tells nothing else."""
+
+
+class TokenGate(grpc.aio.ServerInterceptor):
+    """Refuses every call without the job token, but those of the health service, before any byte of it is read."""
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+        # Of no kind but streams: a unary handler would first take the stranger's whole message.
+        self._refusal: Any = grpc.stream_stream_rpc_method_handler(self._refuse)
+        self._told = False
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """The call's own handler, or the one that refuses."""
+        if handler_call_details.method.startswith(OPEN_METHODS) or self._security.check_metadata(
+            handler_call_details.invocation_metadata
+        ):
+            return await continuation(handler_call_details)
+        return self._refusal
+
+    async def _refuse(self, _requests: Any, context: Any) -> None:
+        # Once, or strangers could fill the disk with log lines.
+        log.log(
+            logging.DEBUG if self._told else logging.WARNING, "refused a call without the token: %s", context.peer()
+        )
+        self._told = True
+        await context.abort(
+            grpc.StatusCode.UNAUTHENTICATED,
+            "the call does not bring this job's token; set --token-file (or SHARDLINE_TOKEN_FILE) to a file with the "
+            "token that the cluster was started with",
+        )
+
 
 class RpcServer:
     """Serves async servicers at one address.
 
     register: functions that add their servicer to the grpc.aio server, called on the loop.
     service_names: full names for health and reflection, such as "shardline.rpc.v1.Chief".
+    security: TLS and job token; with a token every call must bring it but those of the health service.
     The health service answers NOT_SERVING until set_serving(True).
     """
 
@@ -48,10 +83,12 @@ class RpcServer:
         register: Sequence[Callable[[grpc.aio.Server], None]] = (),
         service_names: Sequence[str] = (),
         name: str = "rpc",
+        security: Security = PLAIN,
     ) -> None:
         self._requested = address
         self._register = tuple(register)
         self._names = tuple(service_names)
+        self._security = security
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name=f"{name}-loop", daemon=True)
         self._health = health.aio.HealthServicer()
@@ -82,7 +119,9 @@ class RpcServer:
         return self.address
 
     async def _start(self) -> str:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        credentials = self._security.server_credentials()
+        gates = (TokenGate(self._security),) if self._security.token else ()
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=gates)
         for register in self._register:
             register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -92,7 +131,10 @@ class RpcServer:
         )
         host, _, port = self._requested.rpartition(":")
         try:
-            bound = server.add_insecure_port(self._requested)
+            if credentials is None:
+                bound = server.add_insecure_port(self._requested)
+            else:
+                bound = server.add_secure_port(self._requested, credentials)
         except RuntimeError as error:
             bound = 0
             cause = str(error)

@@ -1,0 +1,289 @@
+"""Who may talk to whom: TLS from files, and the job token.
+
+The default, Security(), is plain: no TLS and no token. Nothing here imports ssl or grpc before it is needed.
+
+With a CA both sides show a certificate and check the other's (mutual TLS). With a certificate and no CA only the
+server shows one, and clients check it against the system's own CAs. A token is the job's: whoever knows it may call.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardline.errors import UsageError
+
+if TYPE_CHECKING:
+    import ssl
+
+    import grpc
+
+FILE_LIMIT_BYTES = 4 << 20
+"""Nobody's certificates are larger; a wrong path (a checkpoint, a device) is refused before it fills the memory."""
+TOKEN_LIMITS = (16, 4096)
+"""Characters. A shorter token can be guessed; a longer one doesn't fit into a call's metadata."""
+TOKEN_KEY = "authorization"
+"""Metadata of a call that bring the token, as `Bearer TOKEN`."""
+PROBE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Security:
+    """TLS files and the job token of one process. Files are read and checked here.
+
+    Raises UsageError where a file can't be read or doesn't fit; the sentence names the flag and the file.
+    """
+
+    tls_cert: Path | None = None
+    """PEM file: this task's certificate, then the rest of its chain."""
+    tls_key: Path | None = None
+    """PEM file: the private key of tls_cert, without a passphrase."""
+    tls_ca: Path | None = None
+    """PEM file: the CAs that sign the cluster's certificates."""
+    token_file: Path | None = None
+    """File with the job token in one line."""
+    token: bytes = field(init=False, repr=False, compare=False, default=b"")
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, lacking = ("--tls-cert", "--tls-key") if self.tls_cert else ("--tls-key", "--tls-cert")
+            raise UsageError(f"{given} is given without {lacking}; a certificate and its private key go together")
+        if self.tls:
+            # What is wrong with the files is said now, not in the middle of the first handshake.
+            self._client_context()
+        if self.token_file is not None:
+            object.__setattr__(self, "token", _read_token(self.token_file))
+
+    @property
+    def tls(self) -> bool:
+        """Whether connections wear TLS."""
+        return self.tls_cert is not None or self.tls_ca is not None
+
+    # gRPC
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """Credentials of a gRPC server; None = plain. With a CA, clients must show a certificate that it signed."""
+        if not self.tls:
+            return None
+        import grpc
+
+        cert, key = self._own_files()
+        roots = _read(self.tls_ca, "--tls-ca") if self.tls_ca is not None else None
+        chain = [(_read(key, "--tls-key"), _read(cert, "--tls-cert"))]
+        return grpc.ssl_server_credentials(chain, root_certificates=roots, require_client_auth=roots is not None)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """Credentials of a gRPC channel; None = plain. gRPC checks the server's name against the host dialled."""
+        if not self.tls:
+            return None
+        import grpc
+
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read(self.tls_ca, "--tls-ca") if self.tls_ca is not None else _system_roots(),
+            private_key=_read(self.tls_key, "--tls-key") if self.tls_key is not None else None,
+            certificate_chain=_read(self.tls_cert, "--tls-cert") if self.tls_cert is not None else None,
+        )
+
+    # Sockets
+
+    def server_context(self) -> ssl.SSLContext | None:
+        """TLS 1.3 for the accepting side of a bulk socket; None = plain. With a CA, the client must show a certificate.
+
+        In TLS 1.3 the client's handshake ends before the server has judged its certificate: a refusal reaches the
+        client at its first read.
+        """
+        if not self.tls:
+            return None
+        import ssl
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        cert, key = self._own_files()
+        _load_chain(context, cert, key)
+        # Tickets are bytes that a client that only sends never reads; closing on top of them resets the connection
+        # and may take its last bytes along. Bulk sockets live long and resume nothing.
+        context.num_tickets = 0
+        if self.tls_ca is not None:
+            _trust(context, self.tls_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def client_context(self) -> ssl.SSLContext | None:
+        """TLS 1.3 for the dialling side of a bulk socket; None = plain.
+
+        Wrap with server_hostname = the host dialled, a name or an IP address: the server's certificate must have it
+        among its alternative names.
+        """
+        return self._client_context() if self.tls else None
+
+    def _client_context(self) -> ssl.SSLContext:
+        import ssl
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        if self.tls_ca is not None:
+            _trust(context, self.tls_ca)
+        else:
+            context.load_default_certs(ssl.Purpose.SERVER_AUTH)
+        if self.tls_cert is not None and self.tls_key is not None:
+            _load_chain(context, self.tls_cert, self.tls_key)
+        return context
+
+    def _own_files(self) -> tuple[Path, Path]:
+        if self.tls_cert is None or self.tls_key is None:
+            raise UsageError(
+                "--tls-ca is given without --tls-cert and --tls-key; that is enough for a command, but a task serves "
+                "others and needs a certificate of its own"
+            )
+        return self.tls_cert, self.tls_key
+
+    # Token
+
+    def check(self, token: bytes | str | None) -> bool:
+        """Whether this is the job token, in time that doesn't depend on where they differ. True where none is set."""
+        if not self.token:
+            return True
+        given = token.encode(errors="replace") if isinstance(token, str) else token or b""
+        return hmac.compare_digest(given, self.token)
+
+    def check_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+        """Whether a call's metadata bring the job token."""
+        prefix = "Bearer "
+        for key, value in metadata or ():
+            text = value.decode(errors="replace") if isinstance(value, bytes) else value
+            if key == TOKEN_KEY and text.startswith(prefix):
+                return self.check(text[len(prefix) :])
+        return self.check(None)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call brings along; empty where there is no token."""
+        return ((TOKEN_KEY, f"Bearer {self.token.decode()}"),) if self.token else ()
+
+    # When nobody answers
+
+    def diagnose(self, host: str, port: int, *, timeout_s: float = PROBE_S) -> str:
+        """Why TLS keeps this task from talking to a server that is there; empty where TLS isn't the reason.
+
+        gRPC says no more than "Socket closed" or "Deadline Exceeded" in most of these cases. Connects once, shakes
+        hands, and waits at most timeout_s for each of the three steps.
+        """
+        import ssl
+
+        context = self._client_context() if self.tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if not self.tls:
+            # Only whether it speaks TLS at all is asked; nothing is told to it, and nothing it says is used.
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        # A gRPC server hangs up on who doesn't offer HTTP/2.
+        context.set_alpn_protocols(["h2"])
+        met = False
+        try:
+            with (
+                socket.create_connection((host, port), timeout=timeout_s) as plain,
+                context.wrap_socket(plain, server_hostname=host) as connection,
+            ):
+                met = True
+                # A server judges our certificate after our side of the handshake. One that goes on speaks first, as
+                # HTTP/2 has it; gRPC's hangs up on a certificate that it doesn't like, other servers say why.
+                answered = bool(connection.recv(1))
+        except ssl.SSLCertVerificationError as error:
+            return (
+                f"its certificate is not trusted ({error.verify_message.rstrip('.')}); is it signed by --tls-ca, and "
+                f"does it name {host}?"
+            )
+        except ssl.SSLError as error:
+            reason = error.reason or str(error)
+            if not self.tls:
+                return _SPEAKS_TLS if "ALERT" in reason else ""
+            if met:
+                return _refused(reason.lower())
+            return f"TLS with it fails ({reason.lower()}); were both sides started with TLS?"
+        except ConnectionError:
+            answered = False
+        except OSError:
+            return ""
+        if not self.tls:
+            return _SPEAKS_TLS if met else ""
+        return _refused("it hung up after the handshake") if met and not answered else ""
+
+
+PLAIN = Security()
+"""No TLS and no token."""
+
+_SPEAKS_TLS = "it speaks TLS and this side does not; give --tls-ca, --tls-cert and --tls-key as the cluster has them"
+
+
+def _refused(how: str) -> str:
+    return f"it refused this side's certificate, or the lack of one ({how}); is --tls-cert signed by its --tls-ca?"
+
+
+def _read(path: Path, flag: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_LIMIT_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{flag} {path} can't be read: {error.strerror}") from None
+    if len(data) > FILE_LIMIT_BYTES:
+        raise UsageError(f"{flag} {path} has more than {FILE_LIMIT_BYTES >> 20} MB; is it the right file?")
+    return data
+
+
+def _read_token(path: Path) -> bytes:
+    # What is wrong with a token is told without showing any of it.
+    token = _read(path, "--token-file").strip()
+    shortest, longest = TOKEN_LIMITS
+    if not shortest <= len(token) <= longest:
+        raise UsageError(f"--token-file {path} holds {len(token)} characters; a token has {shortest} to {longest}")
+    if not re.fullmatch(rb"[!-~]+", token):
+        raise UsageError(f"--token-file {path} must hold one line of ASCII letters, digits and signs, with no space")
+    return token
+
+
+def _trust(context: ssl.SSLContext, path: Path, flag: str = "--tls-ca") -> None:
+    import ssl
+
+    data = _read(path, flag)
+    try:
+        context.load_verify_locations(cadata=data.decode("ascii"))
+    except (ssl.SSLError, ValueError):
+        raise UsageError(f"{flag} {path} holds no certificate in PEM form") from None
+
+
+class _Encrypted(Exception):
+    """A private key asks for a passphrase."""
+
+
+def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    import ssl
+
+    def passphrase() -> str:
+        # OpenSSL would ask at the terminal, and gRPC knows no passphrases.
+        raise _Encrypted
+
+    # One error of OpenSSL's stands for both files: look at them one by one first.
+    _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cert, "--tls-cert")
+    _read(key, "--tls-key")
+    try:
+        context.load_cert_chain(cert, key, password=passphrase)
+    except _Encrypted:
+        raise UsageError(
+            f"--tls-key {key} is encrypted; give one without a passphrase that only you can read"
+        ) from None
+    except (ssl.SSLError, OSError, ValueError) as error:
+        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
+            raise UsageError(f"--tls-key {key} is not the private key of --tls-cert {cert}") from None
+        raise UsageError(f"--tls-key {key} holds no private key in PEM form") from None
+
+
+def _system_roots() -> bytes | None:
+    """The system's CAs as PEM: gRPC brings its own, and both kinds of connection should trust the same ones."""
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_default_certs(ssl.Purpose.SERVER_AUTH)
+    return "".join(map(ssl.DER_cert_to_PEM_cert, context.get_ca_certs(binary_form=True))).encode() or None
