@@ -8,6 +8,10 @@ from pathlib import Path
 
 from shardline.cluster import ClusterSpec
 from shardline.errors import UsageError
+from shardline.security import PLAIN, Security
+
+LANES = ("auto", "grpc", "tcp", "shm")
+"""How tensor bytes may travel; auto = the best that the two tasks can do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,17 @@ class RoleConfig:
     life_fd: int | None = None
     """Inherited pipe; the process ends when its other end closes (the launcher died)."""
     max_workers: int = 64
+    security: Security = PLAIN
+    lane: str = "auto"
+    """One of LANES."""
+    overlap: bool = True
+    """Gradients leave while backward still runs, and the next forward waits for each layer, not for all."""
+    run_dir: Path | None = None
+    """Folder for the unix sockets of the shm lane; None = the kernel's abstract namespace."""
+
+    def __post_init__(self) -> None:
+        if self.lane not in LANES:
+            raise UsageError(f"--lane is {self.lane!r}; it must be one of {', '.join(LANES)}")
 
     @property
     def task(self) -> str:
@@ -89,3 +104,31 @@ class RoleConfig:
 def environment(name: str) -> str | None:
     """SHARDLINE_<NAME>, or None where unset or empty."""
     return os.environ.get(f"SHARDLINE_{name.upper()}") or None
+
+
+def environment_switch(name: str, *, default: bool) -> bool:
+    """SHARDLINE_<NAME> as a switch, in the words that flags take. Raises UsageError for other words."""
+    text = environment(name)
+    if text is None:
+        return default
+    words = {True: ("1", "true", "t", "yes", "y", "on"), False: ("0", "false", "f", "no", "n", "off")}
+    for value, known in words.items():
+        if text.strip().lower() in known:
+            return value
+    raise UsageError(f"SHARDLINE_{name.upper()} is {text!r}; use true or false")
+
+
+def environment_path(name: str) -> Path | None:
+    """SHARDLINE_<NAME> as a path, or None where unset or empty."""
+    text = environment(name)
+    return Path(text) if text else None
+
+
+def environment_security() -> Security:
+    """TLS files and job token of SHARDLINE_TLS_CERT, _TLS_KEY, _TLS_CA and _TOKEN_FILE, for scripts."""
+    return Security(
+        tls_cert=environment_path("tls_cert"),
+        tls_key=environment_path("tls_key"),
+        tls_ca=environment_path("tls_ca"),
+        token_file=environment_path("token_file"),
+    )

@@ -11,6 +11,7 @@ from shardline.checkpoint import Checkpoint
 from shardline.config import Timeouts
 from shardline.errors import InternalError, ShardlineError
 from shardline.rpc.client import Configuration, Placement, PsControl
+from shardline.security import PLAIN, Security
 from shardline_chief.actions import (
     Activate,
     AskStatus,
@@ -32,8 +33,17 @@ log = logging.getLogger("shardline_chief.commands")
 class Commander:
     """The hand of the chief at the servers. Order matters (F4), so commands queue up in one thread."""
 
-    def __init__(self, timeouts: Timeouts, *, term: int, chief_uuid: str, resume: Checkpoint | None) -> None:
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        *,
+        term: int,
+        chief_uuid: str,
+        resume: Checkpoint | None,
+        security: Security = PLAIN,
+    ) -> None:
         self._timeouts = timeouts
+        self._security = security
         self._term = term
         self._uuid = chief_uuid
         self._resume = resume
@@ -44,7 +54,7 @@ class Commander:
 
     def connect(self, task: str, address: str) -> PsControl:
         """A connection of one's own to a ps."""
-        return PsControl(task, address, self._timeouts, term=self._term, chief_uuid=self._uuid)
+        return PsControl(task, address, self._timeouts, term=self._term, chief_uuid=self._uuid, security=self._security)
 
     def open(self, addresses: Mapping[str, str]) -> None:
         """Connect to these ps; commands go to all of them from now on."""

@@ -104,7 +104,7 @@ class ChiefProcess:
         self._reporter = Reporter(out / "logs", self._metrics)
         keep = spec.checkpoint_keep if spec is not None else JobSpec.checkpoint_keep
         store = CheckpointStore(out / "checkpoints", keep or KEEP_ALL)
-        self._commander = Commander(timeouts, term=term, chief_uuid=chief_uuid, resume=resume)
+        self._commander = Commander(timeouts, term=term, chief_uuid=chief_uuid, resume=resume, security=config.security)
         self._checkpointer = Checkpointer(store, self._commander.connect, term=term)
         settings = Settings(
             term=term,
@@ -132,7 +132,11 @@ class ChiefProcess:
         )
         servicer = ChiefServicer(self._control, store, timeouts, term=term)
         self._server = RpcServer(
-            config.cluster.chief, register=[register(servicer)], service_names=SERVICES, name="chief"
+            config.cluster.chief,
+            register=[register(servicer)],
+            service_names=SERVICES,
+            name="chief",
+            security=config.security,
         )
         self._trainer: Trainer | None = None
 

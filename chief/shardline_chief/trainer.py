@@ -24,8 +24,21 @@ from shardline import log as logs
 from shardline.cluster import ClusterSpec, format_address, parse_address
 from shardline.config import RoleConfig, Timeouts
 from shardline.errors import ShardlineError, UsageError
+from shardline.process import tune_allocator
+from shardline.security import Security
 
 log = logging.getLogger("shardline_chief.trainer")
+
+PATHS = ("job", "out", "run_dir")
+SECURITY_FILES = tuple(field.name for field in dataclasses.fields(Security) if field.init)
+
+
+def _text(path: Path | None) -> str | None:
+    return str(path) if path is not None else None
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text is not None else None
 
 
 def to_json(config: RoleConfig) -> str:
@@ -33,12 +46,14 @@ def to_json(config: RoleConfig) -> str:
     fields: dict[str, Any] = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
-        if field.name not in ("cluster", "timeouts", "job", "out")
+        if field.name not in ("cluster", "timeouts", "security", *PATHS)
     }
     fields["cluster"] = json.loads(config.cluster.to_json())
     fields["timeout_s"] = config.timeouts.total_s
-    fields["job"] = str(config.job) if config.job is not None else None
-    fields["out"] = str(config.out) if config.out is not None else None
+    for name in PATHS:
+        fields[name] = _text(getattr(config, name))
+    # Where the secrets are, not what they are.
+    fields["security"] = {name: _text(getattr(config.security, name)) for name in SECURITY_FILES}
     return json.dumps(fields)
 
 
@@ -47,8 +62,9 @@ def from_json(text: str) -> RoleConfig:
     fields = json.loads(text)
     fields["cluster"] = TrainerCluster(ClusterSpec.from_mapping(fields["cluster"]).tasks)
     fields["timeouts"] = Timeouts(total_s=fields.pop("timeout_s"))
-    for name in ("job", "out"):
-        fields[name] = Path(fields[name]) if fields[name] is not None else None
+    for name in PATHS:
+        fields[name] = _path(fields[name])
+    fields["security"] = Security(**{name: _path(text) for name, text in fields["security"].items()})
     fields["overrides"] = tuple((name, value) for name, value in fields["overrides"])
     return RoleConfig(**fields)
 
@@ -112,6 +128,7 @@ def main() -> int:
     if config.life_fd is not None:
         lifeline.watch(config.life_fd)
     logs.setup(f"{config.task} trainer")
+    tune_allocator()
     try:
         found = tuple(importlib.metadata.entry_points(group="shardline.roles", name="worker"))
         if not found:

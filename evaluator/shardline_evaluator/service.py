@@ -35,7 +35,7 @@ def run(config: RoleConfig) -> int:
     metrics = Metrics("evaluator", config.task)
     metrics_address = metrics.serve(config.host, config.metrics_port)
     # Nobody calls an evaluator; it serves health and reflection, as every task does.
-    server = RpcServer(config.cluster.address(config.task), name=config.task)
+    server = RpcServer(config.cluster.address(config.task), name=config.task, security=config.security)
     address = server.start()
     tell_ready(config, address)
     link = ChiefLink(
@@ -46,6 +46,7 @@ def run(config: RoleConfig) -> int:
         address=address,
         metrics_address=metrics_address,
         job=spec,
+        security=config.security,
     )
     try:
         termination.call(link.cancel_join)

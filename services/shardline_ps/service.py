@@ -43,7 +43,7 @@ class PsProcess:
         self.end_reason = ""
         self.metrics = Metrics("ps", config.task)
         self.meter = Meter(self.metrics, self.store)
-        self.voters = Voters(self.store, config.timeouts)
+        self.voters = Voters(self.store, config.timeouts, config.security)
         self.attachments = Attachments()
         self.servicer = ParameterServer(
             config.task,
@@ -59,6 +59,7 @@ class PsProcess:
             register=[register(self.servicer)],
             service_names=SERVICES,
             name=config.task,
+            security=config.security,
         )
 
     def _stop(self, reason: str) -> None:
@@ -123,6 +124,7 @@ def _serve(config: RoleConfig, process: PsProcess, termination: Termination, add
         on_orders=obey,
         cancelled=termination.event,
         ps_status=process.meter.observed(process.servicer.status),
+        security=config.security,
     )
     try:
         termination.call(process.ended.set)

@@ -12,8 +12,9 @@ import grpc
 
 from shardline.config import Timeouts
 from shardline.errors import InternalError, NonFiniteError, ProtocolError
-from shardline.rpc.channel import channel_options
+from shardline.rpc.channel import open_aio_channel
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
+from shardline.security import PLAIN, Security
 from shardline_ps.shard import ShardVote
 from shardline_ps.store import ParameterStore
 from shardline_ps.voting import Ballot, Lead, Verdict
@@ -24,9 +25,10 @@ log = logging.getLogger("shardline.ps")
 class Voters:
     """One per ps. on_complete() may be called from any thread; the rest is on the server's loop."""
 
-    def __init__(self, store: ParameterStore, timeouts: Timeouts) -> None:
+    def __init__(self, store: ParameterStore, timeouts: Timeouts, security: Security = PLAIN) -> None:
         self._store = store
         self._timeouts = timeouts
+        self._security = security
         self._lead = Lead()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -99,7 +101,7 @@ class Voters:
             await asyncio.sleep(self._timeouts.heartbeat_s)
             return None
         if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=channel_options(self._timeouts))
+            self._channels[address] = open_aio_channel(address, self._timeouts, self._security)
         stub = parameter_server_pb2_grpc.CoordinatorStub(self._channels[address])
         assert self._store.configuration is not None
         request = parameter_server_pb2.VoteRequest(

@@ -13,6 +13,7 @@ from shardline.cli import options
 from shardline.cluster import ClusterSpec, from_tf_config, read_spec
 from shardline.config import Timeouts
 from shardline.errors import ClusterSpecError
+from shardline.security import Security
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,20 +35,21 @@ def _spec(cluster: str | None) -> ClusterSpec:
     raise ClusterSpecError("no cluster given; use --cluster FILE, SHARDLINE_CLUSTER or TF_CONFIG")
 
 
-def _client(cluster: str | None, timeout: float) -> ChiefClient:
+def _client(cluster: str | None, timeout: float, security: Security) -> ChiefClient:
     timeouts = Timeouts(total_s=timeout)
     address = _spec(cluster).chief
     from shardline.rpc.client import ChiefClient
 
-    return ChiefClient(address, timeouts)
+    return ChiefClient(address, timeouts, security)
 
 
 @click.command(short_help="Show the tasks of a running cluster.")
 @options.cluster
 @short_timeout
-def status(cluster: str | None, timeout: float) -> int:
+@options.secured
+def status(cluster: str | None, timeout: float, **files: Path | None) -> int:
     """Print a table of tasks, versions and rates."""
-    client = _client(cluster, timeout)
+    client = _client(cluster, timeout, options.security(files))
     try:
         found = client.status()
     finally:
@@ -109,9 +111,10 @@ def table(found: ChiefStatus) -> Table:
 @options.cluster
 @click.option("--reason", default="asked to stop by `shardline stop`", help="For the logs.")
 @short_timeout
-def stop(cluster: str | None, reason: str, timeout: float) -> int:
+@options.secured
+def stop(cluster: str | None, reason: str, timeout: float, **files: Path | None) -> int:
     """Ask the chief to end the job with a checkpoint; all tasks then end by themselves."""
-    client = _client(cluster, timeout)
+    client = _client(cluster, timeout, options.security(files))
     try:
         client.stop(reason)
     finally:

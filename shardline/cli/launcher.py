@@ -30,6 +30,7 @@ from shardline.cli.roles import COMMANDS
 from shardline.cluster import ClusterSpec, parse_task
 from shardline.config import Timeouts
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError, exit_code_name
+from shardline.security import PLAIN, Security
 
 START_FLOOR_S = 60.0
 """A task may take this long to import torch and the job on a busy machine, however short --timeout is."""
@@ -76,6 +77,11 @@ class LaunchOptions:
     script_args: tuple[str, ...] = ()
     restart: bool = True
     """Start a task that died again, at most MAX_RESTARTS times each."""
+    security: Security = PLAIN
+    """All tasks use the same files; the certificate must name 127.0.0.1."""
+    lane: str = "auto"
+    overlap: bool = True
+    run_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if self.ps < 1:
@@ -124,7 +130,23 @@ def task_command(options: LaunchOptions, task: str, *, ready_fd: int | None, lif
         command.append("--inexact")
     for name, value in options.overrides:
         command += ["--set", f"{name}={value}"]
+    command += ["--lane", options.lane, "--overlap" if options.overlap else "--no-overlap"]
+    for name, path in _shared_paths(options).items():
+        command += [f"--{name.replace('_', '-')}", str(path)]
     return command
+
+
+def _shared_paths(options: LaunchOptions) -> dict[str, Path]:
+    """Files and folders that all tasks are given, by the flag's name; absolute, since a script may go elsewhere."""
+    held = options.security
+    paths = {
+        "tls_cert": held.tls_cert,
+        "tls_key": held.tls_key,
+        "tls_ca": held.tls_ca,
+        "token_file": held.token_file,
+        "run_dir": options.run_dir,
+    }
+    return {name: path.absolute() for name, path in paths.items() if path is not None}
 
 
 def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: Mapping[str, str]) -> dict[str, str]:
@@ -137,6 +159,10 @@ def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: M
         settings["SHARDLINE_TASK"] = task
         settings["SHARDLINE_TIMEOUT"] = str(options.timeouts.total_s)
         settings["SHARDLINE_DEVICE"] = options.device
+        settings["SHARDLINE_LANE"] = options.lane
+        settings["SHARDLINE_OVERLAP"] = "1" if options.overlap else "0"
+        for name, path in _shared_paths(options).items():
+            settings[f"SHARDLINE_{name.upper()}"] = str(path)
         settings[LIFE_FD] = str(life_fd)
         # As torchrun does: each of several processes would otherwise take all cores and get in the others' way.
         settings.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import click
 
 from shardline.cluster import Membership, locate, parse_address
-from shardline.config import RoleConfig, Timeouts
+from shardline.config import LANES, RoleConfig, Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
+from shardline.security import Security
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,13 +25,17 @@ JOB_ARGS = "SHARDLINE_JOB_ARGS"
 
 
 def variable(name: str) -> str:
-    """Environment variable of a flag: --gpu-memory-fraction is SHARDLINE_GPU_MEMORY_FRACTION."""
-    return f"SHARDLINE_{name.lstrip('-').upper().replace('-', '_')}"
+    """Environment variable of a flag: --gpu-memory-fraction is SHARDLINE_GPU_MEMORY_FRACTION; --x/--no-x is X."""
+    return f"SHARDLINE_{name.partition('/')[0].lstrip('-').upper().replace('-', '_')}"
+
+
+def _is_switch(name: str, settings: Mapping[str, Any]) -> bool:
+    return bool(settings.get("is_flag")) or "/" in name
 
 
 def option(name: str, *declarations: str, **settings: Any) -> Callable[[F], F]:
     """A click option that SHARDLINE_<NAME> sets as well."""
-    settings.setdefault("show_default", settings.get("default") is not None and not settings.get("is_flag"))
+    settings.setdefault("show_default", settings.get("default") is not None and not _is_switch(name, settings))
     return click.option(name, *declarations, envvar=variable(name), show_envvar=True, **settings)
 
 
@@ -104,6 +109,41 @@ inexact = option(
 )
 
 
+def _file(name: str, text: str) -> Callable[[F], F]:
+    return option(name, type=click.Path(path_type=Path), metavar="FILE", help=text)
+
+
+secured = together(
+    _file("--tls-cert", "PEM certificate of this task; with it and --tls-key connections wear TLS."),
+    _file("--tls-key", "PEM private key of --tls-cert."),
+    _file("--tls-ca", "PEM certificates of the CAs to trust; both sides of a connection must then show a certificate."),
+    _file("--token-file", "File with the job's token; calls without it are refused."),
+)
+lanes = together(
+    option(
+        "--lane", type=click.Choice(LANES), default="auto", help="How tensors travel; auto takes the best there is."
+    ),
+    option(
+        "--overlap/--no-overlap",
+        default=True,
+        help="Send gradients while backward runs, and wait per layer, not per model.  [default: overlap]",
+    ),
+    option(
+        "--run-dir",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        metavar="DIR",
+        help="Where unix sockets of the shm lane lie. Default: nowhere, they have no file.",
+    ),
+)
+
+
+def security(flags: Mapping[str, Any]) -> Security:
+    """TLS files and job token of parsed flags; the files are read."""
+    return Security(
+        tls_cert=flags["tls_cert"], tls_key=flags["tls_key"], tls_ca=flags["tls_ca"], token_file=flags["token_file"]
+    )
+
+
 def overrides(
     steps: int | None, consistency: str | None, seed: int | None, settings: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[str, str], ...]:
@@ -151,6 +191,10 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
         overrides=overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
         ready_fd=flags["ready_fd"],
         life_fd=flags["life_fd"],
+        security=security(flags),
+        lane=flags["lane"],
+        overlap=flags["overlap"],
+        run_dir=flags["run_dir"],
     )
 
 

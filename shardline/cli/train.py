@@ -26,6 +26,7 @@ from shardline.cli import options
 from shardline.cli.launcher import Ended, LaunchError, LaunchOptions, LocalCluster, describe_code
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, UsageError, exit_code_name
+from shardline.security import Security
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +57,8 @@ EPILOG = "What follows -- is passed on: to the script, or to the job file as SHA
 @options.gpu_memory_fraction
 @options.chief_trains
 @options.inexact
+@options.lanes
+@options.secured
 @options.timeout
 @click.option("--restart/--no-restart", default=True, help="Start tasks that died again, 3 times each.  [default: on]")
 def train(**flags: Any) -> int:
@@ -98,6 +101,10 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         script=flags["script"],
         script_args=tuple(shlex.split(os.environ.get(options.JOB_ARGS, ""))),
         restart=flags["restart"],
+        security=options.security(flags),
+        lane=flags["lane"],
+        overlap=flags["overlap"],
+        run_dir=flags["run_dir"],
     )
 
 
@@ -156,8 +163,9 @@ def _signals(cluster: LocalCluster) -> Iterator[None]:
 class _Poller:
     """Asks the chief for its status, from a thread of its own, and puts the answers into a queue."""
 
-    def __init__(self, address: str, events: queue.SimpleQueue[object]) -> None:
+    def __init__(self, address: str, events: queue.SimpleQueue[object], security: Security) -> None:
         self._address = address
+        self._security = security
         self._events = events
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status-poller", daemon=True)
@@ -178,7 +186,7 @@ class _Poller:
         # Imports torch, by way of the tensors in other calls; the cluster is starting meanwhile.
         from shardline.rpc.client import ChiefClient
 
-        client = ChiefClient(self._address, Timeouts(total_s=POLL_TIMEOUT_S))
+        client = ChiefClient(self._address, Timeouts(total_s=POLL_TIMEOUT_S), self._security)
         try:
             while not self._ended.wait(POLL_S):
                 # A chief that is busy or has just ended is no news: the end of its process is what counts.
@@ -221,7 +229,7 @@ class _Run:
         from shardline.cli.progress import make_display
 
         events = self._cluster.events
-        with _Poller(self._cluster.chief_address, events) as poller:
+        with _Poller(self._cluster.chief_address, events, self._cluster.options.security) as poller:
             with make_display(self._console) as display:
                 display.say(f"started {started(self._cluster.tasks())}; logs: {self._cluster.options.out / 'logs'}")
                 code = self._loop(display)

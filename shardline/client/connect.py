@@ -12,9 +12,16 @@ from types import TracebackType
 from shardline import lifeline, log
 from shardline.client.session import Session
 from shardline.cluster import locate
-from shardline.config import RoleConfig, Timeouts, environment
+from shardline.config import (
+    RoleConfig,
+    Timeouts,
+    environment,
+    environment_path,
+    environment_security,
+    environment_switch,
+)
 from shardline.errors import JobError, ShardlineError, UsageError
-from shardline.process import Termination
+from shardline.process import Termination, tune_allocator
 from shardline.spec import ConsistencySpec
 
 
@@ -57,8 +64,13 @@ def connect(
         metrics_port=int(_number("metrics_port", 0)),
         host=environment("host") or "127.0.0.1",
         life_fd=int(life_fd) if life_fd else None,
+        security=environment_security(),
+        lane=environment("lane") or "auto",
+        overlap=environment_switch("overlap", default=True),
+        run_dir=environment_path("run_dir"),
     )
     log.setup(config.task)
+    tune_allocator()
     if config.life_fd is not None:
         lifeline.watch(config.life_fd)
     termination = Termination()

@@ -73,9 +73,9 @@ class Session:
             checkpoint_keep=checkpoint_keep,
             workers=max(1, config.cluster.num("worker")),
         )
-        self._server = RpcServer(config.cluster.address(config.task), name=config.task)
+        self._server = RpcServer(config.cluster.address(config.task), name=config.task, security=config.security)
         self.metrics = Metrics("worker", config.task)
-        self._peers = Peers(config.timeouts)
+        self._peers = Peers(config.timeouts, config.security)
         self._link: ChiefLink | None = None
         self._trainer: Trainer | None = None
         self._values: Mapping[str, torch.Tensor] = {}
@@ -173,6 +173,7 @@ class Session:
             on_orders=self._ordered,
             traffic=self._traffic,
             cancelled=self._termination.event,
+            security=self.config.security,
         )
         self._termination.call(self._asked_to_end)
         self._link.client.peer.on_retry = self.metrics.counter("shardline_rpc_retries_total", peer="chief").inc

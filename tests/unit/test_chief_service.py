@@ -24,6 +24,7 @@ from shardline.process import Termination
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.link import ChiefLink, Orders, Phase, StepReport
 from shardline.rpc.v1 import chief_pb2
+from shardline.security import Security
 from shardline.sharding import make_plan
 from shardline.spec import JobSpec, RuleSpec, TensorSpec
 from shardline_chief import control, service, trainer
@@ -266,7 +267,9 @@ def test_an_earlier_run_is_not_overwritten_without_resume(tmp_path: Path) -> Non
         service._resume(config, tmp_path)
 
 
-def test_settings_of_the_trainer_process_survive_the_way_there() -> None:
+def test_settings_of_the_trainer_process_survive_the_way_there(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("not-to-be-passed-on\n")
     cluster = ClusterSpec({"chief": ("127.0.0.1:4000",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
     config = RoleConfig(
         role="chief",
@@ -277,8 +280,16 @@ def test_settings_of_the_trainer_process_survive_the_way_there() -> None:
         timeouts=TIMEOUTS,
         overrides=(("steps", "7"),),
         chief_trains=True,
+        security=Security(token_file=token),
+        lane="tcp",
+        overlap=False,
+        run_dir=tmp_path,
     )
-    back = trainer.from_json(trainer.to_json(config))
+    text = trainer.to_json(config)
+    assert "not-to-be-passed-on" not in text
+    back = trainer.from_json(text)
+    assert back.security.check("not-to-be-passed-on")
+    assert (back.security, back.lane, back.overlap, back.run_dir) == (config.security, "tcp", False, tmp_path)
     assert (back.job, back.out, back.timeouts, back.overrides) == (
         config.job,
         config.out,

@@ -20,9 +20,11 @@ from shardline.cli import cluster_commands, options, progress
 from shardline.cli import main as command_line
 from shardline.cli.main import main
 from shardline.cli.train import launch_options, report, train
-from shardline.config import RoleConfig, Timeouts
+from shardline.cluster import ClusterSpec
+from shardline.config import RoleConfig, Timeouts, environment_security, environment_switch
 from shardline.errors import ClusterSpecError, JobError, UsageError
 from shardline.rpc.status import ChiefStatus, ShardStatus, TaskStatus
+from shardline.security import Security
 
 SPEC = {"chief": ["127.0.0.1:2220"], "ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0", "127.0.0.1:0"]}
 
@@ -84,6 +86,44 @@ def test_flag_wins_over_environment_and_environment_over_tf_config(
     assert parse("worker").overrides == ()
 
 
+def test_lane_overlap_and_security_are_plain_unless_flag_or_environment_says_more(
+    cluster_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = ("--cluster", cluster_file, "--task", "worker/0")
+    config = parse("worker", *place)
+    assert (config.lane, config.overlap, config.run_dir, config.security) == ("auto", True, None, Security())
+    token = tmp_path / "token"
+    token.write_text("a-token-of-enough-characters")
+    flags = ("--lane", "shm", "--no-overlap", "--run-dir", str(tmp_path), "--token-file", str(token))
+    config = parse("worker", *place, *flags)
+    assert (config.lane, config.overlap, config.run_dir) == ("shm", False, tmp_path)
+    assert config.security.check("a-token-of-enough-characters") and not config.security.check(None)
+    monkeypatch.setenv("SHARDLINE_LANE", "tcp")
+    monkeypatch.setenv("SHARDLINE_OVERLAP", "false")
+    monkeypatch.setenv("SHARDLINE_TOKEN_FILE", str(token))
+    config = parse("worker", *place)
+    assert (config.lane, config.overlap, config.security) == ("tcp", False, Security(token_file=token))
+    config = parse("worker", *place, "--lane", "grpc", "--overlap")
+    assert (config.lane, config.overlap) == ("grpc", True)
+
+
+def test_script_takes_the_same_settings_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment_security() == Security()
+    assert environment_switch("overlap", default=True)
+    token = tmp_path / "token"
+    token.write_text("a-token-of-enough-characters")
+    monkeypatch.setenv("SHARDLINE_TOKEN_FILE", str(token))
+    assert environment_security() == Security(token_file=token)
+    for text, value in {"0": False, "off": False, "TRUE": True, "1": True, "": True}.items():
+        monkeypatch.setenv("SHARDLINE_OVERLAP", text)
+        assert environment_switch("overlap", default=True) is value
+    monkeypatch.setenv("SHARDLINE_OVERLAP", "perhaps")
+    with pytest.raises(UsageError, match="SHARDLINE_OVERLAP is 'perhaps'; use true or false"):
+        environment_switch("overlap", default=True)
+    with pytest.raises(UsageError, match="--lane is 'rdma'; it must be one of auto, grpc, tcp, shm"):
+        RoleConfig(role="worker", index=0, cluster=ClusterSpec.from_mapping(SPEC), lane="rdma")
+
+
 def test_chief_without_a_port_is_refused_unless_a_launcher_waits_for_it(tmp_path: Path) -> None:
     spec = json.dumps(SPEC | {"chief": ["127.0.0.1:0"]})
     for role, task in (("chief", "chief/0"), ("worker", "worker/0")):
@@ -110,6 +150,13 @@ def test_chief_without_a_port_is_refused_unless_a_launcher_waits_for_it(tmp_path
         (["train"], "Missing argument"),
         (["frob"], "No such command 'frob'"),
         (["status", "--cluster", "missing.json"], "there is no cluster file missing.json"),
+        (["worker", "--lane", "rdma"], "'rdma' is not one of 'auto', 'grpc', 'tcp', 'shm'"),
+        (["worker", "--run-dir", "missing"], "Directory 'missing' does not exist"),
+        (["worker", "--tls-cert", "own.pem"], "--tls-cert is given without --tls-key"),
+        (["worker", "--tls-ca", "missing.pem"], "--tls-ca missing.pem can't be read: No such file or directory"),
+        (["worker", "--token-file", "missing"], "--token-file missing can't be read: No such file or directory"),
+        (["status", "--token-file", "missing"], "--token-file missing can't be read"),
+        (["stop", "--tls-ca", "missing.pem"], "--tls-ca missing.pem can't be read"),
     ],
 )
 def test_bad_command_line_ends_with_one_sentence_and_code_two(
@@ -277,7 +324,7 @@ def test_status_shows_whole_addresses_where_the_output_has_no_width(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(cluster_commands, "_client", lambda cluster, timeout: Client())
+    monkeypatch.setattr(cluster_commands, "_client", lambda cluster, timeout, security: Client())
     assert main(["status", "--cluster", "cluster.json"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].count("a-host-with-a-long-name.example.org:50051") == 2
 

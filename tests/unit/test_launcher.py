@@ -26,6 +26,7 @@ from shardline.cli.launcher import (
 from shardline.cli.train import run
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, UsageError
+from shardline.security import Security
 
 # Stand-ins for the roles. The chief obeys lines sent to its address ("exit 4"); the others end when it does, as real
 # tasks do, and so nothing here needs a sleep. A job file may make one of them fail.
@@ -154,6 +155,32 @@ def test_script_is_run_as_it_is_and_finds_its_cluster_in_the_environment(tmp_pat
     assert environment["SHARDLINE_TASK"] == "worker/1"
     assert environment["SHARDLINE_CLUSTER"] == str(settings.out / "cluster.json")
     assert (environment["SHARDLINE_LIFE_FD"], environment["SHARDLINE_SEED"]) == ("8", "3")
+
+
+def test_children_get_lane_overlap_and_where_the_secrets_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    token = Path("token")
+    token.write_text("never-on-a-command-line")
+    settings = launch(
+        tmp_path, security=Security(token_file=token), lane="tcp", overlap=False, run_dir=tmp_path, script=True
+    )
+    command = task_command(settings, "ps/0", ready_fd=None, life_fd=8)
+    assert command[command.index("--lane") + 1] == "tcp"
+    assert "--no-overlap" in command
+    assert command[command.index("--token-file") + 1] == str(tmp_path / "token"), "a script may change its folder"
+    assert command[command.index("--run-dir") + 1] == str(tmp_path)
+    assert "never-on-a-command-line" not in " ".join(command)
+
+    leaks = {"SHARDLINE_TLS_CA": "/elsewhere", "SHARDLINE_LANE": "shm"}
+    environment = task_environment(settings, "worker/0", life_fd=8, base=leaks)
+    assert environment["SHARDLINE_TOKEN_FILE"] == str(tmp_path / "token")
+    assert (environment["SHARDLINE_LANE"], environment["SHARDLINE_OVERLAP"]) == ("tcp", "0")
+    assert environment["SHARDLINE_RUN_DIR"] == str(tmp_path)
+    assert "SHARDLINE_TLS_CA" not in environment
+    assert not set(leaks) & set(task_environment(settings, "ps/0", life_fd=8, base=leaks))
+
+    plain = task_command(launch(tmp_path), "ps/0", ready_fd=None, life_fd=8)
+    assert not [word for word in plain if word.startswith(("--tls", "--token", "--run-dir"))]
 
 
 @pytest.mark.parametrize(
