@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import trustme
 
+from shardline.cluster import ClusterSpec, parse_address
+from shardline.config import Timeouts
+from shardline.errors import UsageError
+from shardline.rpc.client import ChiefClient
+from shardline.security import Security
 from tests.e2e.support import (
     RUN_ID,
+    Command,
     events,
     expected_sha256,
     json_lines,
@@ -18,6 +26,8 @@ from tests.e2e.support import (
     shardline,
     summary_of,
     train,
+    train_command,
+    wait_until,
     write_job,
 )
 
@@ -173,6 +183,44 @@ def test_asynchronous_training_does_every_batch_once_and_measures_its_staleness(
     assert found["checkpoint_step"] == 200
     batches = sorted(line["step"] for line in json_lines(out / "logs" / "steps.jsonl"))
     assert batches == list(range(200))
+
+
+def test_cluster_behind_mutual_tls_and_a_token_ends_in_the_same_bits(tmp_path: Path) -> None:
+    """Every connection there is: commands, heartbeats, votes on the norm, a worker, the launcher's own."""
+    ca = trustme.CA()
+    cert = ca.issue_cert("127.0.0.1")
+    files = {"tls-ca": ca.cert_pem, "tls-cert": cert.cert_chain_pems[0], "tls-key": cert.private_key_pem}
+    flags: list[str | Path] = ["--token-file", tmp_path / "token"]
+    (tmp_path / "token").write_text("a-token-that-nobody-may-see\n")
+    for name, blob in files.items():
+        blob.write_to_path(str(tmp_path / name))
+        flags += [f"--{name}", tmp_path / name]
+    job = write_job(tmp_path / "job.py", clip_norm=0.5, checkpoint_every=10)
+    out = tmp_path / "run"
+    command = Command(*train_command(job, out, "--ps", "2", "--steps", "6", *flags))
+    # The chief serves before the others are started, and is there until they are done.
+    spec = wait_until(lambda: served(out), "the chief has its address", while_runs=command)
+    host, port = parse_address(spec.chief)
+    assert "it speaks TLS" in Security().diagnose(host, port)
+    without_token = {name.replace('-', '_'): tmp_path / name for name in files}
+    client = ChiefClient(spec.chief, Timeouts(total_s=10.0), Security(**without_token))
+    with pytest.raises(UsageError, match="does not bring this job's token"):
+        client.status()
+    client.close()
+    finished = command.finish()
+    assert finished.code == 0, finished
+    assert summary_of(out)["sha256"] == expected_sha256(job, steps=6)
+    written = finished.out + finished.err + "".join(path.read_text() for path in (out / "logs").glob("*.log"))
+    assert "a-token-that-nobody-may-see" not in written
+    assert written.count("refused a call") == 1, "the one without a token"
+
+
+def served(out: Path) -> ClusterSpec | None:
+    """The cluster as the launcher wrote it when the chief had told its address; None before."""
+    with contextlib.suppress(FileNotFoundError):
+        spec = ClusterSpec.from_json((out / "cluster.json").read_text())
+        return spec if parse_address(spec.chief)[1] else None
+    return None
 
 
 def test_nothing_of_a_test_is_invisible_to_the_search_for_what_is_left(nothing_left: str) -> None:
