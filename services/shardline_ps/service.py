@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 
 import torch
 
+from shardline.cluster import parse_address
 from shardline.config import RoleConfig
 from shardline.errors import InternalError, ShardlineError
 from shardline.metrics import Metrics
 from shardline.process import Termination, memory_limit, resolve_device, tell_ready
 from shardline.rpc.link import ChiefLink, Orders, Phase
 from shardline.rpc.server import RpcServer
-from shardline_ps.attachments import Attachments
+from shardline_ps.attachments import Attachments, LaneOffer
+from shardline_ps.bulk import TcpOffer
 from shardline_ps.metering import Meter
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.store import ParameterStore
@@ -69,6 +72,8 @@ class PsProcess:
     def start(self) -> str:
         """Bind and serve; returns the address."""
         self.voters.bind(self.server.loop)
+        for offer in offers(self._config, self.meter.refused):
+            self.attachments.offer(offer)
         return self.server.start()
 
     def close(self) -> None:
@@ -83,6 +88,16 @@ class PsProcess:
         self.server.close(grace_s=0.5)
         self.store.close()
         self.metrics.close()
+
+
+def offers(config: RoleConfig, on_refused: Callable[[str, Exception], None]) -> list[LaneOffer]:
+    """Lanes besides grpc that this ps offers, as --lane says."""
+    found: list[LaneOffer] = []
+    if config.lane in ("auto", "tcp"):
+        host, _ = parse_address(config.cluster.address(config.task))
+        context = config.security.server_context()
+        found.append(TcpOffer(host, context, timeout_s=config.timeouts.rpc_s, on_refused=on_refused))
+    return found
 
 
 def run(config: RoleConfig) -> int:

@@ -209,7 +209,10 @@ class Sink(Protocol):
 class Lane(Protocol):
     """One task's way to one shard. Used by one thread at a time; cancel() may come from any."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Name of the lane, or of the one in use."""
+        ...
 
     def exchange(
         self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
