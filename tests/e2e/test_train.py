@@ -202,7 +202,7 @@ def test_cluster_behind_mutual_tls_and_a_token_ends_in_the_same_bits(tmp_path: P
     spec = wait_until(lambda: served(out), "the chief has its address", while_runs=command)
     host, port = parse_address(spec.chief)
     assert "it speaks TLS" in Security().diagnose(host, port)
-    without_token = {name.replace('-', '_'): tmp_path / name for name in files}
+    without_token = {name.replace("-", "_"): tmp_path / name for name in files}
     client = ChiefClient(spec.chief, Timeouts(total_s=10.0), Security(**without_token))
     with pytest.raises(UsageError, match="does not bring this job's token"):
         client.status()
