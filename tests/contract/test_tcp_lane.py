@@ -1,0 +1,335 @@
+"""The tcp lane between a real ps and a TcpLane: outcomes are the stream's, and what breaks it changes nothing."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from shardline.config import Timeouts
+from shardline.consistency.decision import Outcome
+from shardline.errors import ProtocolError, UnreachableError
+from shardline.lanes import tcp
+from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, LaneUnavailable, Sender, Want, Whole
+from shardline.lanes.tcp import TcpLane
+from shardline.reduce import Block
+from shardline.rpc.channel import Peer
+from shardline.rpc.data import Attached, referred_requests
+from shardline.testing import reference
+from shardline.wire import bulk
+from shardline.wire.frames import digest
+from shardline_ps.bulk import TcpOffer
+from tests.contract.plain_client import (
+    ELEMENTS,
+    FIRST_W,
+    FROZEN,
+    RATE,
+    STATS,
+    TIMELINE,
+    PlainClient,
+    W,
+    floats,
+    plan_id,
+)
+from tests.contract.refusals import unchanged
+from tests.integration.cluster import Cluster, Ps, assert_same_end
+from tests.integration.jobs import Wide, make_job
+from tests.integration.test_deaths import wait_for
+
+TIMEOUTS = Timeouts(total_s=20.0)
+DEADLINE_S = 20.0
+SENDER = Sender(job="plain", timeline=TIMELINE, plan_id=plan_id(), task="worker/0", incarnation=1)
+
+
+class Taken:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, bytearray] = {}
+        self.heads: list[Arrival] = []
+
+    def buffer(self, arrival: Arrival) -> memoryview:
+        self.memory[arrival.bucket] = bytearray(arrival.payload_bytes)
+        return memoryview(self.memory[arrival.bucket])
+
+    def done(self, arrival: Arrival) -> None:
+        self.heads.append(arrival)
+
+    def take(self, arrival: Arrival, memory: memoryview) -> None:
+        raise AssertionError("nothing is mapped on this lane")
+
+    def weights(self) -> tuple[float, ...]:
+        return struct.unpack(f"<{ELEMENTS}f", self.memory[W])[: len(FIRST_W)]
+
+
+def on_loop(ps: Ps, act: Callable[[], Any]) -> Any:
+    """Attachments are used on the server's loop."""
+
+    async def now() -> Any:
+        return act()
+
+    return ps.server.run(now(), timeout_s=10.0)
+
+
+class Bench:
+    """One ps that offers tcp, and one lane to it."""
+
+    def __init__(self, ps: Ps) -> None:
+        self.ps = ps
+        self.offer = TcpOffer("127.0.0.1", timeout_s=TIMEOUTS.rpc_s)
+        ps.attachments.offer(self.offer)
+        self.peer = Peer(ps.task, ps.address, TIMEOUTS)
+        self.lane = TcpLane(self.peer, 0, [ELEMENTS] * 3, timeouts=TIMEOUTS)
+
+    def exchange(
+        self, push: Contribution | None = None, want: Want | None = None, *, sender: Sender = SENDER, sink: Any = None
+    ) -> Exchanged:
+        pushes = [push] if push is not None else []
+        return self.lane.exchange(sender, pushes, want, sink or Taken(), timeout_s=DEADLINE_S)
+
+    def pull(self, step: int) -> Taken:
+        sink = Taken()
+        done = self.exchange(want=Want(step=step, wait_s=5.0), sink=sink)
+        assert done.end is not None and done.end.outcome is Outcome.SERVED
+        return sink
+
+    def drop(self) -> None:
+        """The ps closes the bulk sockets."""
+        on_loop(self.ps, lambda: self.ps.attachments.drop_all("a test"))
+
+    @property
+    def open(self) -> int:
+        """Attachments that the ps holds."""
+        return int(on_loop(self.ps, lambda: self.ps.attachments.count()["tcp"]))
+
+    def close(self) -> None:
+        self.lane.close()
+        self.peer.close()
+        on_loop(self.ps, self.ps.attachments.close)
+
+
+@pytest.fixture
+def bench(ps: Ps, ready: PlainClient) -> Iterator[Bench]:
+    made = Bench(ps)
+    yield made
+    made.close()
+
+
+def payload(data: bytes, bucket: int = W) -> BucketPayload:
+    return BucketPayload(
+        bucket=bucket,
+        dtype="float32",
+        elements=ELEMENTS,
+        present=b"",
+        data=data,
+        raw_bytes=len(data),
+        digest=digest(data),
+    )
+
+
+def gradient(value: float = 1.0, *, step: int = 0, items: Sequence[BucketPayload] | None = None) -> Contribution:
+    """A push of one number for every element of `w`."""
+    items = [payload(floats([value] * 12))] if items is None else items
+    return Contribution(payloads=Whole(items, (FROZEN, STATS)), step=step, block=Block(0, 1))
+
+
+def test_a_step_over_bulk_sockets_ends_as_on_the_stream(bench: Bench, ready: PlainClient) -> None:
+    sink = Taken()
+    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0), sink=sink)
+    assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
+    assert done.end is not None and (done.end.outcome, done.end.step) == (Outcome.SERVED, 1)
+    assert sink.weights() == tuple(value - RATE for value in FIRST_W) == ready.weights()
+    assert sorted(head.bucket for head in sink.heads) == [0, 1, 2]
+
+
+def test_sockets_serve_many_exchanges(bench: Bench) -> None:
+    for step in range(5):
+        done = bench.exchange(gradient(step=step), Want(step=step + 1, have_step=step, wait_s=5.0))
+        assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
+    sockets = bench.lane._sockets
+    assert sockets is not None and bench.open == 1
+    assert bench.pull(5).weights() == tuple(value - 5 * RATE for value in FIRST_W)
+    assert bench.lane._sockets is sockets
+
+
+def test_buckets_that_did_not_change_come_without_bytes(bench: Bench) -> None:
+    sink = Taken()
+    bench.exchange(gradient(), Want(step=1, have_step=0, wait_s=5.0), sink=sink)
+    assert [head.bucket for head in sink.heads if head.unchanged] == [FROZEN, STATS]
+    assert list(sink.memory) == [W]
+
+
+def test_a_push_that_does_not_count_ends_the_exchange_and_its_sockets(bench: Bench, ready: PlainClient) -> None:
+    bench.exchange(gradient())
+    old = bench.lane._sockets
+    done = bench.exchange(gradient(step=7), Want(step=8, wait_s=5.0))
+    assert [ack.outcome for ack in done.acks] == [Outcome.REFUSED] and done.end is None
+    assert "step 7 is ahead" in done.acks[0].reason
+    assert old is not None and not old.alive and bench.lane._sockets is None
+    assert bench.exchange(gradient(), Want(step=1)).acks[0].outcome is Outcome.DUPLICATE
+
+
+def test_the_shards_own_words_come_before_a_broken_socket(bench: Bench, ready: PlainClient) -> None:
+    # Far more than the kernels hold, so that the socket breaks while it is sent.
+    with pytest.raises(ProtocolError, match=r"payload of 67108864 bytes announced, codec raw makes 256"):
+        bench.exchange(gradient(items=[payload(bytes(64 << 20))]), Want(step=1, wait_s=5.0))
+    unchanged(ready)
+    bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    ready_weights = ready.weights()
+    assert ready_weights == tuple(value - RATE for value in FIRST_W)
+
+
+def test_a_wrong_digest_is_refused_with_its_bucket(bench: Bench, ready: PlainClient) -> None:
+    data = floats([1.0] * 12)
+    lying = BucketPayload(
+        bucket=W, dtype="float32", elements=ELEMENTS, present=b"", data=data, raw_bytes=len(data), digest=1
+    )
+    with pytest.raises(ProtocolError, match="bucket 0: the digest of the received bytes differs"):
+        bench.exchange(gradient(items=[lying]))
+    unchanged(ready)
+    ready.complete()
+
+
+def test_a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: Bench) -> None:
+    stale = Sender(job="plain", timeline=7, plan_id=plan_id(), task="worker/0", incarnation=1)
+    done = bench.exchange(gradient(), Want(step=1), sender=stale)
+    assert [ack.outcome for ack in done.acks] == [Outcome.WRONG_TIMELINE] and done.end is None
+    pulled = bench.exchange(want=Want(step=0), sender=stale)
+    assert pulled.end is not None and pulled.end.outcome is Outcome.WRONG_TIMELINE and pulled.acks == ()
+
+
+def test_another_life_of_the_worker_opens_sockets_of_its_own(bench: Bench) -> None:
+    bench.pull(0)
+    first = bench.lane._sockets
+    later = Sender(job="plain", timeline=TIMELINE, plan_id=plan_id(), task="worker/0", incarnation=2)
+    done = bench.exchange(want=Want(step=0), sender=later)
+    assert done.end is not None and done.end.outcome is Outcome.SERVED
+    assert first is not None and not first.alive and bench.open == 1
+
+
+def test_a_ps_without_the_lane_is_told_apart_from_one_that_is_gone(ps: Ps, ready: PlainClient) -> None:
+    peer = Peer(ps.task, ps.address, TIMEOUTS)
+    lane = TcpLane(peer, 0, [ELEMENTS] * 3, timeouts=TIMEOUTS)
+    with pytest.raises(LaneUnavailable, match="opens no tcp lane: this ps offers the lanes grpc"):
+        lane.exchange(SENDER, [], Want(step=0), Taken(), timeout_s=DEADLINE_S)
+    ps.close()
+    with pytest.raises(UnreachableError):
+        lane.exchange(SENDER, [], Want(step=0), Taken(), timeout_s=DEADLINE_S)
+    peer.close()
+
+
+def test_a_port_that_nobody_answers_makes_the_lane_unavailable(bench: Bench) -> None:
+    bench.offer.close()
+    with pytest.raises(LaneUnavailable, match=rf"bulk port {bench.offer.port} at 127.0.0.1 can't be used .*refused"):
+        bench.pull(0)
+
+
+def test_a_port_that_is_blocked_makes_the_lane_unavailable(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "DIAL_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        bench.offer.port = silent.getsockname()[1]
+        with pytest.raises(LaneUnavailable, match="timed out"):
+            bench.pull(0)
+
+
+def test_a_refused_token_makes_the_lane_unavailable(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.offer._tokens._valid_s = 0.0
+    with pytest.raises(LaneUnavailable, match="the token was refused"):
+        bench.pull(0)
+
+
+def test_sockets_that_broke_between_exchanges_are_opened_anew(bench: Bench) -> None:
+    bench.pull(0)
+    bench.drop()
+    with pytest.raises(UnreachableError):
+        bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert done.end is not None and done.end.outcome is Outcome.SERVED
+
+
+@pytest.mark.parametrize("sent", [0, 1, 255])
+def test_a_push_cut_within_its_bytes_counts_no_bucket_and_a_retry_completes_the_step(
+    bench: Bench, ready: PlainClient, sent: int
+) -> None:
+    opened = bench.lane._open(SENDER, timeout_s=DEADLINE_S)
+    up = bulk.dial("127.0.0.1", opened.port, opened.up_token, timeout_s=5.0, stall_s=5.0)
+
+    def after(batch: Sequence[BucketPayload]) -> None:
+        bulk.send_all(up, memoryview(batch[0].data)[:sent])
+        up.close()
+
+    requests = referred_requests(
+        SENDER, 0, [gradient()], None, Attached("tcp", opened.attachment), place=lambda item: 0, after=after
+    )
+    with pytest.raises(UnreachableError, match="closed its socket in mid-transfer"):
+        bench.lane._converse(requests, [gradient()], None, Taken(), timeout_s=DEADLINE_S)
+    unchanged(ready)
+    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert done.end is not None and done.end.outcome is Outcome.SERVED and bench.open == 1
+    assert ready.weights() == tuple(value - RATE for value in FIRST_W)
+
+
+def test_an_exchange_is_cancelled_wherever_it_waits(bench: Bench) -> None:
+    waiting = threading.Event()
+
+    class Payloads(Whole):
+        def batches(self) -> Iterator[Sequence[BucketPayload]]:
+            waiting.set()
+            yield from super().batches()
+
+    bench.pull(0)
+    push = Contribution(payloads=Payloads((), (W, FROZEN, STATS)), step=0, block=Block(0, 1))
+    with ThreadPoolExecutor(1) as pool:
+        # Waits for a step that nobody completes.
+        running = pool.submit(bench.exchange, push, Want(step=9, wait_s=15.0))
+        assert waiting.wait(5.0)
+        bench.lane.cancel()
+        with pytest.raises(UnreachableError):
+            running.result(5.0)
+    assert bench.pull(0).heads
+
+
+def test_opening_sockets_is_cancelled_too(bench: Bench) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        bench.offer.port, port = silent.getsockname()[1], bench.offer.port
+        running = pool.submit(bench.pull, 0)
+        wait_for(lambda: bool(bench.lane._dialling), "the lane to dial")
+        bench.lane.cancel()
+        with pytest.raises(UnreachableError, match="given up"):
+            running.result(5.0)
+    bench.offer.port = port
+    assert bench.pull(0).heads
+
+
+def test_a_fenced_worker_loses_its_sockets(bench: Bench, ready: PlainClient) -> None:
+    bench.pull(0)
+    on_loop(bench.ps, lambda: bench.ps.attachments.keep_only({"worker/0": 2}))
+    assert bench.open == 0
+    with pytest.raises(UnreachableError, match="is not open here"):
+        bench.pull(0)
+
+
+def test_a_job_trained_over_bulk_sockets_ends_in_the_same_bits() -> None:
+    trained = make_job("adamw", model=Wide, steps=3)
+
+    def wrap(lane: Any) -> TcpLane:
+        return TcpLane(lane._peer, lane._shard, lane._elements, timeouts=TIMEOUTS)
+
+    with Cluster(trained, ps=2, bucket_bytes=64 << 10) as cluster:
+        for ps in cluster.hosts:
+            ps.attachments.offer(TcpOffer("127.0.0.1", timeout_s=TIMEOUTS.rpc_s))
+        workers = [cluster.worker(index, wrap=wrap) for index in range(2)]
+        owned: list[Sequence[int]] = [[0, 1], [2]]
+        cluster.together(
+            [functools.partial(w.run, mine, trained.steps) for w, mine in zip(workers, owned, strict=True)]
+        )
+        assert all(ps.attachments.count()["tcp"] == 2 for ps in cluster.hosts)
+        assert_same_end(cluster.state(), reference(trained))
+        for ps in cluster.hosts:
+            on_loop(ps, ps.attachments.close)
