@@ -104,8 +104,8 @@ def meter_step(
             metrics.gauge("shardline_loss").set(item.loss)
     for shard, outcome in figures.outcomes.items():
         peer = peers.get(shard, "ps")
-        for kind, raw, wire in trainer.take_traffic(shard):
-            labels = {"peer": peer, "codec": trainer.job.codec, "lane": "grpc"}
+        for kind, raw, wire in trainer.meter.take(shard):
+            labels = {"peer": peer, "codec": trainer.job.codec, "lane": trainer.lane(shard)}
             metrics.counter(f"shardline_{kind}_raw_bytes_total", **labels).inc(raw)
             metrics.counter(f"shardline_{kind}_wire_bytes_total", **labels).inc(wire)
         metrics.histogram("shardline_push_seconds", peer=peer).observe(outcome.push_s)

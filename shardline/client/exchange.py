@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from shardline.client.layout import BucketSink
+from shardline.client.live import LivePayloads, Unready
 from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
 from shardline.errors import NonFiniteError, ProtocolError, ShardlineError, UnreachableError
@@ -40,6 +42,8 @@ class ShardTask:
     shard: int
     contributions: Sequence[Contribution]
     want: Want | None
+    patience_s: float = 0.0
+    """How long one call may wait for gradients that are still being computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +51,66 @@ class ShardOutcome:
     """What became of it."""
 
     acks: tuple[Ack, ...]
-    end: End | None
     seconds: float
     push_s: float
     """Until the pushes were acknowledged, or the whole exchange where nothing was pushed."""
     waits: int
+
+
+class Running:
+    """An exchange with all shards that is under way.
+
+    on_end: called once, when the last shard's part has ended, on that part's thread.
+    """
+
+    def __init__(self, parts: int, *, interrupt: Callable[[], None], on_end: Callable[[], None]) -> None:
+        self._left = parts
+        self._interrupt = interrupt
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._results: dict[int, ShardOutcome] = {}
+        self._errors: list[Exception] = []
+        if parts == 0:
+            self._end()
+
+    def part_ended(self, shard: int, future: Future[ShardOutcome]) -> None:
+        """Called as each shard's part ends."""
+        error: BaseException | None = Interrupted() if future.cancelled() else future.exception()
+        with self._lock:
+            first = error is not None and not self._errors
+            if isinstance(error, Exception):
+                self._errors.append(error)
+            elif error is None:
+                self._results[shard] = future.result()
+            self._left -= 1
+            last = self._left == 0
+        if first:
+            # The others may wait for a step that won't come because this one has failed.
+            self._interrupt()
+        if last:
+            self._end()
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._on_end()
+
+    @property
+    def ended(self) -> bool:
+        """Whether every shard's part has ended."""
+        return self._ended.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether some shard's part has failed."""
+        return bool(self._errors)
+
+    def wait(self) -> dict[int, ShardOutcome]:
+        """Outcome by shard; raises the most telling error of all shards. Every call within has a deadline."""
+        self._ended.wait()
+        if self._errors:
+            raise min(self._errors, key=_rank)
+        return self._results
 
 
 class Exchange:
@@ -79,6 +138,7 @@ class Exchange:
         self._interrupted = threading.Event()
         self._on_retry = on_retry
         self._told: dict[int, str] = {}
+        self._live: list[LivePayloads] = []
         self.still_ordered: Callable[[], bool] = lambda: True
         """Asked whenever a shard says WAITING: whether what this exchange waits for is still wanted of it."""
 
@@ -91,23 +151,33 @@ class Exchange:
         self._interrupted.set()
         for lane in self._lanes.values():
             lane.cancel()
+        for payloads in list(self._live):
+            payloads.wake()
+
+    def refusal(self) -> Exception | None:
+        """What a wait within an exchange has to raise, if anything."""
+        return Interrupted() if self._interrupted.is_set() else None
+
+    def start(
+        self, sender: Sender, tasks: Mapping[int, ShardTask], on_end: Callable[[], None] = lambda: None
+    ) -> Running:
+        """Begin one task per shard."""
+        self._live = [
+            push.payloads
+            for task in tasks.values()
+            for push in task.contributions
+            if isinstance(push.payloads, LivePayloads)
+        ]
+        order = [shard for shard in self._order if shard in tasks]
+        running = Running(len(order), interrupt=self.interrupt, on_end=on_end)
+        for shard in order:
+            future = self._pool.submit(self._one, sender, tasks[shard])
+            future.add_done_callback(functools.partial(running.part_ended, shard))
+        return running
 
     def run(self, sender: Sender, tasks: Mapping[int, ShardTask]) -> dict[int, ShardOutcome]:
         """Run one task per shard; raises the most telling error of all shards after every one has ended."""
-        futures = {self._pool.submit(self._one, sender, tasks[shard]): shard for shard in self._order if shard in tasks}
-        results: dict[int, ShardOutcome] = {}
-        errors: list[Exception] = []
-        # As they end, not in order: the others may wait for a step that won't come because one has failed.
-        for future in as_completed(futures):
-            try:
-                results[futures[future]] = future.result()
-            except Exception as error:
-                if not errors:
-                    self.interrupt()
-                errors.append(error)
-        if errors:
-            raise min(errors, key=_rank)
-        return results
+        return self.start(sender, tasks).wait()
 
     def progress(self, sender: Sender, shard: int, replicas: Sequence[int]) -> Standing:
         """What a shard has counted of some replicas; asked again for a third of the timeout while it isn't there.
@@ -137,11 +207,18 @@ class Exchange:
         pending = list(task.contributions)
         acks: list[Ack] = []
         want, waits, pause_s, push_s = task.want, 0, 0.05, 0.0
-        while True:
+        while pending or want is not None:
             if self._interrupted.is_set():
                 raise Interrupted
             try:
-                done = lane.exchange(sender, pending, want, sink, timeout_s=self._deadline_s(sink, pending))
+                timeout_s = self._deadline_s(sink, pending) + task.patience_s
+                done = lane.exchange(sender, pending, want, sink, timeout_s=timeout_s)
+            except Unready:
+                # Nobody's fault: a call is made again when there is something to send.
+                self._await_gradients(pending)
+                heard_s = time.monotonic()
+                want = self._again(want, sink)
+                continue
             except UnreachableError as error:
                 if self._interrupted.is_set():
                     raise Interrupted from error
@@ -152,8 +229,7 @@ class Exchange:
                 log.warning("shard %d: %s; trying again", task.shard, error)
                 self._interrupted.wait(pause_s)
                 pause_s = min(pause_s * 2, self._timeouts.heartbeat_s + 1.0)
-                if want is not None and self.fixed_step(want):
-                    want = self._rest(want, sink, task.shard)
+                want = self._again(want, sink)
                 continue
             heard_s = time.monotonic()
             for ack in done.acks:
@@ -163,16 +239,15 @@ class Exchange:
             acks.extend(done.acks)
             pending = []
             if done.end is None or done.end.outcome is Outcome.SERVED:
-                return ShardOutcome(
-                    acks=tuple(acks), end=done.end, seconds=time.monotonic() - start_s, push_s=push_s, waits=waits
-                )
+                break
             check_end(done.end, task.shard)
             if not self.still_ordered():
                 raise Interrupted
             waits += 1
             self._tell_waiting(task.shard, done.end, time.monotonic() - start_s)
             assert want is not None
-            want = self._rest(want, sink, task.shard)
+            want = self._rest(want, sink)
+        return ShardOutcome(acks=tuple(acks), seconds=time.monotonic() - start_s, push_s=push_s, waits=waits)
 
     def _deadline_s(self, sink: BucketSink, pending: Sequence[Contribution]) -> float:
         """Deadline of one call: a third of the timeout, and time for its bytes on a very slow link.
@@ -182,12 +257,24 @@ class Exchange:
         pushed = sum(push.payloads.nbytes for push in pending)
         return self._timeouts.rpc_s + (pushed + sink.shard_bytes) / SLOWEST_BYTES_PER_S
 
-    @staticmethod
-    def fixed_step(want: Want) -> bool:
-        """Whether buckets that came over a broken call need not be asked for again: they can't have changed."""
-        return want.step is not None
+    def _await_gradients(self, pending: Sequence[Contribution]) -> None:
+        """Wait until the backward pass has made more of a push; the session's orders end this too."""
+        for payloads in (push.payloads for push in pending):
+            while isinstance(payloads, LivePayloads) and not payloads.wait(self._timeouts.rpc_s):
+                if self._interrupted.is_set() or not self.still_ordered():
+                    raise Interrupted
 
-    def _rest(self, want: Want, sink: BucketSink, shard: int) -> Want:
+    def _again(self, want: Want | None, sink: BucketSink) -> Want | None:
+        """What to ask for after a broken call.
+
+        What came over it is not asked for again: of an exact step it can't have changed, and a later version must not
+        overwrite what a forward pass may be reading already.
+        """
+        rest = self._rest(want, sink) if want is not None else None
+        # An empty list would mean all.
+        return rest if rest is not None and rest.buckets else None
+
+    def _rest(self, want: Want, sink: BucketSink) -> Want:
         """The buckets that have not come yet."""
         everything = want.buckets or range(sink.num_buckets)
         return replace(want, buckets=[number for number in everything if number not in sink.arrived])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from shardline.errors import MismatchError, TensorError
+from shardline.client.arrivals import Arrivals
+from shardline.errors import MismatchError, TensorError, UnreachableError
 from shardline.lanes.base import Arrival
 from shardline.rpc.convert import pack_bits
 from shardline.sharding import BucketSpec, Plan, Slice
@@ -27,7 +29,9 @@ class ModelLayout:
         missing = [spec.name for spec in plan.tensors if spec.name not in tensors]
         if missing:
             raise MismatchError(f"the job's plan has tensor {missing[0]!r}, this model has not")
-        self._tensors = [tensors[spec.name].detach() for spec in plan.tensors]
+        self.tensors = [tensors[spec.name] for spec in plan.tensors]
+        """The worker's own, in plan order."""
+        self._tensors = [tensor.detach() for tensor in self.tensors]
         for spec, tensor in zip(plan.tensors, self._tensors, strict=True):
             if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
                 raise TensorError(
@@ -45,12 +49,18 @@ class ModelLayout:
             for shard in plan.shards
         ]
         self.buffers = [number for number, spec in enumerate(plan.tensors) if spec.kind is TensorKind.BUFFER]
+        self._saved = {
+            number: self._tensors[number].clone(memory_format=torch.contiguous_format) for number in self.buffers
+        }
+        self._unsettled: set[int] = set()
+        """Tensors whose mirror is ahead of them."""
 
     def load(self, shard: int, bucket: int, values: torch.Tensor) -> None:
         """Write one pulled bucket (flat CPU tensor) into the tensors it holds slices of."""
         spec = self.plan.shards[shard].buckets[bucket]
         sources = [values[piece.offset : piece.end] for piece in spec.slices]
         copy_each(self._views[shard][bucket], sources)
+        self._unsettled.update(piece.tensor for piece in spec.slices if piece.tensor in self._mirrors)
 
     def memory(self, shard: int, bucket: int) -> memoryview | None:
         """The bytes of the one CPU tensor piece that a bucket is, writable; None where it is something else."""
@@ -62,10 +72,17 @@ class ModelLayout:
             return None
         return tensor_bytes(piece)
 
-    def settle(self) -> None:
-        """After all buckets of a step are loaded: carry mirrors over."""
-        for number, mirror in self._mirrors.items():
-            self._tensors[number].copy_(mirror)
+    def mark_written(self, shard: int, bucket: int) -> None:
+        """Tell autograd of bytes that went past it: whoever read the tensors too early then fails in backward()."""
+        torch.autograd.graph.increment_version(
+            [self._tensors[piece.tensor] for piece in self.plan.shards[shard].buckets[bucket].slices]
+        )
+
+    def settle(self, tensors: Iterable[int] | None = None) -> None:
+        """After all buckets of these tensors (default: of all) are loaded: carry their mirrors over."""
+        for number in self._unsettled.intersection(tensors) if tensors is not None else list(self._unsettled):
+            self._tensors[number].copy_(self._mirrors[number])
+            self._unsettled.discard(number)
 
     def values(self, shard: int, bucket: int) -> torch.Tensor:
         """The tensors' present values as one flat CPU bucket, padding zero."""
@@ -77,22 +94,31 @@ class ModelLayout:
         copy_each([flat[p.offset : p.end] for p in spec.slices], self._views[shard][bucket])
         return flat
 
-    def snapshot(self) -> list[torch.Tensor]:
-        """Copies of the buffers (batch norm statistics)."""
-        return [self._tensors[number].clone() for number in self.buffers]
+    def keep(self, shard: int, bucket: int) -> None:
+        """Remember the buffers of a bucket that was just loaded as those of this step."""
+        copy_each(self._saved_views(shard, bucket), self._views[shard][bucket])
 
-    def restore(self, snapshot: Sequence[torch.Tensor]) -> None:
-        """Put copies of the buffers back."""
-        for number, saved in zip(self.buffers, snapshot, strict=True):
-            self._tensors[number].copy_(saved)
+    def keep_all(self) -> None:
+        """Remember all buffers (batch norm statistics) as they are now."""
+        for number in self.buffers:
+            self._saved[number].copy_(self._tensors[number])
 
-    def changed_buffers(self, snapshot: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Buffers whose bits differ from the snapshot, by tensor number."""
+    def restore(self) -> None:
+        """Put the remembered buffers back."""
+        for number in self.buffers:
+            self._tensors[number].copy_(self._saved[number])
+
+    def changed_buffers(self) -> dict[int, torch.Tensor]:
+        """Buffers whose bits differ from the remembered ones, by tensor number."""
         return {
             number: self._tensors[number]
-            for number, saved in zip(self.buffers, snapshot, strict=True)
-            if not same_bits(self._tensors[number], saved)
+            for number in self.buffers
+            if not same_bits(self._tensors[number], self._saved[number])
         }
+
+    def _saved_views(self, shard: int, bucket: int) -> list[torch.Tensor]:
+        spec = self.plan.shards[shard].buckets[bucket]
+        return [self._saved[piece.tensor].reshape(-1)[_span(self.plan, piece)] for piece in spec.slices]
 
 
 def _span(plan: Plan, piece: Slice) -> slice:
@@ -135,32 +161,60 @@ def fill_bucket(
     return present
 
 
+def tensor_piece(plan: Plan, bucket: BucketSpec, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    """The piece of one contiguous CPU gradient that is the bucket, flat, in its own memory; None where it is not so."""
+    piece = bucket.slices[0]
+    if len(bucket.slices) != 1 or piece.offset or piece.elements != bucket.elements:
+        return None
+    gradient = gradients.get(piece.tensor)
+    if gradient is None or gradient.device.type != "cpu" or not gradient.is_contiguous():
+        return None
+    return gradient.detach().reshape(-1)[_span(plan, piece)]
+
+
 def present_bits(present: Sequence[bool]) -> bytes:
     """Bitmap for the wire; empty = all."""
     return b"" if all(present) else pack_bits(present)
 
 
 class BucketSink:
-    """Receives the pulled buckets of one shard and loads them into the model."""
+    """Receives the pulled buckets of one shard and loads them into the model.
 
-    def __init__(self, layout: ModelLayout, shard: int, codec: str) -> None:
+    arrivals: told of every bucket; says whether the model may be written to yet. None = it always may.
+    hold_s: how long a lane's own memory waits for that.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        shard: int,
+        codec: str,
+        arrivals: Arrivals | None = None,
+        *,
+        hold_s: float = 3600.0,
+    ) -> None:
         self._layout = layout
         self._shard = shard
         self._codec = codec
+        self._arrivals = arrivals or Arrivals([(shard, b) for b in range(len(layout.plan.shards[shard].buckets))])
+        self._hold_s = hold_s
         self.num_buckets = len(layout.plan.shards[shard].buckets)
         self.shard_bytes = layout.plan.shards[shard].nbytes
         self._memory: dict[int, torch.Tensor] = {}
         self._pieces: dict[int, memoryview | None] = {}
+        self._in_place: set[int] = set()
+        """Buckets whose bytes are being received into the model itself."""
         self.arrived: set[int] = set()
         """Buckets of the running pull that are whole."""
         self._held: dict[int, tuple[int, int]] = {}
-        """(step, version) of what the model holds of each bucket, whatever pull brought it."""
+        """(step, version) of what came of each bucket, whatever pull brought it."""
         self.raw_bytes = 0
         self.wire_bytes = 0
 
     def begin(self) -> None:
         """Start a new pull."""
         self.arrived.clear()
+        self._in_place.clear()
 
     def _direct(self, arrival: Arrival) -> memoryview | None:
         """The model's own memory, where the payload is the bits of one contiguous piece of one tensor.
@@ -168,7 +222,7 @@ class BucketSink:
         A pull that ends half-way leaves such a tensor torn, as it leaves the model with buckets of two steps: nothing
         is computed with it before a pull ended whole.
         """
-        if arrival.codec != RAW.name:
+        if arrival.codec != RAW.name or self._arrivals.holding or arrival.bucket in self.arrived:
             return None
         if arrival.bucket not in self._pieces:
             self._pieces[arrival.bucket] = self._layout.memory(self._shard, arrival.bucket)
@@ -179,7 +233,9 @@ class BucketSink:
         """Where one bucket's bytes go: the model itself, or memory reused from step to step. See lanes.base.Sink."""
         direct = self._direct(arrival)
         if direct is not None:
+            self._in_place.add(arrival.bucket)
             return direct
+        self._in_place.discard(arrival.bucket)
         held = self._memory.get(arrival.bucket)
         if held is None or held.numel() != arrival.payload_bytes:
             held = self._memory[arrival.bucket] = torch.empty(arrival.payload_bytes, dtype=torch.uint8)
@@ -187,30 +243,54 @@ class BucketSink:
 
     def done(self, arrival: Arrival) -> None:
         """Load a whole bucket. See lanes.base.Sink."""
+        load: Callable[[], None] = _nothing
         if not arrival.unchanged:
-            spec = self._layout.plan.shards[self._shard].buckets[arrival.bucket]
-            if arrival.payload_bytes == 0 or self._direct(arrival) is None:
+            spec = self._spec(arrival)
+            if arrival.bucket in self._in_place:
+                load = functools.partial(self._received, arrival.bucket)
+            else:
                 payload = memory_of(self._memory[arrival.bucket]) if arrival.payload_bytes else memoryview(b"")
-                self._decode(arrival, spec, payload)
+                load = functools.partial(self._load, arrival, payload)
             self.wire_bytes += arrival.payload_bytes
             self.raw_bytes += spec.nbytes
-        self._note(arrival)
+        self._landed(arrival, load)
 
     def take(self, arrival: Arrival, memory: memoryview) -> None:
-        """Load a whole bucket from shared memory; it counts no bytes on the wire. See lanes.base.Sink."""
-        spec = self._layout.plan.shards[self._shard].buckets[arrival.bucket]
-        self._decode(arrival, spec, memory)
-        self.raw_bytes += spec.nbytes
-        self._note(arrival)
+        """Load a whole bucket from shared memory; it counts no bytes on the wire. See lanes.base.Sink.
 
-    def _decode(self, arrival: Arrival, spec: BucketSpec, payload: memoryview) -> None:
+        Waits while the model must not be written to: a copy in between would cost more than it gains.
+        """
+        if not self._arrivals.await_release(self._hold_s):
+            raise UnreachableError(f"shard {self._shard}: what it published was not taken within {self._hold_s:.0f} s")
+        self.raw_bytes += self._spec(arrival).nbytes
+        self._landed(arrival, functools.partial(self._load, arrival, memory))
+
+    def _spec(self, arrival: Arrival) -> BucketSpec:
+        return self._layout.plan.shards[self._shard].buckets[arrival.bucket]
+
+    def _load(self, arrival: Arrival, payload: memoryview) -> None:
+        spec = self._spec(arrival)
         codec = codec_for(arrival.codec, spec)
         with torch.no_grad():
             self._layout.load(self._shard, arrival.bucket, codec.decode(payload, spec.dtype, spec.elements))
+        self._keep_buffers(arrival.bucket)
 
-    def _note(self, arrival: Arrival) -> None:
-        self.arrived.add(arrival.bucket)
+    def _received(self, bucket: int) -> None:
+        self._layout.mark_written(self._shard, bucket)
+        self._keep_buffers(bucket)
+
+    def _keep_buffers(self, bucket: int) -> None:
+        if self._layout.plan.shards[self._shard].buckets[bucket].kind is TensorKind.BUFFER:
+            with torch.no_grad():
+                self._layout.keep(self._shard, bucket)
+
+    def _landed(self, arrival: Arrival, load: Callable[[], None]) -> None:
+        if arrival.bucket in self.arrived:
+            # It came a second time, after a broken call: a forward pass may have changed it since (batch norm).
+            return
         self._held[arrival.bucket] = (arrival.step, arrival.version)
+        self.arrived.add(arrival.bucket)
+        self._arrivals.landed((self._shard, arrival.bucket), load)
 
     @property
     def base_step(self) -> int | None:
@@ -223,3 +303,7 @@ class BucketSink:
     def base_version(self) -> int:
         """Lowest version over what the model holds of each bucket."""
         return min((version for _, version in self._held.values()), default=0)
+
+
+def _nothing() -> None:
+    """Load nothing: the model holds these bits already."""

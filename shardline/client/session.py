@@ -35,7 +35,7 @@ from shardline.errors import (
     UsageError,
 )
 from shardline.lanes.base import Lane
-from shardline.lanes.grpc import GrpcLane
+from shardline.lanes.open import open_lane
 from shardline.metrics import Metrics
 from shardline.model import named_values
 from shardline.process import Termination, resolve_device
@@ -237,8 +237,13 @@ class Session:
         for place in view.placement:
             peer = self._peers.get(place.task, place.address)
             peer.on_retry = self.metrics.counter("shardline_rpc_retries_total", peer=place.task).inc
-            elements = [bucket.elements for bucket in view.plan.shards[place.shard].buckets]
-            lanes[place.shard] = GrpcLane(peer, place.shard, elements)
+            lanes[place.shard] = open_lane(
+                self.config,
+                peer,
+                place.shard,
+                view.plan.shards[place.shard],
+                on_fallback=lambda lane, reason: self.metrics.counter("shardline_lane_fallbacks_total", lane=lane).inc(),
+            )
         self._trainer = Trainer(
             view,
             self._values,
@@ -474,6 +479,7 @@ class Session:
         while True:
             try:
                 figures = self.trainer.finish()
+                assert figures is not None
             except (Restart, Interrupted, Stopped) as error:
                 if not self._go_on(error):
                     return False

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from shardline.client.layout import fill_bucket, present_bits
+from shardline.client.arrivals import Key
+from shardline.client.layout import fill_bucket, present_bits, tensor_piece
 from shardline.contributions import Contributions, Partial
 from shardline.lanes.base import BucketPayload, Contribution, Whole
-from shardline.reduce import Block
-from shardline.sharding import Plan
+from shardline.reduce import Block, is_finite
+from shardline.sharding import BucketSpec, Plan
 from shardline.spec import DTYPES, TensorKind
 from shardline.wire.codecs import RAW, codec_for
-from shardline.wire.frames import digest
+from shardline.wire.frames import digest, tensor_from_bytes
+
+Allocate = Callable[[int, int, int], memoryview | None]
+"""(shard, bucket, bytes) -> the lane's own memory for this bucket's gradient in this step, or None.
+
+Its padding is zero: what was never written, or held the same bucket before.
+"""
+
+
+def no_memory(shard: int, bucket: int, nbytes: int) -> None:
+    """For lanes that have no memory of their own."""
 
 
 @dataclass
@@ -30,18 +41,22 @@ class StepExtras:
 class Staging:
     """Flat bucket tensors of one worker, reused from step to step.
 
-    presum: add up the gradients of a whole block of replicas before sending (bits stay the same). Off in the first
-    step after a (re)start, when parts of a block may be counted already.
+    Different buckets may be added and encoded by different threads at the same time.
     """
 
-    def __init__(self, plan: Plan, replicas: int, codec: str) -> None:
+    def __init__(self, plan: Plan, replicas: int, codec: str, allocate: Allocate = no_memory) -> None:
         self._plan = plan
         self._replicas = replicas
         self._codec = codec
-        self._free: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._lent: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._sums: dict[tuple[int, int], Contributions] = {}
-        self._singles: dict[tuple[int, int], dict[Block, Partial]] = {}
+        self._allocate = allocate
+        self._free: dict[Key, list[torch.Tensor]] = {}
+        self._lent: dict[Key, list[torch.Tensor]] = {}
+        self._asked: set[Key] = set()
+        """Buckets for which the lane gave memory, or had none, in this step."""
+        self._sums: dict[Key, Contributions] = {}
+        self._singles: dict[Key, dict[Block, Partial]] = {}
+        self.keys = [(s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets))]
+        """Every bucket."""
         self.extras = StepExtras()
 
     def clear(self) -> None:
@@ -49,76 +64,124 @@ class Staging:
         for key, lent in self._lent.items():
             self._free.setdefault(key, []).extend(lent)
         self._lent.clear()
+        self._asked.clear()
         self._sums.clear()
         self._singles.clear()
         self.extras = StepExtras()
 
-    def _buffer(self, key: tuple[int, int]) -> torch.Tensor:
+    def _spec(self, key: Key) -> BucketSpec:
+        return self._plan.shards[key[0]].buckets[key[1]]
+
+    def _lane_memory(self, key: Key) -> torch.Tensor | None:
+        """The lane's own memory, once a step: what was given up in an earlier step may still be read by the peer."""
+        if key in self._asked:
+            return None
+        self._asked.add(key)
+        spec = self._spec(key)
+        # Another codec's bytes are made elsewhere anyway.
+        wanted = spec.nbytes > 0 and codec_for(self._codec, spec) is RAW
+        memory = self._allocate(*key, spec.nbytes) if wanted else None
+        return None if memory is None else tensor_from_bytes(memory, spec.dtype)
+
+    def _buffer(self, key: Key) -> torch.Tensor:
         free = self._free.get(key)
-        spec = self._plan.shards[key[0]].buckets[key[1]]
+        spec = self._spec(key)
         buffer = free.pop() if free else torch.zeros(spec.elements, dtype=DTYPES[spec.dtype])
         self._lent.setdefault(key, []).append(buffer)
         return buffer
 
     def add(
-        self, replica: int, gradients: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor], *, presum: bool
-    ) -> None:
-        """Take one replica's gradients and (replica 0's) changed buffers, by tensor number. They are copied."""
-        for s, shard in enumerate(self._plan.shards):
-            for b, bucket in enumerate(shard.buckets):
-                source = buffers if bucket.kind is TensorKind.BUFFER else gradients
-                values: torch.Tensor | None = None
-                present = (False,) * len(bucket.slices)
-                if any(piece.tensor in source for piece in bucket.slices):
-                    values = self._buffer((s, b))
-                    present = fill_bucket(self._plan, bucket, values, source)
-                block = Block(replica, 1)
-                if presum:
-                    sums = self._sums.setdefault((s, b), Contributions(bucket, self._replicas))
-                    sums.add(block, values, present, 0)
-                else:
-                    self._singles.setdefault((s, b), {})[block] = Partial(values, present)
+        self,
+        replica: int,
+        gradients: Mapping[int, torch.Tensor],
+        buffers: Mapping[int, torch.Tensor],
+        *,
+        presum: bool,
+        keep: bool = False,
+    ) -> list[str]:
+        """Take one replica's gradients and (replica 0's) changed buffers, by tensor number, into every bucket.
 
-    def _partials(self, shard: int, bucket: int) -> dict[Block, Partial]:
-        held = dict(self._singles.get((shard, bucket), {}))
-        if (shard, bucket) in self._sums:
-            held.update(self._sums[(shard, bucket)].partials())
+        See add_bucket. Returns the names of gradients that are not finite, each once, in the plan's order.
+        """
+        bad: set[int] = set()
+        for key in self.keys:
+            is_buffer = self._spec(key).kind is TensorKind.BUFFER
+            # Buffers go back to what they were before the push has left, so these are copied always.
+            bad.update(
+                self.add_bucket(
+                    key, replica, buffers if is_buffer else gradients, presum=presum, keep=keep and not is_buffer
+                )
+            )
+        return [self._plan.tensors[number].name for number in sorted(bad)]
+
+    def add_bucket(
+        self, key: Key, replica: int, source: Mapping[int, torch.Tensor], *, presum: bool, keep: bool
+    ) -> list[int]:
+        """Take one replica's part of one bucket; returns the tensors whose gradients have NaN or infinity.
+
+        presum: add up the gradients of a whole block of replicas before sending (bits stay the same). Off in the first
+        step after a (re)start, when parts of a block may be counted already.
+        keep: the gradients stay as they are until clear(): a bucket that is one piece of one of them is not copied.
+        """
+        spec = self._spec(key)
+        values: torch.Tensor | None = None
+        present = (False,) * len(spec.slices)
+        borrowed = False
+        if any(piece.tensor in source for piece in spec.slices):
+            values = self._lane_memory(key)
+            if values is None and keep:
+                values = tensor_piece(self._plan, spec, source)
+                borrowed = values is not None
+            if values is None:
+                values = self._buffer(key)
+            present = tuple(piece.tensor in source for piece in spec.slices)
+            if not borrowed:
+                fill_bucket(self._plan, spec, values, source)
+        block = Block(replica, 1)
+        if presum:
+            sums = self._sums.setdefault(key, Contributions(spec, self._replicas))
+            sums.add(block, values, present, 0, borrowed=borrowed)
+        else:
+            self._singles.setdefault(key, {})[block] = Partial(values, present, borrowed)
+        if values is None or spec.kind is TensorKind.BUFFER or is_finite(values):
+            return []
+        return [piece.tensor for piece in spec.slices if not is_finite(values[piece.offset : piece.end])]
+
+    def _partials(self, key: Key) -> dict[Block, Partial]:
+        held: dict[Block, Partial] = dict(self._singles.get(key, {}))
+        if key in self._sums:
+            held.update(self._sums[key].partials())
         return held
 
     def blocks(self) -> list[Block]:
-        """Blocks to push, in order."""
-        return sorted(self._partials(0, 0))
+        """Blocks to push, in order; every bucket has the same."""
+        return sorted(self._partials((0, 0)))
 
-    def contribution(self, shard: int, block: Block, **more: object) -> Contribution:
-        """The encoded push of one block to one shard; `more` are further fields of Contribution."""
-        payloads, empty = [], []
-        for b, bucket in enumerate(self._plan.shards[shard].buckets):
-            partial = self._partials(shard, b)[block]
-            if partial.values is None:
-                empty.append(b)
-                continue
-            data = codec_for(self._codec, bucket).encode(partial.values)
-            payloads.append(
-                BucketPayload(
-                    bucket=b,
-                    dtype=bucket.dtype,
-                    elements=bucket.elements,
-                    present=present_bits(partial.present),
-                    data=data,
-                    raw_bytes=bucket.nbytes,
-                    digest=digest(data),
-                )
-            )
-        samples = sum(self.extras.samples.get(replica, 0) for replica in range(block.first, block.end))
-        return Contribution(
-            payloads=Whole(payloads, empty),
-            block=block,
-            hyper=self.extras.hyper,
-            nonfinite=tuple(self.extras.nonfinite),
-            num_samples=samples,
-            codec=self._codec,
-            **more,  # type: ignore[arg-type]
+    def is_empty(self, key: Key, block: Block) -> bool:
+        """Whether no slice of a bucket has a gradient in this block, all of whose replicas were added."""
+        return self._partials(key)[block].values is None
+
+    def payload(self, key: Key, block: Block, nonfinite: Sequence[str] = ()) -> BucketPayload:
+        """One bucket of a block's push, encoded. Raises KeyError where the block has nothing in it."""
+        spec = self._spec(key)
+        partial = self._partials(key)[block]
+        if partial.values is None:
+            raise KeyError(f"bucket {key} of block {block} is empty")
+        data = codec_for(self._codec, spec).encode(partial.values)
+        return BucketPayload(
+            bucket=key[1],
+            dtype=spec.dtype,
+            elements=spec.elements,
+            present=present_bits(partial.present),
+            data=data,
+            raw_bytes=spec.nbytes,
+            digest=digest(data),
+            nonfinite=tuple(nonfinite),
         )
+
+    def samples(self, block: Block) -> int:
+        """Samples that a block's replicas computed with."""
+        return sum(self.extras.samples.get(replica, 0) for replica in range(block.first, block.end))
 
 
 def initial_contribution(plan: Plan, shard: int, values: Sequence[torch.Tensor]) -> Contribution:

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from shardline.client.exchange import Exchange, Restart, ShardOutcome, ShardTask
+from shardline.client.arrivals import Arrivals, Key
+from shardline.client.exchange import Exchange, Restart, Running, ShardOutcome, ShardTask
 from shardline.client.layout import BucketSink, ModelLayout
+from shardline.client.live import LivePayloads
+from shardline.client.overlap import (
+    EarlyPush,
+    Expected,
+    FireCount,
+    GradientHooks,
+    homes,
+    keys_of,
+    why_not_early,
+)
+from shardline.client.priority import SendQueue, bucket_ranks, default_credit
 from shardline.client.staging import Staging, initial_contribution
+from shardline.client.traffic import Traffic
 from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
-from shardline.errors import NonFiniteError, ProtocolError
-from shardline.lanes.base import Contribution, Lane, Sender, Want, Whole
-from shardline.reduce import is_finite
+from shardline.errors import JobError, NonFiniteError, ProtocolError
+from shardline.lanes.base import Contribution, Lane, Payloads, Sender, Want, Whole
+from shardline.reduce import Block, cover
 from shardline.rpc.client import JobView
 from shardline.spec import TensorKind
 from shardline.wire.codecs import RAW
 
 log = logging.getLogger("shardline.client")
+
+PATIENCE = 5.0
+"""A call waits for gradients as many times longer than the longest computation so far."""
+LONGEST_WAIT_S = 600.0
+"""What a server holds a pull at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +55,8 @@ class Trainer:
     """Gradients in, parameters out, for one worker and all shards. Used by one thread.
 
     lanes: by shard. replicas: R of the job. The model's tensors are written by pulls.
+    overlap: gradients may leave during the backward pass (expect()), and finish(wait=False) returns before the next
+    parameters have come. credit_bytes: see SendQueue; 0 = derived from the buckets.
     """
 
     def __init__(
@@ -50,12 +70,17 @@ class Trainer:
         incarnation: int,
         index: int,
         on_retry: Callable[[int], None] = lambda shard: None,
+        overlap: bool = False,
+        credit_bytes: int = 0,
     ) -> None:
         self.job = view.job
         self.plan = view.plan
         self.is_sync = view.job.consistency.mode == "sync"
         self.layout = ModelLayout(view.plan, tensors)
-        self.sinks = {s: BucketSink(self.layout, s, view.job.codec) for s in range(len(view.plan.shards))}
+        self.arrivals = Arrivals((s, b) for s, shard in enumerate(view.plan.shards) for b in range(len(shard.buckets)))
+        self.sinks = {
+            s: BucketSink(self.layout, s, view.job.codec, self.arrivals) for s in range(len(view.plan.shards))
+        }
         self.exchange = Exchange(lanes, self.sinks, timeouts, index=index, on_retry=on_retry)
         self._lanes = lanes
         self._timeouts = timeouts
@@ -66,10 +91,11 @@ class Trainer:
             task=task,
             incarnation=incarnation,
         )
-        self._staging = Staging(view.plan, view.job.replicas if self.is_sync else 1, view.job.codec)
-        self._snapshot = self.layout.snapshot()
+        self._staging = Staging(
+            view.plan, view.job.replicas if self.is_sync else 1, view.job.codec, allocate=self._allocate
+        )
         self.step = 0
-        """Synchronous: the step whose parameters the model holds."""
+        """Synchronous: the step whose parameters the model holds, or will hold when what is under way has come."""
         self._have: int | None = None
         """Step of the parameters in the model's tensors, where they are known to be whole."""
         self._seq = dict.fromkeys(self.sinks, 0)
@@ -78,10 +104,40 @@ class Trainer:
         self._first = True
         """The first step after a (re)start: parts of a block may be counted already."""
         self._tensor_of = {spec.name: number for number, spec in enumerate(view.plan.tensors)}
-        self._pushed = {shard: [0, 0] for shard in self.sinks}
+        self._homes = homes(view.plan)
+        self._buffer_keys = keys_of(self._homes, self.layout.buffers)
+        self.meter = Traffic(self.sinks)
         self.on_nonfinite: Callable[[str], None] = lambda name: None
         """Called with "loss" or a tensor's name when it is not finite."""
-        self._metered: dict[int, tuple[int, int, int, int]] = {}
+        # The open step
+        self._pushes: dict[int, list[Contribution]] = {}
+        """By shard, made once: retries send the same."""
+        self._running: Running | None = None
+        self._finished = False
+        """finish() was called for the open step."""
+        self._start_s = 0.0
+        self._touched = False
+        """A forward pass of the open step may have changed the model's buffers."""
+        # Overlap
+        self.uses: dict[int, None] | None = {} if overlap else None
+        """Tensors in the order of their first use; filled in the first step by who watches the forward pass."""
+        self._hooks = GradientHooks(view.plan, self.layout.tensors) if overlap else None
+        self._count: FireCount | None = None
+        self._once: set[int] = set()
+        self._ranks = bucket_ranks(view.plan, range(len(view.plan.tensors)))
+        self._sent_order: dict[int, list[int]] = {}
+        """By shard, as buckets left in the step before."""
+        self._credit_bytes = credit_bytes
+        self._early: EarlyPush | None = None
+        self._expected: Expected | None = None
+        self._told: set[str] = set()
+        self._began_s = 0.0
+        self._longest_s = 0.0
+        """Longest computation of a step so far."""
+
+    def _allocate(self, shard: int, bucket: int, nbytes: int) -> memoryview | None:
+        allocate = getattr(self._lanes[shard], "allocate", None)
+        return allocate(bucket, nbytes) if allocate is not None else None
 
     # Starting
 
@@ -96,10 +152,14 @@ class Trainer:
         self.exchange.run(self._sender, tasks)
 
     def locate(self, replicas: Iterable[int], timeline: int) -> set[int]:
-        """Find the step to work on, pull its parameters; returns the replicas that still have to contribute to it."""
+        """Find the step to work on, pull its parameters; returns the replicas that still have to contribute to it.
+
+        Nothing may be under way: see give_up().
+        """
         self._sender = replace(self._sender, timeline=timeline)
         self._have = None
         self._first = True
+        self._close_step()
         owned = sorted(replicas)
         if not self.is_sync:
             self._pull_latest()
@@ -117,9 +177,7 @@ class Trainer:
         return {replica for replica, step in steps.items() if step == self.step}
 
     def _pull(self, step: int) -> None:
-        want = Want(step=step, have_step=self._have, wait_s=self._timeouts.server_wait_s)
-        tasks = {shard: ShardTask(shard=shard, contributions=[], want=want) for shard in self.sinks}
-        self.exchange.run(self._sender, tasks)
+        self._pull_all(Want(step=step, have_step=self._have, wait_s=self._timeouts.server_wait_s))
         self._arrived(step)
 
     def _pull_latest(self) -> None:
@@ -128,10 +186,13 @@ class Trainer:
             if standing.outcome is not Outcome.SERVED:
                 raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
             self._seq[shard] = standing.last_seq
-        want = Want(step=None, wait_s=self._timeouts.server_wait_s)
-        tasks = {shard: ShardTask(shard=shard, contributions=[], want=want) for shard in self.sinks}
-        self.exchange.run(self._sender, tasks)
+        self._pull_all(Want(step=None, wait_s=self._timeouts.server_wait_s))
         self._arrived(None)
+
+    def _pull_all(self, want: Want) -> None:
+        self.arrivals.begin(hold=False)
+        tasks = {shard: ShardTask(shard=shard, contributions=[], want=want) for shard in self.sinks}
+        self.exchange.start(self._sender, tasks, self.arrivals.end).wait()
 
     def _arrived(self, step: int | None) -> None:
         """All buckets of a pull are in the model."""
@@ -141,15 +202,130 @@ class Trainer:
         self._base = {shard: sink.base_version for shard, sink in self.sinks.items()}
         if step is not None:
             self.step = step
-        self._snapshot = self.layout.snapshot()
+        self._close_step()
+
+    def _close_step(self) -> None:
+        """The open step's pushes are acknowledged or given up: free what they held."""
+        if self._hooks is not None:
+            self._hooks.ignore()
+        for pushes in self._pushes.values():
+            for push in pushes:
+                if isinstance(push.payloads, LivePayloads):
+                    push.payloads.drop()
+        if self._early is not None:
+            self._early.drop()
+        self._early = self._expected = self._running = None
+        self._pushes = {}
+        self._finished = False
         self._staging.clear()
+
+    def give_up(self) -> None:
+        """End what is under way; what arrived of it is of no use. arm() the exchange before the next one."""
+        running = self._running
+        if running is not None:
+            self.exchange.interrupt()
+            self.arrivals.end()
+            try:
+                running.wait()
+            except Exception as error:
+                log.debug("given up: %s", error)
+        self._touched = False
+        self._close_step()
 
     # A step
 
+    @property
+    def pending(self) -> bool:
+        """Whether finish(wait=False) has returned and settle() has not been called since."""
+        return self._finished
+
+    @property
+    def pending_failed(self) -> bool:
+        """Whether what is pending has failed: settle() would raise."""
+        return self._finished and self._running is not None and self._running.failed
+
     def begin(self) -> None:
         """Before each replica's forward pass: buffers are those of theta_t, whatever replica ran before."""
+        self._began_s = time.monotonic()
+        # Where nobody has run on what arrives at present, it is as it should be.
+        if self._touched or not self._finished:
+            if self._finished:
+                self._load(self._buffer_keys)
+            with torch.no_grad():
+                self.layout.restore()
+        self._touched = True
+
+    def wait_for(self, tensors: Iterable[int]) -> None:
+        """Return when these tensors (numbers in the plan) hold the values of `step`.
+
+        Raises what ended the exchange where it did not bring them; settle() raises it again.
+        """
+        numbers = list(tensors)
+        self._load(keys_of(self._homes, [n for n in numbers if self.plan.tensors[n].kind is not TensorKind.FROZEN]))
         with torch.no_grad():
-            self.layout.restore(self._snapshot)
+            self.layout.settle(numbers)
+
+    def _load(self, keys: Iterable[Key]) -> None:
+        if self.arrivals.load(keys):
+            return
+        if self._running is not None:
+            self._running.wait()
+        raise ProtocolError("a pull ended well without all the buckets it was to bring")
+
+    def settle(self) -> StepFigures | None:
+        """Wait until everything that is pending has come; None where nothing was. Raises as finish() does."""
+        return self._complete() if self._finished else None
+
+    def expect(self, expected: Expected) -> None:
+        """Right before the last backward pass of a replica: let its gradients leave as they are computed, if they may.
+
+        Otherwise contribute() and finish() send them. Nothing may be pending. Raises NonFiniteError as contribute().
+        """
+        hooks = self._hooks
+        if hooks is None:
+            return
+        if not self._once:
+            # How often hooks are called is seen in the first step; nothing leaves early in it.
+            self._count = FireCount()
+            hooks.listen(self._count)
+            return
+        reason = why_not_early(self.job, expected, first=self._first)
+        if reason:
+            self._tell_once(reason)
+            return
+        if expected.loss is not None:
+            self._judge(expected.replica, [] if _is_number(expected.loss) else ["loss"])
+        self._expected = expected
+        self._staging.extras.samples[expected.replica] = expected.samples
+        block = cover(expected.owned, self.job.replicas)[0] if self.is_sync else Block(0, 1)
+        self._early = EarlyPush(
+            self.plan,
+            self._staging,
+            replica=expected.replica if self.is_sync else 0,
+            block=block,
+            presum=block.count > 1,
+            once=self._once,
+            ranks=self._ranks,
+            credit_bytes=self._credit_bytes,
+            begin=self._begin_early,
+            on_nonfinite=lambda names: self._judge(expected.replica, names, early=True),
+            interrupted=self.exchange.refusal,
+        )
+        hooks.listen(self._early)
+
+    def _tell_once(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            log.debug("step %d: gradients leave when the step ends: %s", self.step, reason)
+
+    def _begin_early(self) -> None:
+        """The first bucket is ready. Called by a hook, during the backward pass."""
+        assert self._early is not None and self._expected is not None
+        if self._expected.replica == 0:
+            self._staging.extras.hyper = self._expected.hyper()
+        block = self._early.block if self.is_sync else Block(0, 1)
+        self._pushes = {shard: [self._push(shard, payloads, block)] for shard, payloads in self._early.payloads.items()}
+        self._start(hold=True, compute_s=self._longest_s)
 
     def contribute(
         self,
@@ -159,126 +335,229 @@ class Trainer:
         samples: int = 0,
         loss: float | None = None,
         hyper: Mapping[int, Mapping[str, float]] | None = None,
+        keep: bool = False,
     ) -> None:
         """Take one replica's gradients (by tensor name; absent = None in torch) for the present step.
 
-        Raises NonFiniteError naming loss or tensor under the policy "stop"; nothing has left this worker then.
+        keep: the tensors stay as they are until the step is closed, so they need not be copied.
+        Raises NonFiniteError naming loss or tensor under the policy "stop"; nothing has left this worker then, except
+        buckets that left during the backward pass. JobError where gradients changed after they had left.
         """
+        self._longest_s = max(self._longest_s, time.monotonic() - self._began_s if self._began_s else 0.0)
         numbers = {}
         for name, gradient in gradients.items():
             number = self._tensor_of[name]
             if self.plan.tensors[number].kind is TensorKind.PARAM:
                 numbers[number] = gradient
-        bad = self._nonfinite(numbers, loss)
-        if bad:
-            for name in bad:
-                self.on_nonfinite(name)
-            if self.job.consistency.nan_policy == "stop":
-                raise NonFiniteError(
-                    f"step {self.step}, replica {replica}: {_names(bad)} has NaN or infinity; nothing was sent. "
-                    f"Lower the learning rate, clip gradients (clip_norm), or set nan_policy='skip'"
-                )
-            self._staging.extras.nonfinite.extend(name for name in bad if name not in self._staging.extras.nonfinite)
         # In asynchronous mode every worker's buffers are taken: there is no replica 0 to wait for.
         takes_buffers = replica == 0 or not self.is_sync
-        buffers = self.layout.changed_buffers(self._snapshot) if takes_buffers else {}
+        buffers = self.layout.changed_buffers() if takes_buffers else {}
+        if self._early is not None:
+            self._close_early(numbers, buffers, hyper)
+            return
+        bad = [] if loss is None or _is_number(loss) else ["loss"]
         # Rounding a sum is not summing rounded parts: a lossy codec would make the bits depend on who runs what.
         presum = self.is_sync and not self._first and self.job.codec == RAW.name
         self._staging.extras.samples[replica] = samples
         if hyper and replica == 0:
             self._staging.extras.hyper = hyper
         with torch.no_grad():
-            self._staging.add(replica if self.is_sync else 0, numbers, buffers, presum=presum)
+            bad += self._staging.add(replica if self.is_sync else 0, numbers, buffers, presum=presum, keep=keep)
+        self._judge(replica, bad)
 
-    def _nonfinite(self, gradients: Mapping[int, torch.Tensor], loss: float | None) -> list[str]:
-        bad = []
-        if loss is not None and not (-float("inf") < loss < float("inf")):
-            bad.append("loss")
-        with torch.no_grad():
-            bad.extend(self.plan.tensors[number].name for number, g in gradients.items() if not is_finite(g))
-        return bad
+    def _close_early(
+        self,
+        numbers: Mapping[int, torch.Tensor],
+        buffers: Mapping[int, torch.Tensor],
+        hyper: Mapping[int, Mapping[str, float]] | None,
+    ) -> None:
+        early, expected = self._early, self._expected
+        assert early is not None and expected is not None and self._hooks is not None
+        self._hooks.ignore()
+        try:
+            with torch.no_grad():
+                early.close(numbers, buffers)
+            if expected.replica == 0 and (hyper or {}) != self._staging.extras.hyper:
+                raise JobError(
+                    "a parameter group's numbers (lr ...) were changed after the backward pass had sent gradients with "
+                    "the ones before; change them before backward(), or attach(..., overlap=False)"
+                )
+            if early.error is not None:
+                raise early.error
+        except Exception as error:
+            for payloads in early.payloads.values():
+                payloads.fail(error)
+            raise
 
-    def finish(self, *, clip_scale: float = 1.0) -> StepFigures:
-        """Send what was contributed, get the next parameters. Raises Restart, Stopped or Interrupted."""
-        start_s = time.monotonic()
-        with torch.no_grad():
-            self.layout.restore(self._snapshot)
-        outcomes = self._finish_sync() if self.is_sync else self._finish_async(clip_scale)
-        lag = max((ack.staleness for outcome in outcomes.values() for ack in outcome.acks), default=0)
-        self._first = False
-        return StepFigures(seconds=time.monotonic() - start_s, staleness=lag, outcomes=outcomes)
-
-    def _finish_sync(self) -> dict[int, ShardOutcome]:
-        want = Want(step=self.step + 1, have_step=self._have, wait_s=self._timeouts.server_wait_s)
-        self._have = None
-        blocks = self._staging.blocks()
-        tasks = {}
-        for shard in self.sinks:
-            pushes = [self._staging.contribution(shard, block, step=self.step) for block in blocks]
-            self._count(shard, pushes)
-            tasks[shard] = ShardTask(shard=shard, contributions=pushes, want=want)
-        outcomes = self.exchange.run(self._sender, tasks)
-        self._arrived(self.step + 1)
-        return outcomes
-
-    def _finish_async(self, clip_scale: float) -> dict[int, ShardOutcome]:
-        skip = bool(self._staging.extras.nonfinite)
-        blocks = self._staging.blocks()
-        if len(blocks) != 1:
-            raise ProtocolError("asynchronous mode takes one contribution per step")
-        tasks = {}
-        for shard, base in self._base.items():
-            push = self._staging.contribution(
-                shard,
-                blocks[0],
-                seq=self._seq[shard] + 1,
-                base_min=base,
-                base_max=base,
-                scale=clip_scale,
-                skip=skip,
+    def _judge(self, replica: int, bad: Sequence[str], *, early: bool = False) -> None:
+        """What follows from a loss ("loss") or gradients that are not finite. Raises NonFiniteError under "stop"."""
+        if not bad:
+            return
+        for name in bad:
+            self.on_nonfinite(name)
+        if self.job.consistency.nan_policy == "stop":
+            if not early:
+                self._staging.clear()
+            sent = (
+                "this bucket was not sent, others of this step may be applied already" if early else "nothing was sent"
             )
-            if skip:
-                push = replace(push, payloads=Whole())
-            self._count(shard, [push])
-            want = Want(step=None, have_step=self.sinks[shard].base_step, wait_s=self._timeouts.server_wait_s)
-            tasks[shard] = ShardTask(shard=shard, contributions=[push], want=want)
-        outcomes = self.exchange.run(self._sender, tasks)
+            raise NonFiniteError(
+                f"step {self.step}, replica {replica}: {_names(bad)} has NaN or infinity; {sent}. "
+                f"Lower the learning rate, clip gradients (clip_norm), or set nan_policy='skip'"
+            )
+        if not early:
+            named = self._staging.extras.nonfinite
+            named.extend(name for name in bad if name not in named)
+
+    def finish(self, *, clip_scale: float = 1.0, wait: bool = True) -> StepFigures | None:
+        """Send what was contributed, get the next parameters. Raises Restart, Stopped or Interrupted.
+
+        wait=False: return as soon as everything is on its way, None; wait_for() and settle() say when it has come.
+        """
+        if not self._pushes:
+            self._make_pushes(clip_scale)
+        if self._running is None:
+            self._start_s = time.monotonic()
+        with torch.no_grad():
+            self.layout.restore()
+        self._touched = False
+        if self._running is None:
+            self._start(hold=False)
+        self.arrivals.release()
+        if not wait:
+            self._finished = True
+            self.step += 1
+            return None
+        return self._complete()
+
+    def _make_pushes(self, clip_scale: float) -> None:
+        """The pushes of gradients that were all computed before any left."""
+        blocks = self._staging.blocks()
+        skip = bool(self._staging.extras.nonfinite) and not self.is_sync
+        if not self.is_sync and len(blocks) != 1:
+            raise ProtocolError("asynchronous mode takes one contribution per step")
+        for shard in self.sinks:
+            self._pushes[shard] = [
+                self._push(shard, Whole() if skip else self._ready(shard, block), block, scale=clip_scale, skip=skip)
+                for block in blocks
+            ]
+
+    def _ready(self, shard: int, block: Block) -> LivePayloads:
+        """Payloads of a block whose buckets are all filled; each is encoded when it is sent."""
+        spec = self.plan.shards[shard]
+        queue = SendQueue(
+            self._ranks[shard], [bucket.nbytes for bucket in spec.buckets], self._credit_bytes or default_credit(spec)
+        )
+        payloads = LivePayloads(
+            queue,
+            lambda bucket: self._staging.payload((shard, bucket), block),
+            nbytes=spec.nbytes,
+            interrupted=self.exchange.refusal,
+        )
+        empty = [b for b in range(len(spec.buckets)) if self._staging.is_empty((shard, b), block)]
+        for bucket in range(len(spec.buckets)):
+            if bucket not in empty:
+                payloads.offer(bucket)
+        payloads.close(empty)
+        return payloads
+
+    def _push(
+        self, shard: int, payloads: Payloads, block: Block, *, scale: float = 1.0, skip: bool = False
+    ) -> Contribution:
+        extras = self._staging.extras
+        push = Contribution(
+            payloads=payloads,
+            block=block,
+            hyper=extras.hyper,
+            nonfinite=tuple(extras.nonfinite),
+            num_samples=self._staging.samples(block),
+            codec=self.job.codec,
+        )
+        if self.is_sync:
+            return replace(push, step=self.step)
+        base = self._base[shard]
+        return replace(push, seq=self._seq[shard] + 1, base_min=base, base_max=base, scale=scale, skip=skip)
+
+    def _start(self, *, hold: bool, compute_s: float = 0.0) -> None:
+        """Begin the exchange of the open step with all shards. compute_s: how long gradients may take to come."""
+        patience_s = self._timeouts.rpc_s + PATIENCE * compute_s if hold else 0.0
+        wait_s = min(LONGEST_WAIT_S, self._timeouts.server_wait_s + compute_s)
+        tasks = {}
+        for shard, pushes in self._pushes.items():
+            if self.is_sync:
+                want = Want(step=pushes[0].step + 1, have_step=self._have, wait_s=wait_s)
+            else:
+                want = Want(step=None, have_step=self.sinks[shard].base_step, wait_s=wait_s)
+            for push in pushes:
+                if isinstance(push.payloads, LivePayloads):
+                    push.payloads.patience_s = patience_s or self._timeouts.rpc_s
+            want = replace(want, buckets=self._wanted(shard))
+            tasks[shard] = ShardTask(shard=shard, contributions=pushes, want=want, patience_s=patience_s)
+        self._have = None
+        self._start_s = time.monotonic()
+        self.arrivals.begin(hold=hold)
+        self._running = self.exchange.start(self._sender, tasks, self.arrivals.end)
+
+    def _wanted(self, shard: int) -> list[int]:
+        """Buckets in the order in which to ask for them; [] = the plan's.
+
+        A shard that applies bucket by bucket can answer the first ones pushed first; one that applies a step at once,
+        those that the next forward pass needs first.
+        """
+        if self._hooks is None:
+            return []
+        ranks = self._ranks[shard]
+        order = sorted(range(len(ranks)), key=ranks.__getitem__)
+        terms = self.job.consistency
+        if self.is_sync and terms.clip_norm == 0.0 and terms.nan_policy == "stop":
+            sent = self._sent_order.get(shard, [])
+            return [*sent, *(bucket for bucket in order if bucket not in set(sent))]
+        return order
+
+    def _complete(self) -> StepFigures:
+        """Wait for the running exchange, close the step."""
+        assert self._running is not None
+        try:
+            outcomes = self._running.wait()
+            self._load(self.arrivals.keys)
+        finally:
+            self._running = None
+        for shard, pushes in self._pushes.items():
+            self.meter.pushed(shard, pushes)
+        self._learn()
+        target = self.step if self._finished else self.step + 1
         for shard in outcomes:
             self._seq[shard] += 1
-        self.step += 1
-        step = self.step
-        self._arrived(None)
-        self.step = step
-        return outcomes
+        self._arrived(target if self.is_sync else None)
+        self.step = target
+        self._first = False
+        lag = max((ack.staleness for outcome in outcomes.values() for ack in outcome.acks), default=0)
+        return StepFigures(seconds=time.monotonic() - self._start_s, staleness=lag, outcomes=outcomes)
 
-    def _count(self, shard: int, pushes: Iterable[Contribution]) -> None:
-        for push in pushes:
-            for item in (item for batch in push.payloads.batches() for item in batch):
-                self._pushed[shard][0] += item.raw_bytes
-                self._pushed[shard][1] += len(item.data)
+    def _learn(self) -> None:
+        """After a step: what was seen in it of the order of things."""
+        if self._count is not None and not self._once:
+            self._once = self._count.once
+            self._ranks = bucket_ranks(self.plan, list(self.uses) if self.uses else range(len(self.plan.tensors)))
+        if self._early is not None:
+            self._sent_order = {shard: payloads.order for shard, payloads in self._early.payloads.items()}
 
     @property
     def traffic(self) -> tuple[int, int, int, int]:
         """Bytes so far: pushed raw, pushed wire, pulled raw, pulled wire."""
-        return (
-            sum(raw for raw, _ in self._pushed.values()),
-            sum(wire for _, wire in self._pushed.values()),
-            sum(sink.raw_bytes for sink in self.sinks.values()),
-            sum(sink.wire_bytes for sink in self.sinks.values()),
-        )
-
-    def take_traffic(self, shard: int) -> list[tuple[str, int, int]]:
-        """("push" or "pull", raw, wire) bytes with one shard since the last call."""
-        pushed, sink = self._pushed[shard], self.sinks[shard]
-        now = (pushed[0], pushed[1], sink.raw_bytes, sink.wire_bytes)
-        before = self._metered.get(shard, (0, 0, 0, 0))
-        self._metered[shard] = now
-        push_raw, push_wire, pull_raw, pull_wire = (a - b for a, b in zip(now, before, strict=True))
-        return [("push", push_raw, push_wire), ("pull", pull_raw, pull_wire)]
+        return self.meter.total
 
     def close(self) -> None:
-        """End threads and calls."""
+        """End threads and calls; leave the model without hooks."""
+        if self._hooks is not None:
+            self._hooks.close()
+        self.arrivals.end()
         self.exchange.close()
+        self._close_step()
+
+
+def _is_number(value: float) -> bool:
+    return -float("inf") < value < float("inf")
 
 
 def _names(bad: Iterable[str]) -> str:

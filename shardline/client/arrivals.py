@@ -1,0 +1,104 @@
+"""Which pulled buckets have come, which are held back until the backward pass is over, and who waits for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+Key = tuple[int, int]
+"""(shard, bucket)."""
+
+
+class Arrivals:
+    """Buckets of one pull of all shards. Lanes report them; the computing thread waits for them.
+
+    While it holds, nothing is written to the model: a parameter may be needed by the backward pass after its own
+    gradient is complete (weights read by a function that has no gradient for them, recomputation), so what comes before
+    the end of the step is kept aside and loaded by the computing thread when it is needed.
+    """
+
+    def __init__(self, keys: Iterable[Key]) -> None:
+        self.keys = tuple(keys)
+        self._changed = threading.Condition()
+        self._holding = False
+        self._held: dict[Key, Callable[[], None]] = {}
+        self._missing: set[Key] = set()
+        self._over = True
+
+    def begin(self, *, hold: bool) -> None:
+        """A pull of every bucket begins; hold: keep what comes aside until release()."""
+        with self._changed:
+            self._missing = set(self.keys)
+            self._held.clear()
+            self._holding = hold
+            self._over = False
+
+    @property
+    def holding(self) -> bool:
+        """Whether what comes now must not be written to the model."""
+        return self._holding
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some bucket has not been loaded yet."""
+        return bool(self._missing)
+
+    # Lanes
+
+    def landed(self, key: Key, load: Callable[[], None]) -> None:
+        """A bucket is whole; load() writes it to the model, now on this thread or later on the computing one."""
+        with self._changed:
+            if self._holding:
+                self._held[key] = load
+                self._changed.notify_all()
+                return
+        load()
+        with self._changed:
+            self._missing.discard(key)
+            self._changed.notify_all()
+
+    def await_release(self, timeout_s: float) -> bool:
+        """Wait until nothing is held back any more; False when the time has passed or the pull was given up."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._holding or self._over, timeout_s)
+            return not self._holding
+
+    def end(self) -> None:
+        """No exchange runs any more, or the pull is given up: nobody waits for what has not come."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    # The computing thread
+
+    def release(self) -> None:
+        """The model may be written to from now on."""
+        with self._changed:
+            self._holding = False
+            self._changed.notify_all()
+
+    def load(self, keys: Iterable[Key]) -> bool:
+        """Return when these buckets are in the model; False where the exchange ended without one of them.
+
+        The exchange's own deadlines end this wait.
+        """
+        wanted = [key for key in keys if key in self._missing]
+
+        def some() -> bool:
+            return self._over or any(key in self._held or key not in self._missing for key in wanted)
+
+        while wanted:
+            with self._changed:
+                self._changed.wait_for(some)
+                ready = [key for key in wanted if key in self._held]
+                stuck = self._over and not ready
+                loads = [(key, self._held.pop(key)) for key in ready]
+            for key, load in loads:
+                load()
+                with self._changed:
+                    self._missing.discard(key)
+                    self._changed.notify_all()
+            wanted = [key for key in wanted if key in self._missing]
+            if stuck and wanted:
+                return False
+        return True
