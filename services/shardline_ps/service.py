@@ -72,7 +72,7 @@ class PsProcess:
     def start(self) -> str:
         """Bind and serve; returns the address."""
         self.voters.bind(self.server.loop)
-        for offer in offers(self._config, self.meter.refused):
+        for offer in offers(self._config, self.store, self.meter.refused):
             self.attachments.offer(offer)
         return self.server.start()
 
@@ -90,7 +90,9 @@ class PsProcess:
         self.metrics.close()
 
 
-def offers(config: RoleConfig, on_refused: Callable[[str, Exception], None]) -> list[LaneOffer]:
+def offers(
+    config: RoleConfig, store: ParameterStore, on_refused: Callable[[str, Exception], None]
+) -> list[LaneOffer]:
     """Lanes besides grpc that this ps offers, as --lane says."""
     found: list[LaneOffer] = []
     if config.lane in ("auto", "tcp"):

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from shardline.client.trainer import StepFigures, Trainer
-from shardline.config import Timeouts
+from shardline.cluster import ClusterSpec
+from shardline.config import RoleConfig, Timeouts
 from shardline.data import BatchSource, replica_gradients
 from shardline.image import VALUE, BucketImage
 from shardline.job import Job
 from shardline.lanes.base import Lane
-from shardline.lanes.grpc import GrpcLane
+from shardline.lanes.open import open_lane
 from shardline.model import named_values
 from shardline.rpc.channel import Peer
 from shardline.rpc.client import Configuration, JobView, Placement, PsControl
@@ -31,6 +32,7 @@ from shardline.sharding import BUCKET_BYTES, Plan, Slice, make_plan
 from shardline.spec import TensorKind
 from shardline.testing import ReferenceResult
 from shardline_ps.attachments import Attachments
+from shardline_ps.service import offers
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore
@@ -46,7 +48,7 @@ SERVICES = ("shardline.rpc.v1.ParameterServer", "shardline.rpc.v1.Coordinator")
 class Ps:
     """One parameter server without a process of its own."""
 
-    def __init__(self, index: int, timeouts: Timeouts, *, address: str = "127.0.0.1:0") -> None:
+    def __init__(self, index: int, timeouts: Timeouts, *, address: str = "127.0.0.1:0", lane: str = "grpc") -> None:
         self.task = f"ps/{index}"
         self.store = ParameterStore(device=torch.device("cpu"), pool_threads=2)
         self.voters = Voters(self.store, timeouts)
@@ -57,12 +59,21 @@ class Ps:
         )
         self.server = RpcServer(address, register=[register(self.servicer)], service_names=SERVICES, name=self.task)
         self.voters.bind(self.server.loop)
+        if lane != "grpc":
+            spec = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:0",)})
+            config = RoleConfig(role="ps", index=0, cluster=spec, timeouts=timeouts, lane=lane)
+            for offer in offers(config, self.store, lambda method, error: None):
+                self.attachments.offer(offer)
         self.address = self.server.start()
+
+    async def end(self) -> None:
+        self.attachments.close()
+        await self.voters.close()
 
     def close(self) -> None:
         if self.server.loop.is_closed():
             return
-        self.server.run(self.voters.close(), timeout_s=5.0)
+        self.server.run(self.end(), timeout_s=5.0)
         self.server.close(grace_s=0.2)
         self.store.close()
 
@@ -76,6 +87,7 @@ class Worker:
         index: int,
         *,
         incarnation: int = 1,
+        lane: str = "grpc",
         wrap: Callable[[Lane], Lane] = lambda lane: lane,
     ) -> None:
         self.cluster = cluster
@@ -88,7 +100,7 @@ class Worker:
         self.peers = [Peer(ps.task, ps.address, cluster.timeouts) for ps in cluster.hosts]
         lanes: dict[int, Lane] = {}
         for shard, spec in enumerate(cluster.plan.shards):
-            lanes[shard] = wrap(GrpcLane(self.peers[shard], shard, [bucket.elements for bucket in spec.buckets]))
+            lanes[shard] = wrap(open_lane(cluster.lane_config(lane), self.peers[shard], shard, spec))
         self.trainer = Trainer(
             cluster.view,
             self.values,
@@ -166,15 +178,17 @@ class Cluster:
         cut_every: int = 0,
         members: Mapping[str, int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        lane: str = "grpc",
     ) -> None:
         self.job = job
+        self.lane = lane
         self.timeouts = timeouts or Timeouts(total_s=20.0)
         self.timeline = TIMELINE
         with COMPUTE:
             self.spec = job.spec(job.build_model())
         self.plan = make_plan(self.spec.tensors, ps, bucket_bytes=bucket_bytes)
         # A model with few pieces has fewer shards than there are ps.
-        self.hosts = [Ps(index, self.timeouts) for index in range(len(self.plan.shards))]
+        self.hosts = [Ps(index, self.timeouts, lane=lane) for index in range(len(self.plan.shards))]
         self._workers: list[Worker] = []
         self.placement = tuple(
             Placement(shard=shard, task=host.task, address=host.address) for shard, host in enumerate(self.hosts)
@@ -216,9 +230,21 @@ class Cluster:
             codec=self.spec.codec,
         )
 
-    def worker(self, index: int, *, incarnation: int = 1, wrap: Callable[[Lane], Lane] = lambda lane: lane) -> Worker:
+    def lane_config(self, lane: str) -> RoleConfig:
+        """Settings of a task of this cluster, as far as lanes and offers ask for them."""
+        spec = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",), "worker": ("127.0.0.1:0",)})
+        return RoleConfig(role="worker", index=0, cluster=spec, timeouts=self.timeouts, lane=lane)
+
+    def worker(
+        self,
+        index: int,
+        *,
+        incarnation: int = 1,
+        lane: str | None = None,
+        wrap: Callable[[Lane], Lane] = lambda lane: lane,
+    ) -> Worker:
         """A new life of a worker, closed with the cluster."""
-        worker = Worker(self, index, incarnation=incarnation, wrap=wrap)
+        worker = Worker(self, index, incarnation=incarnation, lane=lane or self.lane, wrap=wrap)
         self._workers.append(worker)
         return worker
 

@@ -1,0 +1,130 @@
+"""One suite for every lane: the same bits, the same retries, and what a lane can't carry goes by another."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+import torch
+
+from shardline.consistency.decision import Outcome
+from shardline.job import Job
+from shardline.lanes.negotiated import NegotiatedLane
+from shardline.testing import ReferenceResult, reference
+from tests.integration.cluster import Cluster, Worker, assert_same_end
+from tests.integration.jobs import Rich, Wide, make_job
+
+LANES = ["grpc", "tcp"]
+SMALL_BUCKETS = 4096
+
+
+@functools.cache
+def job_of(kind: str) -> Job:
+    match kind:
+        case "rich":
+            return make_job("adam", model=Rich, steps=4)
+        case "voted":
+            return make_job("adam", model=Rich, steps=4, clip_norm=0.05)
+        case "wide":
+            return make_job("adam", model=Wide, steps=3)
+        case other:
+            raise ValueError(other)
+
+
+@functools.cache
+def expected(kind: str) -> ReferenceResult:
+    return reference(job_of(kind))
+
+
+def lane_names(worker: Worker) -> set[str]:
+    return {lane.name for lane in worker.trainer._lanes.values()}
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("kind", ["rich", "voted", "wide"])
+def test_every_lane_gives_the_bits_of_the_reference(lane: str, kind: str) -> None:
+    with Cluster(job_of(kind), ps=2, bucket_bytes=SMALL_BUCKETS if kind != "wide" else 1 << 18, lane=lane) as cluster:
+        workers = cluster.train([[0, 2], [1]])
+        assert_same_end(cluster.state(), expected(kind))
+        assert [lane_names(worker) for worker in workers] == [{lane}, {lane}]
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_asynchronous_pushes_are_those_of_the_grpc_lane(lane: str) -> None:
+    ends = []
+    for name in ("grpc", lane):
+        job = make_job("momentum", model=Wide, steps=3, consistency="async")
+        with Cluster(job, ps=2, bucket_bytes=1 << 18, lane=name) as cluster:
+            worker = cluster.worker(0).run_async([0, 1, 2])
+            ends.append((cluster.state().params, {name: value.clone() for name, value in worker.values.items()}))
+    for ours, theirs in zip(*ends, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp16"])
+@pytest.mark.parametrize("lane", LANES)
+def test_rounding_codecs_travel_on_every_lane(lane: str, codec: str) -> None:
+    ends = []
+    for name in ("grpc", lane):
+        job = make_job("adam", model=Wide, steps=2, codec=codec)
+        with Cluster(job, ps=1, bucket_bytes=1 << 18, lane=name) as cluster:
+            cluster.train([[0], [1, 2]])
+            ends.append(cluster.state().params)
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_an_exchange_that_is_interrupted_is_made_again_and_counts_once(lane: str) -> None:
+    job = job_of("wide")
+    with Cluster(job, ps=1, bucket_bytes=1 << 18, lane=lane) as cluster:
+        worker = cluster.worker(0)
+        worker.trainer.exchange.arm()
+        worker.trainer.locate(range(job.replicas), cluster.timeline)
+        (held,) = worker.trainer._lanes.values()
+        stop = threading.Event()
+
+        def disturb() -> None:
+            while not stop.wait(0.003):
+                held.cancel()
+
+        while worker.trainer.step < job.steps:
+            disturber = threading.Thread(target=disturb, daemon=True)
+            disturber.start()
+            timer = threading.Timer(0.1, stop.set)
+            timer.start()
+            worker.step(range(job.replicas))
+            stop.set()
+            disturber.join(5.0)
+            timer.cancel()
+            stop.clear()
+        assert_same_end(cluster.state(), expected("wide"))
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_new_life_of_a_worker_opens_a_lane_of_its_own_and_the_old_one_is_closed(lane: str) -> None:
+    job = job_of("wide")
+    with Cluster(job, ps=1, bucket_bytes=1 << 18, lane=lane, members={"worker/0": 1}) as cluster:
+        old = cluster.worker(0).run(range(job.replicas), 1)
+        cluster.controls[0].set_membership(cluster.timeline, {"worker/0": 2})
+        assert cluster.hosts[0].attachments.count().get(lane, 0) == 0
+        cluster.worker(0, incarnation=2).run(range(job.replicas), job.steps)
+        assert_same_end(cluster.state(), expected("wide"))
+        standing = old.trainer.exchange.progress(old.trainer._sender, 0, [0])
+        assert standing.outcome is Outcome.FENCED
+
+
+def test_a_lane_that_the_ps_does_not_offer_is_left_with_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    job = job_of("wide")
+    told: list[tuple[str, str]] = []
+
+    def listen(lane: object) -> object:
+        assert isinstance(lane, NegotiatedLane)
+        lane._on_fallback = lambda name, reason: told.append((name, reason))
+        return lane
+
+    with Cluster(job, ps=1, lane="grpc") as cluster:
+        cluster.worker(0, lane="tcp", wrap=listen).run(range(job.replicas), job.steps)  # type: ignore[arg-type]
+        assert_same_end(cluster.state(), expected("wide"))
+    assert [name for name, _ in told] == ["tcp"] and "grpc" in told[0][1]
+    assert sum("lane tcp can't be used" in record.getMessage() for record in caplog.records) == 1
