@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,11 @@ class Partial:
     """The memory belongs to somebody else (a worker's segment, a received message): it is read, never written."""
     bound: float = math.inf
     """No element is larger in magnitude; infinity where nobody looked."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the values, borrowed ones too: they keep a message or a segment alive."""
+        return 0 if self.values is None else self.values.nbytes
 
 
 def merge(left: Partial, right: Partial, bucket: BucketSpec) -> Partial:
@@ -94,8 +100,12 @@ def scaled(total: Partial, scale: float) -> Partial:
 class Contributions:
     """Which replicas are counted in the open step, and the partial sums. The bucket's lock guards it."""
 
-    def __init__(self, bucket: BucketSpec, replicas: int) -> None:
+    def __init__(
+        self, bucket: BucketSpec, replicas: int, *, on_held: Callable[[int], None] = lambda difference: None
+    ) -> None:
+        """on_held(bytes more or less) is called when held_bytes changes."""
         self._bucket = bucket
+        self._on_held = on_held
         self._replicas = replicas
         self._partials: dict[Block, Partial] = {}
         self._digests: dict[Block, int] = {}
@@ -103,7 +113,7 @@ class Contributions:
         self.mask = 0
         """Bit r is set where replica r is counted. One number: readable without the lock."""
         self.held_bytes = 0
-        """Bytes of partial sums, without what is borrowed. Readable without the lock."""
+        """Bytes of partial sums. Readable without the lock."""
 
     def add(
         self,
@@ -165,14 +175,13 @@ class Contributions:
         self._partials.clear()
         self._digests.clear()
         self.counted.clear()
-        self.mask = self.held_bytes = 0
+        self.mask = 0
+        self._measure()
 
     def _measure(self) -> None:
-        self.held_bytes = sum(
-            partial.values.nbytes
-            for partial in self._partials.values()
-            if partial.values is not None and not partial.borrowed
-        )
+        before, self.held_bytes = self.held_bytes, sum(partial.held_bytes for partial in self._partials.values())
+        if self.held_bytes != before:
+            self._on_held(self.held_bytes - before)
 
 
 def all_present(bucket: BucketSpec) -> Present:

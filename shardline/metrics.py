@@ -101,6 +101,13 @@ TABLE: tuple[MetricSpec, ...] = (
     _gauge("shardline_shard_version", "updates", ["ps"], ["shard"], "Optimizer applications of a shard"),
     _gauge("shardline_shard_step", "steps", ["ps"], ["shard"], "Lowest step among a shard's buckets"),
     _gauge("shardline_held_bytes", "bytes", ["ps"], ["kind"], "Memory held: parameters, state, staged, cuts"),
+    _gauge("shardline_staging_bytes", "bytes", ["ps"], [], "Contributions on their way in, and sums that wait"),
+    _gauge("shardline_staging_limit_bytes", "bytes", ["ps"], [], "What staging stays below, but for a bucket a stream"),
+    _histogram(
+        "shardline_staging_wait_seconds", "seconds", ["ps"], [], "How long contributions waited for room in staging"
+    ),
+    _gauge("shardline_lane_attachments", "attachments", _DATA, ["lane"], "Bulk sockets and shared segments in use"),
+    _counter("shardline_lane_fallbacks_total", "fallbacks", _DATA, ["lane"], "Times that a lane gave way to the next"),
     _counter("shardline_duplicate_mismatches_total", "pushes", ["ps"], [], "Repeated pushes with other bits"),
     _counter("shardline_refused_messages_total", "messages", ["ps", "chief"], ["method"], "Invalid messages refused"),
     _counter("shardline_fenced_messages_total", "messages", ["ps", "chief"], ["peer"], "Messages of replaced tasks"),

@@ -34,9 +34,10 @@ class Bucket:
         *,
         replicas: int,
         pub: tuple[torch.Tensor, torch.Tensor],
+        on_held: Callable[[int], None] = lambda difference: None,
     ) -> None:
         """pub: where the values live (zeros of the bucket's length and dtype), by step & 1; twice the same where one
-        step at a time is enough.
+        step at a time is enough. on_held(difference) is told when the bytes of partial sums change.
         """
         self.lock = threading.Lock()
         self.shard = shard
@@ -50,7 +51,7 @@ class Bucket:
         self.changed_step = 0
         """Lowest s with theta_s == ... == theta_step: a holder of theta_s or later needs no bytes."""
         self.initialized = False
-        self.contributions = Contributions(spec, replicas)
+        self.contributions = Contributions(spec, replicas, on_held=on_held)
         self.hyper: Mapping[str, float] | None = None
         """Hyper-parameters of the bucket's group for the open step, from replica 0; None = the job's own."""
         self.group = tensors[spec.slices[0].tensor].group

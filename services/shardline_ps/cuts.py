@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from shardline.image import BucketImage
 
+HELD_CUTS = 2
+"""Copies kept at a time: one that the chief fetches, one of the next cut."""
+
 
 @dataclass
 class HeldCut:
@@ -21,7 +24,7 @@ class HeldCut:
 class CutBook:
     """Which steps are to be cut and what is held. Thread-safe; buckets call offer() under their own lock."""
 
-    def __init__(self, num_buckets: int, every: int, *, budget: int = 2) -> None:
+    def __init__(self, num_buckets: int, every: int, *, budget: int = HELD_CUTS) -> None:
         self._lock = threading.Lock()
         self._num_buckets = num_buckets
         self._every = every

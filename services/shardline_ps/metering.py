@@ -21,6 +21,7 @@ class Meter:
         store.on_pulled = self._pulled
         store.on_barrier = self._waited
         store.on_applied = self._applied
+        store.staging.on_wait = self._kept_waiting
 
     def pushed(self, result: PushResult) -> None:
         """A push has ended."""
@@ -59,6 +60,9 @@ class Meter:
     def _applied(self, shard: int, seconds: float) -> None:
         self._metrics.histogram("shardline_apply_seconds", shard=shard).observe(seconds)
 
+    def _kept_waiting(self, wait_s: float) -> None:
+        self._metrics.histogram("shardline_staging_wait_seconds").observe(wait_s)
+
     def _raise_to(self, name: str, total: int) -> None:
         """Bring a counter up to a total that another part keeps."""
         self._metrics.counter(name).inc(max(0, total - self._seen.get(name, 0)))
@@ -82,6 +86,10 @@ class Meter:
                 self._raise_to("shardline_cuts_skipped_total", cuts)
             for kind, held in self._store.held_by_kind().items():
                 metrics.gauge("shardline_held_bytes", kind=kind).set(held)
+            for lane, attachments in self._store.lane_attachments().items():
+                metrics.gauge("shardline_lane_attachments", lane=lane).set(attachments)
+            metrics.gauge("shardline_staging_bytes").set(self._store.staging.in_use)
+            metrics.gauge("shardline_staging_limit_bytes").set(self._store.staging.limit)
             metrics.counter("shardline_heartbeats_total", peer="chief").inc()
             return reply
 

@@ -48,6 +48,7 @@ class PsProcess:
         self.meter = Meter(self.metrics, self.store)
         self.voters = Voters(self.store, config.timeouts, config.security)
         self.attachments = Attachments()
+        self.store.lane_attachments = self.attachments.count
         self.servicer = ParameterServer(
             config.task,
             self.store,
@@ -90,9 +91,7 @@ class PsProcess:
         self.metrics.close()
 
 
-def offers(
-    config: RoleConfig, store: ParameterStore, on_refused: Callable[[str, Exception], None]
-) -> list[LaneOffer]:
+def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str, Exception], None]) -> list[LaneOffer]:
     """Lanes besides grpc that this ps offers, as --lane says."""
     found: list[LaneOffer] = []
     if config.lane in ("auto", "tcp"):

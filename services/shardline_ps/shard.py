@@ -68,8 +68,8 @@ class Shard:
 
     publication: memory of the published values; None = ordinary memory of the settings' device.
 
-    on_publish(bucket number) and on_complete(step) are called without locks held; they must not block. on_complete
-    says that all contributions of a voted step are there.
+    on_publish(bucket number), on_counted() and on_complete(step) are called without locks held; they must not block.
+    on_counted says that contributions were counted or dropped, on_complete that all of a voted step are there.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Shard:
         *,
         publication: Publication | None = None,
         on_publish: Callable[[int], None] = lambda bucket: None,
+        on_counted: Callable[[], None] = lambda: None,
         on_complete: Callable[[int], None] = lambda step: None,
         on_barrier: Callable[[float], None] = lambda wait_s: None,
         on_apply: Callable[[float], None] = lambda seconds: None,
@@ -89,6 +90,9 @@ class Shard:
         spec = settings.plan.shards[number]
         self.is_sync = settings.consistency.mode == "sync"
         self.voted = settings.consistency.voted
+        self._partial_lock = threading.Lock()
+        self.partial_bytes = 0
+        """Bytes of sums that wait for more replicas, or for a verdict. No lock to read."""
         self.publication = PlainPublication(spec, settings.device) if publication is None else publication
         """Where the buckets' values live."""
         self.buckets = [
@@ -101,6 +105,7 @@ class Shard:
                 settings.schedule,
                 replicas=settings.replicas,
                 pub=self._areas(index),
+                on_held=self._held,
             )
             for index, bucket in enumerate(spec.buckets)
         ]
@@ -113,6 +118,7 @@ class Shard:
         self._nonfinite: dict[int, set[str]] = {}
         """Tensors that workers named as not finite, by step (policy "skip")."""
         self._on_publish = on_publish
+        self._on_counted = on_counted
         self._on_complete = on_complete
         self._on_barrier = on_barrier
         self._on_apply = on_apply
@@ -129,6 +135,10 @@ class Shard:
         first = self.publication.tensor(0, bucket)
         two = num_areas(self.settings.plan.shards[self.number].buckets[bucket], sync=self.is_sync) == 2
         return first, self.publication.tensor(1, bucket) if two else first
+
+    def _held(self, difference: int) -> None:
+        with self._partial_lock:
+            self.partial_bytes += difference
 
     # Reading
 
@@ -155,7 +165,7 @@ class Shard:
     @property
     def held_bytes(self) -> int:
         """Bytes of values, optimizer state, partial sums and cuts."""
-        return sum(bucket.nbytes + bucket.contributions.held_bytes for bucket in self.buckets) + self.cuts.held_bytes
+        return sum(bucket.nbytes for bucket in self.buckets) + self.partial_bytes + self.cuts.held_bytes
 
     def progress(self, replica: int) -> int:
         """Step the replica has to work on, as far as this shard knows."""
@@ -245,6 +255,7 @@ class Shard:
             # One bucket stands for the push: the others needn't meet at the shard's lock.
             with self.lock:
                 self.tally.pushes += 1
+        self._on_counted()
         if self.voted:
             if complete:
                 self._complete(step)
@@ -364,10 +375,11 @@ class Shard:
             nonfinite = set(self._nonfinite.pop(step, set()))
             epoch = self._epoch
         sums: list[tuple[int, float]] = []
-        totals = []
+        totals: list[Partial] = []
         for bucket in self.buckets:
             with bucket.lock:
                 if bucket.step != step or not bucket.contributions.complete:
+                    self._held(-sum(total.held_bytes for total in totals))
                     return None
                 total = bucket.contributions.take()
             if bucket.spec.kind is TensorKind.PARAM:
@@ -375,6 +387,7 @@ class Shard:
                 found, names = norm_parts(self.settings.plan, bucket.spec, total)
                 sums += found
                 nonfinite |= names
+            self._held(total.held_bytes)
             totals.append(total)
         vote = ShardVote(step=step, sums=tuple(sums), nonfinite=tuple(sorted(nonfinite)))
         staged = Staged(step, epoch, totals)
@@ -394,7 +407,12 @@ class Shard:
             return
         for bucket in self.buckets:
             with bucket.lock:
-                staged.totals[bucket.number] = Partial(None, ())
+                self._let_go(staged, bucket.number)
+
+    def _let_go(self, staged: Staged, bucket: int) -> None:
+        """A total was applied, or never will be. The bucket's lock is held."""
+        self._held(-staged.totals[bucket].held_bytes)
+        staged.totals[bucket] = Partial(None, ())
 
     def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
         """Apply or skip a voted step in every bucket; nothing where the shard was restored since the vote."""
@@ -405,9 +423,10 @@ class Shard:
                     continue
                 factor = scale if bucket.spec.kind is TensorKind.PARAM else 1.0
                 self._apply(bucket, staged.totals[bucket.number], scale=factor, skip=skip)
-                staged.totals[bucket.number] = Partial(None, ())
+                self._let_go(staged, bucket.number)
                 self._cut_if_wanted(bucket)
             self._on_publish(bucket.number)
+        self._on_counted()
         with self.lock:
             if self._staged is staged:
                 self._staged = None
@@ -542,6 +561,7 @@ class Shard:
             self._nonfinite.clear()
             self._completed.clear()
             self.sequences.clear()
+        self._on_counted()
         for bucket in self.buckets:
             self._on_publish(bucket.number)
 
@@ -557,4 +577,5 @@ class Shard:
         with self.lock:
             self._nonfinite.clear()
             self._completed.clear()
+        self._on_counted()
         return dropped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,14 +14,25 @@ import torch
 
 from shardline.errors import ProtocolError, UsageError
 from shardline.rpc.client import Placement
-from shardline.sharding import Plan, ShardSpec
-from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind
-from shardline.update import BucketRule, check_tensors
+from shardline.sharding import ShardSpec
+from shardline.spec import TensorKind
+from shardline.update import check_tensors
 from shardline.wire.codecs import check_codec
 from shardline_ps.authority import Authority
+from shardline_ps.configuration import (
+    PsConfiguration,
+    least_staging_bytes,
+    memory_plan,
+    memory_sentence,
+    planned_bytes,
+    staging_limit,
+)
 from shardline_ps.publication import PlainPublication, Publication
 from shardline_ps.shard import Shard, ShardSettings
 from shardline_ps.signals import Signal
+from shardline_ps.staging import Ledger, Staging
+
+__all__ = ["ParameterStore", "PsConfiguration", "TrafficTally", "numbers", "planned_bytes"]
 
 log = logging.getLogger("shardline.ps")
 T = TypeVar("T")
@@ -37,26 +48,11 @@ class TrafficTally:
     pull_wire: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class PsConfiguration:
-    """What Configure says; equal ones change nothing."""
-
-    job: str
-    timeline: int
-    plan: Plan
-    shards: tuple[int, ...]
-    rule: RuleSpec
-    schedule: ScheduleSpec
-    consistency: ConsistencySpec
-    replicas: int
-    cut_every: int
-    codec: str
-
-
 class ParameterStore:
     """Shards of one ps. Configuration changes on the server's loop; tensor work runs in `pool`.
 
     memory_limit_bytes bounds what Configure may allocate; None = no bound.
+    staging_bytes bounds receive slots and partial sums; None = by the plan, see shardline_ps.staging.
     """
 
     def __init__(
@@ -65,10 +61,14 @@ class ParameterStore:
         device: torch.device,
         pool_threads: int,
         memory_limit_bytes: int | None = None,
+        staging_bytes: int | None = None,
     ) -> None:
         self.device = device
         self.pool_threads = pool_threads
         self.memory_limit_bytes = memory_limit_bytes
+        self.staging_bytes = staging_bytes
+        self.staging = Staging()
+        """Who may bring the next contribution."""
         self.authority = Authority()
         self.shards: dict[int, Shard] = {}
         self.signals: dict[tuple[int, int], Signal] = {}
@@ -84,6 +84,10 @@ class ParameterStore:
             spec, self.device
         )
         """(shard's plan, whether synchronous): memory for the values that the shard publishes; host memory only."""
+        self.lane_bytes: Callable[[PsConfiguration], int] = lambda configuration: 0
+        """Memory that lanes will hold besides published values and staging, for the sum at start."""
+        self.lane_attachments: Callable[[], Mapping[str, int]] = lambda: {}
+        """Open attachments by lane, for the metrics."""
         self.on_complete: Callable[[int, int], None] = lambda shard, step: None
         """(shard, step): all contributions of a voted step are there. Called from pool threads."""
         self.on_failure: Callable[[Exception], None] = lambda error: None
@@ -117,6 +121,9 @@ class ParameterStore:
         check_codec(configuration.codec)
         check_tensors(configuration.rule, plan.tensors)
         needed = planned_bytes(configuration)
+        if self.device.type != "cpu":
+            # Sums that wait for more replicas live on the device too.
+            needed += least_staging_bytes(configuration)
         if self.memory_limit_bytes is not None and needed > self.memory_limit_bytes:
             raise UsageError(
                 f"the shards of this ps need {needed:,} bytes on {self.device} with optimizer state, the limit is "
@@ -137,6 +144,7 @@ class ParameterStore:
         }
         self.shards = shards
         self.configuration = configuration
+        self.staging.configure(staging_ledger(configuration, shards, self.staging_bytes), partial_bytes(shards))
         self.generation += 1
         self.authority.configured = True
         self.authority.active = False
@@ -151,7 +159,12 @@ class ParameterStore:
             sum(plan.shards[number].nbytes for number in configuration.shards) / 1e6,
             configuration.rule.name,
         )
+        log.info("%s", memory_sentence(self.memory_plan(configuration), configuration))
         return True
+
+    def memory_plan(self, configuration: PsConfiguration) -> dict[str, int]:
+        """Bytes that a configuration's shards may come to hold, by kind; see shardline_ps.configuration."""
+        return memory_plan(configuration, staging=self.staging_bytes, lanes=self.lane_bytes(configuration))
 
     def _make_shard(self, number: int, settings: ShardSettings) -> Shard:
         spec = settings.plan.shards[number]
@@ -161,6 +174,7 @@ class ParameterStore:
             settings,
             publication=self.make_publication(spec, settings.consistency.mode == "sync") if on_host else None,
             on_publish=lambda bucket: self._notify(number, bucket),
+            on_counted=self.staging.changed,
             on_complete=lambda step: self.on_complete(number, step),
             on_barrier=lambda wait_s: self.on_barrier(number, wait_s),
             on_failure=self._failed,
@@ -201,7 +215,7 @@ class ParameterStore:
         shards = list(self.shards.values())
         return {
             "parameters": sum(bucket.nbytes for shard in shards for bucket in shard.buckets),
-            "staged": sum(bucket.contributions.held_bytes for shard in shards for bucket in shard.buckets),
+            "staged": self.staging.in_use,
             "cuts": sum(shard.cuts.held_bytes for shard in shards),
         }
 
@@ -210,20 +224,39 @@ class ParameterStore:
         self.pool.shutdown(wait=True, cancel_futures=True)
 
 
-def planned_bytes(configuration: PsConfiguration) -> int:
-    """Bytes the shards will hold: parameters (twice in synchronous mode) and the whole optimizer state.
+def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], asked: int | None) -> Ledger:
+    """The rule over the buckets of these shards."""
 
-    Contributions that wait for others, and cuts that wait for the chief, come on top.
-    """
-    plan, total = configuration.plan, 0
-    copies = 2 if configuration.consistency.mode == "sync" else 1
-    for number in configuration.shards:
-        for bucket in plan.shards[number].buckets:
-            total += bucket.nbytes * (1 if bucket.kind is TensorKind.FROZEN else copies)
-            if bucket.kind is TensorKind.PARAM:
-                rule = BucketRule(configuration.rule, configuration.schedule, bucket, plan.tensors, torch.device("cpu"))
-                total += rule.full_nbytes
-    return total
+    def view(shard: int, bucket: int) -> tuple[int, int] | None:
+        held = shards.get(shard)
+        if held is None or bucket >= len(held.buckets):
+            return None
+        seen = held.buckets[bucket]
+        return seen.step, seen.contributions.mask
+
+    is_sync = configuration.consistency.mode == "sync"
+    sizes = {
+        (number, bucket.number): bucket.spec.nbytes
+        for number, shard in shards.items()
+        for bucket in shard.buckets
+        if is_sync and bucket.spec.kind is not TensorKind.FROZEN
+    }
+    limit = staging_limit(configuration, asked)
+    if asked is not None and limit > asked:
+        log.warning(
+            "staging is bounded by %.1f MB instead of the %.1f MB asked for: with less, steps of %d replicas might "
+            "never end",
+            limit / 1e6,
+            asked / 1e6,
+            configuration.replicas,
+        )
+    replicas = configuration.replicas if is_sync else 1
+    return Ledger(limit, sizes, replicas, voted=is_sync and configuration.consistency.voted, view=view)
+
+
+def partial_bytes(shards: Mapping[int, Shard]) -> Callable[[], int]:
+    """Bytes of partial sums of these shards, asked anew each time."""
+    return lambda: sum(shard.partial_bytes for shard in shards.values())
 
 
 def numbers(values: Sequence[int], limit: int = 8) -> str:

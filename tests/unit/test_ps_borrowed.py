@@ -201,15 +201,14 @@ def test_a_refused_contribution_is_not_kept() -> None:
     assert strange.alive() is None
 
 
-def test_what_is_borrowed_is_not_counted_as_held() -> None:
+def test_sums_count_as_held_whoever_owns_their_memory() -> None:
     shard = make_shard(3)
     spec, sums = shard.buckets[0].spec, shard.buckets[0].contributions
-    lent = [lend(shard, 0)]
-    assert (sums.held_bytes, sums.mask) == (0, 0b001)
-    lent.append(lend(shard, 1))
-    assert (sums.held_bytes, sums.mask) == (spec.nbytes, 0b011)
-    lent.append(lend(shard, 2))
-    assert (sums.held_bytes, sums.mask) == (0, 0)
+    for replica, held, mask in ((0, spec.nbytes, 0b001), (1, spec.nbytes, 0b011), (2, 0, 0)):
+        strange = lend(shard, replica)
+        assert (sums.held_bytes, shard.partial_bytes, sums.mask) == (held, held, mask)
+        # Two that are summed are let go of; only the first one is still in use.
+        assert (strange.alive() is not None) == (replica == 0)
 
 
 def test_a_sum_goes_where_it_may_be_written() -> None:

@@ -1,0 +1,46 @@
+"""What a ps's heartbeat sets in its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import torch
+
+from shardline.metrics import Metrics
+from shardline.reduce import Block
+from shardline_ps.metering import Meter
+from shardline_ps.staging import Ledger
+from shardline_ps.store import ParameterStore
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    found = metrics.registry.get_sample_value(name, {"task": "ps/0", **labels})
+    assert found is not None, name
+    return found
+
+
+def test_staging_and_attachments_are_told_with_every_heartbeat() -> None:
+    metrics, store = Metrics("ps", "ps/0"), ParameterStore(device=torch.device("cpu"), pool_threads=1)
+    store.lane_attachments = lambda: {"tcp": 2, "shm": 0}
+    store.staging.configure(Ledger(1000, {}, 1, voted=False, view=lambda shard, bucket: None), lambda: 30)
+    meter = Meter(metrics, store)
+    observe = meter.observed(lambda: SimpleNamespace(shards=[]))
+
+    async def run() -> None:
+        lease = await store.staging.reserve(0, None, Block(0, 1), 900, 1.0)
+        waiting = asyncio.create_task(store.staging.reserve(0, None, Block(1, 1), 200, 10.0))
+        await asyncio.sleep(0)
+        observe()
+        assert value(metrics, "shardline_staging_bytes") == 930
+        lease.release()
+        await waiting
+
+    asyncio.run(run())
+    observe()
+    store.close()
+    assert value(metrics, "shardline_staging_bytes") == 230
+    assert value(metrics, "shardline_staging_limit_bytes") == 1000
+    assert value(metrics, "shardline_staging_wait_seconds_count") == 1
+    assert value(metrics, "shardline_lane_attachments", lane="tcp") == 2
+    assert value(metrics, "shardline_held_bytes", kind="staged") == 230

@@ -1,0 +1,573 @@
+"""Who may bring the next bucket: every schedule ends, and memory stays within the limit and one bucket per stream."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from shardline.contributions import Contributions
+from shardline.reduce import Block, cover, nodes, sibling
+from shardline.sharding import BucketSpec, Plan, ShardSpec, Slice, make_plan
+from shardline.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
+from shardline.update import rule
+from shardline_ps.shard import Gradient
+from shardline_ps.staging import (
+    Ask,
+    Entry,
+    Grant,
+    Lease,
+    Ledger,
+    Staging,
+    floor_bytes,
+    limit_bytes,
+    partial_sums,
+    replica_mask,
+    worst,
+)
+from shardline_ps.store import ParameterStore, PsConfiguration
+
+MB = 1_000_000
+
+
+def shard_of(*sizes: int, kind: TensorKind = TensorKind.PARAM) -> ShardSpec:
+    """One float32 slice per bucket; sizes in bytes."""
+    pieces = [Slice(tensor=n, first_row=0, rows=1, offset=0, elements=size // 4) for n, size in enumerate(sizes)]
+    return ShardSpec(
+        buckets=tuple(
+            BucketSpec(dtype="float32", kind=kind, elements=piece.elements, slices=(piece,)) for piece in pieces
+        )
+    )
+
+
+# What a bucket holds
+
+
+@pytest.mark.parametrize("replicas", range(1, 9))
+def test_partial_sums_are_those_that_contributions_keep(replicas: int) -> None:
+    (spec,) = shard_of(64 * 4).buckets
+    for mask in range(1, (1 << replicas) - 1):
+        sums = Contributions(spec, replicas)
+        for replica in range(replicas):
+            if mask >> replica & 1:
+                sums.add(Block(replica, 1), torch.ones(64), (True,), 0)
+        assert sums.mask == mask
+        assert partial_sums(mask, replicas) == len(sums.partials()) == sums.held_bytes // (64 * 4)
+
+
+@functools.cache
+def explored(mask: int, replicas: int) -> int:
+    """Most sums on any way on which each next block is the lowest that lacks or finds its sibling."""
+    everything = (1 << replicas) - 1
+    if mask == everything:
+        return 0
+    most = partial_sums(mask, replicas)
+    for block in nodes(Block(0, replicas)):
+        mine = replica_mask(block)
+        if mask & mine:
+            continue
+        family = sibling(block, replicas)
+        merges = family is not None and (replica_mask(family[0]) ^ mine) & ~mask == 0
+        if merges or not ~mask & ((1 << block.first) - 1):
+            most = max(most, explored(mask | mine, replicas))
+    return most
+
+
+@pytest.mark.parametrize("replicas", range(1, 8))
+def test_what_is_set_aside_is_exactly_what_privileged_contributions_can_need(replicas: int) -> None:
+    for mask in range((1 << replicas) - 1):
+        assert worst(mask, replicas, voted=False) == explored(mask, replicas), f"{mask:b}"
+
+
+@pytest.mark.parametrize(("replicas", "depth"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (8, 3), (63, 5), (64, 6)])
+def test_an_empty_bucket_needs_the_depth_of_the_tree(replicas: int, depth: int) -> None:
+    assert worst(0, replicas, voted=False) == depth
+    assert worst(0, replicas, voted=True) == max(1, depth)
+    assert floor_bytes([shard_of(400, 800)], replicas, voted=False) == depth * 1200
+
+
+def test_the_limit_is_never_below_what_can_be_promised_to_end() -> None:
+    shards = [shard_of(2 * MB, 4 * MB), shard_of(2 * MB)]
+    spare = 64 << 20
+    for replicas, floor in ((1, 0), (2, 8 * MB), (4, 16 * MB)):
+        assert limit_bytes(shards, replicas, sync=True, voted=False) == floor + spare
+        assert limit_bytes(shards, replicas, sync=True, voted=False, asked=MB) == max(floor, MB)
+        assert limit_bytes(shards, replicas, sync=True, voted=False, asked=99 * MB) == 99 * MB
+    assert limit_bytes([shard_of(400 * MB)], 1, sync=True, voted=False) == 800 * MB
+    assert limit_bytes(shards, 1, sync=False, voted=False) == spare
+    assert limit_bytes([shard_of(400 * MB)], 1, sync=False, voted=False) == 800 * MB
+    assert limit_bytes(shards, 1, sync=False, voted=False, asked=5) == 5
+    assert floor_bytes([shard_of(400, kind=TensorKind.FROZEN)], 8, voted=True) == 0
+
+
+# Random schedules
+
+
+@dataclass
+class Stream:
+    """Brings one block's buckets, each in an order of its own."""
+
+    worker: int
+    block: Block
+    weight: float
+    step: int = 0
+    left: list[int] = field(default_factory=list)
+    receiving: tuple[int, Entry] | None = None
+    received: list[tuple[int, Entry]] = field(default_factory=list)
+    counted: list[Entry] = field(default_factory=list)
+
+    def entries(self) -> list[Entry]:
+        there = [entry for _, entry in self.received] + ([self.receiving[1]] if self.receiving else [])
+        return there + self.counted
+
+    @property
+    def idle(self) -> bool:
+        return not self.left and not self.entries()
+
+
+class World:
+    """Workers, streams and buckets; one random action after another until all steps are done."""
+
+    STEPS = 3
+
+    def __init__(self, chance: random.Random, *, privileges: bool = True, deaths: bool = True) -> None:
+        self.chance = chance
+        self.replicas = chance.randint(1, 9)
+        self.sizes = [chance.choice([1, 1, 2, 5]) * 64 for _ in range(chance.randint(1, 5))]
+        self.open_step = [0] * len(self.sizes)
+        self.masks = [0] * len(self.sizes)
+        self.deaths = chance.randint(0, 3) if deaths else 0
+        spec = shard_of(*self.sizes)
+        limit = floor_bytes([spec], self.replicas, voted=False) + chance.choice([0, 0, 64, 200, 700])
+        sizes = {(0, number): size for number, size in enumerate(self.sizes)}
+        kind = Ledger if privileges else Unprivileged
+        self.ledger = kind(limit, sizes, self.replicas, voted=False, view=self.view)
+        workers = chance.randint(1, self.replicas)
+        owners = [chance.randrange(workers) for _ in range(self.replicas)]
+        self.streams = [
+            Stream(worker, block, chance.choice([0.05, 1.0, 1.0, 10.0]))
+            for worker in range(workers)
+            for block in cover([r for r in range(self.replicas) if owners[r] == worker], self.replicas)
+        ]
+        self.side_by_side = chance.random() < 0.5
+        for stream in self.streams:
+            self.begin(stream)
+
+    def view(self, shard: int, bucket: int) -> tuple[int, int]:
+        assert shard == 0
+        return self.open_step[bucket], self.masks[bucket]
+
+    def begin(self, stream: Stream) -> None:
+        stream.left = list(range(len(self.sizes)))
+        self.chance.shuffle(stream.left)
+
+    def may_ask(self, stream: Stream) -> bool:
+        if stream.receiving is not None or not stream.left:
+            return False
+        before = [s for s in self.streams if s.worker == stream.worker and s.block < stream.block]
+        return self.side_by_side or all(s.idle and s.step >= stream.step for s in before)
+
+    def actions(self) -> list[tuple[Stream, str]]:
+        found = []
+        for stream in self.streams:
+            if self.may_ask(stream):
+                found.append((stream, "ask"))
+            if stream.receiving is not None:
+                found.append((stream, "receive"))
+            if stream.received:
+                found.append((stream, "count"))
+            if stream.counted:
+                found.append((stream, "free"))
+            # Every replica of the next step has pulled all of this one.
+            if stream.idle and stream.step + 1 < self.STEPS and min(self.open_step) > stream.step:
+                found.append((stream, "next"))
+        return found
+
+    def ask(self, stream: Stream) -> Ask:
+        bucket = stream.left[0]
+        return Ask(0, bucket, stream.block, self.sizes[bucket], stream.step)
+
+    def act(self, stream: Stream, action: str) -> bool:
+        """False where the stream has to wait."""
+        if action == "ask":
+            entry = self.ledger.decide(self.ask(stream))
+            if entry.grant is Grant.WAIT:
+                return False
+            self.ledger.note(entry)
+            stream.receiving = (stream.left.pop(0), entry)
+        elif action == "receive":
+            assert stream.receiving is not None
+            stream.received.append(stream.receiving)
+            stream.receiving = None
+        elif action == "count":
+            bucket, entry = stream.received.pop(self.chance.randrange(len(stream.received)))
+            self.count(stream, bucket)
+            stream.counted.append(entry)
+        elif action == "free":
+            self.ledger.free(stream.counted.pop())
+        else:
+            stream.step += 1
+            self.begin(stream)
+        return True
+
+    def count(self, stream: Stream, bucket: int) -> None:
+        mine = replica_mask(stream.block)
+        if stream.step != self.open_step[bucket] or self.masks[bucket] & mine:
+            assert stream.step <= self.open_step[bucket]
+            return
+        self.masks[bucket] |= mine
+        if self.masks[bucket] == (1 << self.replicas) - 1:
+            self.open_step[bucket] += 1
+            self.masks[bucket] = 0
+
+    def die(self, stream: Stream) -> None:
+        """The stream is cut; a replacement brings the whole step again."""
+        for entry in stream.entries():
+            self.ledger.free(entry)
+        stream.receiving, stream.received, stream.counted = None, [], []
+        self.begin(stream)
+
+    def check_memory(self) -> None:
+        sums = sum(partial_sums(m, self.replicas) * size for m, size in zip(self.masks, self.sizes, strict=True))
+        slots = beyond = 0
+        for stream in self.streams:
+            there = [entry for entry in stream.entries() if entry not in stream.counted]
+            slots += sum(entry.ask.nbytes for entry in there)
+            privileged = [entry.ask.nbytes for entry in stream.entries() if entry.grant is Grant.PRIVILEGED]
+            assert len(privileged) <= 1
+            beyond += sum(privileged)
+        assert sums + slots <= self.ledger.limit + beyond
+
+    @property
+    def done(self) -> bool:
+        return min(self.open_step) == self.STEPS and all(stream.idle for stream in self.streams)
+
+    def run(self) -> bool:
+        """False where nothing could happen any more."""
+        while not self.done:
+            found = self.actions()
+            while found:
+                number = self.chance.choices(range(len(found)), [stream.weight for stream, _ in found])[0]
+                if self.act(*found.pop(number)):
+                    break
+            else:
+                return False
+            if self.deaths and self.chance.random() < 0.02:
+                self.deaths -= 1
+                self.die(self.chance.choice(self.streams))
+            self.check_memory()
+        return True
+
+
+class Unprivileged(Ledger):
+    """A plain limit, first come, first served: what the rule is there to avoid."""
+
+    def decide(self, ask: Ask) -> Entry:
+        held = sum(entry.ask.nbytes for entry in self._open)
+        for (shard, bucket), size in self._sizes.items():
+            seen = self._view(shard, bucket)
+            assert seen is not None
+            held += partial_sums(seen[1], self._replicas) * size
+        return Entry(ask, Grant.ROOM if held + ask.nbytes <= self.limit else Grant.WAIT, 0, False)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_schedule_ends_and_stays_within_the_limit(part: int) -> None:
+    for seed in range(500 * part, 500 * (part + 1)):
+        assert World(random.Random(seed)).run(), f"schedule {seed} stopped"
+
+
+def test_without_privileges_some_schedules_stop() -> None:
+    stopped = sum(not World(random.Random(seed), privileges=False, deaths=False).run() for seed in range(100))
+    assert stopped > 10
+
+
+# The rule, case by case
+
+
+def ledger(masks: dict[int, int], *, limit: int, replicas: int = 4, step: int = 0, sizes: int = 3) -> Ledger:
+    keys = {(0, number): 100 for number in range(sizes)}
+    view = {key: (step, masks.get(key[1], 0)) for key in keys}
+    made = Ledger(limit, keys, replicas, voted=False, view=lambda shard, bucket: view.get((shard, bucket)))
+    made.refresh()
+    return made
+
+
+def granted(rule_: Ledger, bucket: int, first: int, count: int = 1, **more: int) -> Grant:
+    entry = rule_.decide(Ask(0, bucket, Block(first, count), 100, more.get("step")))
+    if entry.grant is not Grant.WAIT:
+        rule_.note(entry)
+    return entry.grant
+
+
+def test_tree_order_is_set_aside_and_out_of_order_needs_room() -> None:
+    full = ledger({}, limit=3 * 2 * 100)
+    assert granted(full, 0, 0) is Grant.ROOM
+    assert granted(full, 0, 2) is Grant.WAIT
+    assert granted(ledger({}, limit=700), 0, 2) is Grant.ROOM
+
+
+def test_a_sibling_and_a_repetition_go_over_the_limit_one_per_stream() -> None:
+    full = ledger({0: 0b0001, 1: 0b0100, 2: 0b0010}, limit=600)
+    assert granted(full, 0, 1) is Grant.PRIVILEGED
+    assert granted(full, 1, 3) is Grant.PRIVILEGED
+    # Replica 1 is counted in bucket 2; its stream still holds the slot of bucket 0.
+    assert granted(full, 2, 1) is Grant.WAIT
+    assert granted(full, 0, 0) is Grant.PRIVILEGED
+    assert granted(full, 1, 2, step=7) is Grant.PRIVILEGED
+
+
+def test_a_block_of_several_replicas_is_judged_by_its_first() -> None:
+    full = ledger({0: 0b0011}, limit=600)
+    assert granted(full, 0, 2, 2) is Grant.PRIVILEGED
+    assert granted(full, 1, 2, 2) is Grant.WAIT
+    assert granted(full, 1, 0, 2) is Grant.ROOM
+
+
+def test_what_holds_nothing_is_never_kept_waiting() -> None:
+    full = ledger({}, limit=600)
+    assert full.decide(Ask(0, 0, Block(3, 1), 0)).grant is Grant.ROOM
+
+
+def test_a_codecs_slot_beside_its_decoded_values_is_charged() -> None:
+    roomy = ledger({}, limit=650)
+    # 100 of the 150 bytes are set aside for the lowest block.
+    assert roomy.decide(Ask(0, 0, Block(0, 1), 150)).charge == 50
+    assert roomy.decide(Ask(0, 0, Block(2, 1), 30)).grant is Grant.WAIT
+
+
+def test_whole_pushes_that_do_not_fit_go_one_at_a_time() -> None:
+    pushes = Ledger(250, {}, 1, voted=False, view=lambda shard, bucket: (0, 0))
+    first = pushes.decide(Ask(0, None, Block(0, 1), 300))
+    assert first.grant is Grant.PRIVILEGED
+    pushes.note(first)
+    second = pushes.decide(Ask(0, None, Block(1, 1), 300))
+    assert second.grant is Grant.WAIT
+    assert pushes.decide(Ask(1, None, Block(1, 1), 200)).grant is Grant.ROOM
+    pushes.free(first)
+    assert pushes.decide(Ask(0, None, Block(1, 1), 300)).grant is Grant.PRIVILEGED
+    assert pushes.reserved == 0
+
+
+# The shell
+
+
+def full_staging(masks: dict[int, int]) -> tuple[Staging, dict[tuple[int, int], tuple[int, int]]]:
+    """Two replicas, two buckets of 100 bytes, no room but for tree order."""
+    view = {(0, number): (0, masks.get(number, 0)) for number in range(2)}
+    staging = Staging()
+    made = Ledger(200, dict.fromkeys(view, 100), 2, voted=False, view=lambda shard, bucket: view.get((shard, bucket)))
+    held = lambda: sum(100 * partial_sums(mask, 2) for _, mask in view.values())  # noqa: E731
+    staging.configure(made, held)
+    return staging, view
+
+
+def test_a_contribution_waits_until_the_lower_one_is_counted() -> None:
+    async def run() -> None:
+        staging, view = full_staging({})
+        waits: list[float] = []
+        staging.on_wait = waits.append
+        waiting = asyncio.create_task(staging.reserve(0, 0, Block(1, 1), 100, 10.0, step=0))
+        await asyncio.sleep(0)
+        lease = await staging.reserve(0, 0, Block(0, 1), 100, 10.0, step=0)
+        assert (staging.in_use, staging.waiting, waiting.done()) == (100, 1, False)
+        view[0, 0] = (0, 0b01)
+        lease.release()
+        lease.release()
+        other = await waiting
+        # Both the sum of replica 0 and the slot.
+        assert (staging.in_use, staging.peak, staging.waiting) == (200, 200, 0)
+        view[0, 0] = (1, 0)
+        other.release()
+        assert staging.in_use == 0 and len(waits) == 1
+
+    asyncio.run(run())
+
+
+def test_a_change_in_another_thread_wakes_who_waits() -> None:
+    async def run() -> None:
+        staging, view = full_staging({})
+        waiting = asyncio.create_task(staging.reserve(0, 0, Block(1, 1), 100, 10.0))
+        await asyncio.sleep(0)
+        assert staging.waiting == 1
+
+        def count() -> None:
+            view[0, 0] = (0, 0b01)
+            staging.changed()
+
+        thread = threading.Thread(target=count)
+        thread.start()
+        lease = await asyncio.wait_for(waiting, 10.0)
+        thread.join(10.0)
+        releasing = threading.Thread(target=lease.release)
+        releasing.start()
+        releasing.join(10.0)
+        for _ in range(100):
+            if staging.in_use == 100:
+                break
+            await asyncio.sleep(0.01)
+        assert staging.in_use == 100
+
+    asyncio.run(run())
+
+
+def test_who_waits_too_long_is_told_and_holds_nothing() -> None:
+    async def run() -> None:
+        staging, _ = full_staging({})
+        with pytest.raises(TimeoutError, match=r"shard 0, bucket 1, replicas 1: no room for 100 bytes after 0\.0 s"):
+            await staging.reserve(0, 1, Block(1, 1), 100, 0.01)
+        assert (staging.waiting, staging.in_use) == (0, 0)
+        with await staging.reserve(0, 1, Block(0, 1), 100, 0.01):
+            assert staging.in_use == 100
+        assert staging.in_use == 0
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_wait_leaves_nothing_behind_even_where_it_was_just_granted() -> None:
+    async def run() -> None:
+        for grant_first in (False, True):
+            staging, view = full_staging({})
+            waiting = asyncio.create_task(staging.reserve(0, 0, Block(1, 1), 100, 10.0))
+            await asyncio.sleep(0)
+            if grant_first:
+                view[0, 0] = (0, 0b01)
+                staging.changed()
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert staging.waiting == 0
+            assert staging.in_use == (100 if grant_first else 0)  # the sum of replica 0, and no slot
+
+    asyncio.run(run())
+
+
+def test_a_lease_of_before_a_new_configuration_ends_without_harm() -> None:
+    async def run() -> None:
+        staging, _ = full_staging({})
+        lease = await staging.reserve(0, 0, Block(0, 1), 100, 1.0)
+        waiting = asyncio.create_task(staging.reserve(0, 0, Block(1, 1), 100, 10.0))
+        await asyncio.sleep(0)
+        staging.configure(Ledger(500, {}, 1, voted=False, view=lambda shard, bucket: None), lambda: 0)
+        late = await waiting
+        assert isinstance(late, Lease) and staging.in_use == 200
+        lease.release()
+        late.release()
+        assert (staging.in_use, staging.limit) == (0, 500)
+
+    asyncio.run(run())
+
+
+# A store
+
+
+def plan() -> Plan:
+    return make_plan([TensorSpec(name=f"t{n}", shape=(1024, 100), dtype="float32") for n in range(3)], 1)
+
+
+def configuration(**more: object) -> PsConfiguration:
+    values: dict[str, object] = {
+        "job": "job",
+        "timeline": 1,
+        "plan": plan(),
+        "shards": (0,),
+        "rule": rule("SGD", ({"lr": 0.5, "momentum": 0.9},)),
+        "schedule": ScheduleSpec(),
+        "consistency": ConsistencySpec(),
+        "replicas": 3,
+        "cut_every": 10,
+        "codec": "raw",
+    }
+    return PsConfiguration(**{**values, **more})  # type: ignore[arg-type]
+
+
+def test_the_sum_of_memory_is_told_at_start(caplog: pytest.LogCaptureFixture) -> None:
+    store = ParameterStore(device=torch.device("cpu"), pool_threads=1)
+    store.lane_bytes = lambda configuration: 3 * MB
+    one = plan().shards[0].nbytes
+    assert store.memory_plan(configuration()) == {
+        "parameters": 2 * one,
+        "optimizer": one,
+        "cuts": 2 * 2 * one,
+        "staging": one + (64 << 20),
+        "lanes": 3 * MB,
+    }
+    assert store.memory_plan(configuration(cut_every=0))["cuts"] == 2 * one
+    loop = asyncio.new_event_loop()
+    try:
+        with caplog.at_level(logging.INFO, logger="shardline.ps"):
+            store.configure(configuration(), loop)
+    finally:
+        loop.close()
+        store.close()
+    total = sum(store.memory_plan(configuration()).values())
+    assert f"memory: parameters 2 x {one / 1e6:.1f} MB, optimizer {one / 1e6:.1f} MB, cuts" in caplog.text
+    assert f"lanes 3.0 MB; {total / 1e6:.1f} MB in all" in caplog.text
+
+
+def test_a_limit_below_the_least_is_raised_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    store = ParameterStore(device=torch.device("cpu"), pool_threads=1, staging_bytes=1000)
+    loop = asyncio.new_event_loop()
+    try:
+        store.configure(configuration(), loop)
+    finally:
+        loop.close()
+        store.close()
+    assert store.staging.limit == plan().shards[0].nbytes
+    assert "staging is bounded by 1.2 MB instead of the 0.0 MB asked for" in caplog.text
+
+
+def test_contributions_of_a_shard_count_as_staged_until_they_are_applied() -> None:
+    async def run(store: ParameterStore) -> None:
+        store.configure(configuration(), asyncio.get_running_loop())
+        shard, size = store.shards[0], plan().shards[0].nbytes
+        (bucket,) = shard.buckets
+        shard.initialize(0, torch.zeros(bucket.spec.elements))
+        waiting = asyncio.create_task(store.staging.reserve(0, 0, Block(2, 1), 80 * MB, 10.0, step=0))
+        await asyncio.sleep(0)
+        for replica, held in ((0, size), (1, size), (2, 0)):
+            if replica == 2:
+                # The last one finds its sibling: it may come in whatever it holds.
+                lease = await asyncio.wait_for(waiting, 10.0)
+                assert store.staging.in_use == size + 80 * MB
+                lease.release()
+            else:
+                assert store.staging.waiting == 1
+            values, present = torch.ones(bucket.spec.elements), (True,) * len(bucket.spec.slices)
+            await store.work(shard.contribute, 0, 0, Block(replica, 1), Gradient(values, present))
+            assert shard.partial_bytes == held
+
+    store = ParameterStore(device=torch.device("cpu"), pool_threads=1)
+    try:
+        asyncio.run(run(store))
+    finally:
+        store.close()
+
+
+def test_a_voted_total_counts_as_staged_until_its_verdict() -> None:
+    store = ParameterStore(device=torch.device("cpu"), pool_threads=1)
+    loop = asyncio.new_event_loop()
+    try:
+        store.configure(configuration(replicas=1, consistency=ConsistencySpec(clip_norm=1.0)), loop)
+        shard, size = store.shards[0], plan().shards[0].nbytes
+        (bucket,) = shard.buckets
+        for dropped in (False, True):
+            values = torch.ones(bucket.spec.elements)
+            shard.contribute(0, shard.step_min, Block(0, 1), Gradient(values, (True,) * len(bucket.spec.slices)))
+            assert store.staging.in_use == size
+            voted = shard.vote(shard.step_min)
+            assert voted is not None and store.staging.in_use == size
+            if dropped:
+                shard.drop_contributions()
+            else:
+                shard.apply_verdict(voted[1], scale=1.0, skip=False)
+            assert store.staging.in_use == 0
+    finally:
+        loop.close()
+        store.close()
