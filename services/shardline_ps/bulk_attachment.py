@@ -203,10 +203,12 @@ class Incoming(_Direction):
         self._changed()
 
     def _gather(self, sock: socket.socket) -> None:
-        """Have the kernel wake us for a batch of bytes, or for all that are expected."""
-        with self._lock:
-            expected = sum(len(ticket.memory) - ticket.filled for ticket in self._tickets)
-        batch = max(1, min(BATCH_BYTES, expected))
+        """Have the kernel wake us for a batch of bytes, or for the end of a bucket.
+
+        Never for more than is sure to come: it would not wake us at all.
+        """
+        ticket = self._first()
+        batch = min(BATCH_BYTES, len(ticket.memory) - ticket.filled) if ticket is not None else 1
         if batch != self._batch:
             self._batch = batch
             with contextlib.suppress(OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import socket
 import struct
 import threading
@@ -21,7 +20,6 @@ from shardline.lanes.tcp import TcpLane
 from shardline.reduce import Block
 from shardline.rpc.channel import Peer
 from shardline.rpc.data import Attached, referred_requests
-from shardline.testing import reference
 from shardline.wire import bulk
 from shardline.wire.frames import digest
 from shardline_ps.bulk import TcpOffer
@@ -38,8 +36,7 @@ from tests.contract.plain_client import (
     plan_id,
 )
 from tests.contract.refusals import unchanged
-from tests.integration.cluster import Cluster, Ps, assert_same_end
-from tests.integration.jobs import Wide, make_job
+from tests.integration.cluster import Ps
 from tests.integration.test_deaths import wait_for
 
 TIMEOUTS = Timeouts(total_s=20.0)
@@ -313,23 +310,3 @@ def test_a_fenced_worker_loses_its_sockets(bench: Bench, ready: PlainClient) -> 
     assert bench.open == 0
     with pytest.raises(UnreachableError, match="is not open here"):
         bench.pull(0)
-
-
-def test_a_job_trained_over_bulk_sockets_ends_in_the_same_bits() -> None:
-    trained = make_job("adamw", model=Wide, steps=3)
-
-    def wrap(lane: Any) -> TcpLane:
-        return TcpLane(lane._peer, lane._shard, lane._elements, timeouts=TIMEOUTS)
-
-    with Cluster(trained, ps=2, bucket_bytes=64 << 10) as cluster:
-        for ps in cluster.hosts:
-            ps.attachments.offer(TcpOffer("127.0.0.1", timeout_s=TIMEOUTS.rpc_s))
-        workers = [cluster.worker(index, wrap=wrap) for index in range(2)]
-        owned: list[Sequence[int]] = [[0, 1], [2]]
-        cluster.together(
-            [functools.partial(w.run, mine, trained.steps) for w, mine in zip(workers, owned, strict=True)]
-        )
-        assert all(ps.attachments.count()["tcp"] == 2 for ps in cluster.hosts)
-        assert_same_end(cluster.state(), reference(trained))
-        for ps in cluster.hosts:
-            on_loop(ps, ps.attachments.close)
