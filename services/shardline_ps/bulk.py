@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from shardline.errors import ProtocolError, UsageError
 from shardline.wire import bulk
@@ -31,32 +32,35 @@ _KEY_BYTES = 8
 Take = Callable[[socket.socket], None]
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
-class _Granted:
+class _Granted(Generic[T]):
     token: bytes
-    take: Take
+    take: T
     until_s: float
 
 
-class Tokens:
-    """One-time tokens, each for one direction of one attachment. Thread-safe."""
+class Tokens(Generic[T]):
+    """One-time tokens, each for one connection of one attachment. Thread-safe."""
 
     def __init__(self, valid_s: float) -> None:
         self._valid_s = valid_s
         self._lock = threading.Lock()
         # Found by its first bytes, in any time; compared as a whole, in a time that tells nothing of the others.
-        self._granted: dict[bytes, _Granted] = {}
+        self._granted: dict[bytes, _Granted[T]] = {}
 
-    def grant(self, take: Take, *, now_s: float) -> bytes:
-        """A token whose bearer's socket goes to `take`."""
+    def grant(self, take: T, *, now_s: float) -> bytes:
+        """A token whose bearer is handed to `take`."""
         token = bulk.new_token()
         with self._lock:
             self._prune(now_s)
             self._granted[token[:_KEY_BYTES]] = _Granted(token, take, now_s + self._valid_s)
         return token
 
-    def redeem(self, token: bytes, *, now_s: float) -> Take | None:
-        """Whom the bearer's socket goes to; None where the token is wrong, was used before or comes late."""
+    def redeem(self, token: bytes, *, now_s: float) -> T | None:
+        """Whom the bearer is handed to; None where the token is wrong, was used before or comes late."""
         with self._lock:
             self._prune(now_s)
             held = self._granted.get(token[:_KEY_BYTES])
@@ -131,7 +135,7 @@ class Door:
         self,
         listener: socket.socket,
         thread: SocketThread,
-        tokens: Tokens,
+        tokens: Tokens[Take],
         tls: ssl.SSLContext | None,
         on_refused: Callable[[str, Exception], None],
     ) -> None:
@@ -270,7 +274,7 @@ class TcpOffer:
         listener = _listen(host)
         self.port: int = listener.getsockname()[1]
         self._timeout_s = timeout_s
-        self._tokens = Tokens(timeout_s)
+        self._tokens: Tokens[Take] = Tokens(timeout_s)
         self._receiver = SocketThread("bulk-receive")
         self._sender = SocketThread("bulk-send")
         self._door = Door(listener, self._receiver, self._tokens, server_context, on_refused)

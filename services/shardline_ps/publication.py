@@ -6,22 +6,18 @@ areas (a worker on the same host) finds every bucket without being told.
 
 from __future__ import annotations
 
-import itertools
 from typing import Protocol
 
 import torch
 
+from shardline.segments import layout
 from shardline.sharding import BucketSpec, ShardSpec
 from shardline.spec import DTYPES, TensorKind
-
-ALIGNMENT_BYTES = 64
-"""Buckets start at multiples of a cache line."""
 
 
 def bucket_offsets(spec: ShardSpec) -> tuple[int, ...]:
     """Bytes from an area's start to each bucket, and after them the area's length."""
-    sizes = (-(-bucket.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for bucket in spec.buckets)
-    return tuple(itertools.accumulate(sizes, initial=0))
+    return layout([bucket.nbytes for bucket in spec.buckets])
 
 
 def num_areas(bucket: BucketSpec, *, sync: bool) -> int:

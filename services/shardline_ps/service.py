@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 
@@ -16,10 +17,12 @@ from shardline.metrics import Metrics
 from shardline.process import Termination, memory_limit, resolve_device, tell_ready
 from shardline.rpc.link import ChiefLink, Orders, Phase
 from shardline.rpc.server import RpcServer
+from shardline.wire.codecs import RAW
 from shardline_ps.attachments import Attachments, LaneOffer
 from shardline_ps.bulk import TcpOffer
 from shardline_ps.metering import Meter
 from shardline_ps.servicer import ParameterServer, register
+from shardline_ps.shared import ShmOffer, publish
 from shardline_ps.store import ParameterStore
 from shardline_ps.vote_servicer import Voters
 
@@ -98,6 +101,16 @@ def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str,
         host, _ = parse_address(config.cluster.address(config.task))
         context = config.security.server_context()
         found.append(TcpOffer(host, context, timeout_s=config.timeouts.rpc_s, on_refused=on_refused))
+    if config.lane in ("auto", "shm") and sys.platform == "linux" and store.device.type == "cpu":
+        store.make_publication = publish
+        found.append(
+            ShmOffer(
+                lambda: store.configuration.codec if store.configuration is not None else RAW.name,
+                run_dir=config.run_dir,
+                timeout_s=config.timeouts.rpc_s,
+                on_refused=on_refused,
+            )
+        )
     return found
 
 

@@ -14,7 +14,7 @@ from shardline.rpc.convert import pack_bits
 from shardline.sharding import BucketSpec, Plan, Slice
 from shardline.spec import DTYPES, TensorKind
 from shardline.wire.codecs import RAW, codec_for
-from shardline.wire.frames import memory_of, tensor_bytes
+from shardline.wire.frames import borrowed_tensor, memory_of, tensor_bytes
 
 
 class ModelLayout:
@@ -271,8 +271,11 @@ class BucketSink:
     def _load(self, arrival: Arrival, payload: memoryview) -> None:
         spec = self._spec(arrival)
         codec = codec_for(arrival.codec, spec)
+        # Shared memory is read-only, and read where it lies.
+        raw = codec is RAW and len(payload) == spec.nbytes
         with torch.no_grad():
-            self._layout.load(self._shard, arrival.bucket, codec.decode(payload, spec.dtype, spec.elements))
+            values = borrowed_tensor(payload, spec.dtype) if raw else codec.decode(payload, spec.dtype, spec.elements)
+            self._layout.load(self._shard, arrival.bucket, values)
         self._keep_buffers(arrival.bucket)
 
     def _received(self, bucket: int) -> None:

@@ -10,6 +10,7 @@ from shardline.config import RoleConfig
 from shardline.lanes.base import Lane
 from shardline.lanes.grpc import GrpcLane
 from shardline.lanes.negotiated import Fallback, NegotiatedLane
+from shardline.lanes.shm import ShmLane
 from shardline.lanes.tcp import TcpLane
 from shardline.rpc.channel import Peer
 from shardline.sharding import ShardSpec
@@ -34,6 +35,8 @@ def open_lane(
         if name == "tcp":
             tls = config.security.client_context()
             lanes.append(TcpLane(peer, shard, elements, timeouts=config.timeouts, tls=tls))
+        elif name == "shm":
+            lanes.append(ShmLane(peer, shard, spec, timeout_s=config.timeouts.rpc_s))
         elif name == "grpc":
             lanes.append(GrpcLane(peer, shard, elements))
     return NegotiatedLane(lanes, peer=str(peer), expected=names, on_fallback=on_fallback)

@@ -15,7 +15,7 @@ from shardline.testing import ReferenceResult, reference
 from tests.integration.cluster import Cluster, Worker, assert_same_end
 from tests.integration.jobs import Rich, Wide, make_job
 
-LANES = ["grpc", "tcp"]
+LANES = ["grpc", "tcp", "shm"]
 SMALL_BUCKETS = 4096
 
 

@@ -1,0 +1,210 @@
+"""Memory that two processes of one host share: sealed, without a name, gone with the last of them. PROTOCOL 1.9.
+
+A segment is a memfd, passed as a file descriptor over a unix socket: that proves the same kernel, and the kernel names
+the other side's user. Seals make sure that nobody can cut off what is mapped (which would end the reader with SIGBUS),
+and that what a server publishes can be mapped by others for reading only. Linux only.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardline.errors import ProtocolError
+
+ALIGNMENT_BYTES = 64
+"""Places within a segment are multiples of a cache line."""
+SEAL_FUTURE_WRITE = 0x0010
+"""F_SEAL_FUTURE_WRITE of linux/fcntl.h, Linux 5.1; not in Python's fcntl."""
+FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if sys.platform == "linux" else 0
+"""Seals of every segment: its length can't change, nor the seals."""
+MAX_FDS = 3
+TOKEN_BYTES = 32
+_MAGIC = b"shardln1"
+_KNOCK = struct.Struct(f"<8s{TOKEN_BYTES}sQ")
+_WELCOME = struct.Struct("<BBQQ")
+KNOCK_BYTES = _KNOCK.size
+
+
+def layout(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Offsets of pieces of these sizes in bytes, each aligned, and after them the length of all."""
+    return tuple(itertools.accumulate((-(-n // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for n in sizes), initial=0))
+
+
+class SegmentError(Exception):
+    """A segment can't be made or used; the sentence says why. Another lane takes its place."""
+
+
+class Segment:
+    """One piece of shared memory, mapped. It lives as long as this object or any view of `memory`."""
+
+    def __init__(self, fd: int, nbytes: int, mapped: mmap.mmap) -> None:
+        self.nbytes = nbytes
+        self._fd = fd
+        self._mapped = mapped
+        self.memory = memoryview(mapped)
+        """Writable where it was made here, read-only where it was adopted."""
+
+    @property
+    def fd(self) -> int:
+        """To be passed on."""
+        return self._fd
+
+    @classmethod
+    def create(cls, nbytes: int, *, name: str, read_only: bool = False) -> Segment:
+        """New memory of zeros. read_only: others can map it only for reading.
+
+        All of it is taken at once, so that a full memory is an error here and no signal later. Raises SegmentError.
+        """
+        if sys.platform != "linux":
+            raise SegmentError(f"shared segments need Linux, this is {sys.platform}")
+        if nbytes <= 0:
+            raise SegmentError(f"a segment of {nbytes} bytes can't be mapped")
+        fd = -1
+        try:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, nbytes)
+            os.posix_fallocate(fd, 0, nbytes)
+            mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            # After the writable mapping: that one stays, and no other can come.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, FIXED | (SEAL_FUTURE_WRITE if read_only else 0))
+        except (OSError, ValueError) as error:
+            if fd >= 0:
+                os.close(fd)
+            raise SegmentError(f"can't make a shared segment of {nbytes:,} bytes: {error}") from error
+        return cls(fd, nbytes, mapped)
+
+    @classmethod
+    def adopt(cls, fd: int, nbytes: int) -> Segment:
+        """Map somebody else's segment for reading; takes the descriptor. Raises SegmentError where it isn't safe to."""
+        try:
+            _check(fd, nbytes)
+            mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise SegmentError(f"can't map a segment of {nbytes:,} bytes: {error}") from error
+        except SegmentError:
+            os.close(fd)
+            raise
+        return cls(fd, nbytes, mapped)
+
+    def __del__(self) -> None:
+        # The mapping ends with the last view of it; nobody has to wait for that to give the descriptor back.
+        if getattr(self, "_fd", -1) >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _check(fd: int, nbytes: int) -> None:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise SegmentError(f"what was passed is no memory that can be sealed ({error})") from error
+    if seals & FIXED != FIXED:
+        raise SegmentError(f"the segment's seals are {seals:#x}: it could still be cut off; {FIXED:#x} are needed")
+    size = os.fstat(fd).st_size
+    if size != nbytes or nbytes <= 0:
+        raise SegmentError(f"the segment has {size:,} bytes where {nbytes:,} were agreed")
+
+
+# Passing segments over a unix socket
+
+
+def check_user(sock: socket.socket) -> None:
+    """Raise SegmentError where the other side of a unix socket is another user's process."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    if uid != os.geteuid():
+        raise SegmentError(f"the process behind the socket is of user {uid}, this one of {os.geteuid()}")
+
+
+def new_address(run_dir: Path | None) -> str:
+    """An address nobody else has: "@name" in the kernel's abstract namespace, or a path in run_dir."""
+    name = f"shardline-{secrets.token_hex(12)}"
+    return f"@{name}" if run_dir is None else str(run_dir / f"{name}.sock")
+
+
+def to_kernel(address: str) -> str:
+    """The address as the socket calls want it. Raises SegmentError where it can't be one."""
+    if not 2 <= len(address.encode()) <= 100:
+        raise SegmentError(f"{address!r} is no address of a unix socket: they have at most 100 bytes")
+    return "\0" + address[1:] if address.startswith("@") else address
+
+
+def knock(sock: socket.socket, token: bytes, segment: Segment) -> None:
+    """First and only message of a worker: its token and its segment."""
+    message = _KNOCK.pack(_MAGIC, token, segment.nbytes)
+    if socket.send_fds(sock, [message], [segment.fd]) != len(message):
+        raise SegmentError("the unix socket took only a part of a message")
+
+
+def hear_knock(sock: socket.socket) -> tuple[bytes, int, list[int]]:
+    """(token, bytes of the segment, descriptors) of a worker that is there. Raises ProtocolError, BlockingIOError.
+
+    The descriptors are the caller's to close.
+    """
+    message, fds, flags, _ = socket.recv_fds(sock, KNOCK_BYTES, MAX_FDS)
+    try:
+        if len(message) != KNOCK_BYTES or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise ProtocolError(f"a message of {len(message)} bytes where {KNOCK_BYTES} were expected")
+        magic, token, nbytes = _KNOCK.unpack(message)
+        if magic != _MAGIC or len(fds) != 1:
+            raise ProtocolError(f"no worker of this version: magic {magic!r}, {len(fds)} descriptors")
+    except ProtocolError:
+        close_all(fds)
+        raise
+    return token, nbytes, list(fds)
+
+
+def welcome(sock: socket.socket, areas: list[Segment], replies: Segment | None) -> None:
+    """The answer to a knock: what the shard publishes, and the worker's own replies where it needs them."""
+    segments = [*areas, *([replies] if replies is not None else [])]
+    sizes = (areas[0].nbytes if areas else 0, replies.nbytes if replies is not None else 0)
+    socket.send_fds(sock, [_WELCOME.pack(1, len(areas), *sizes)], [segment.fd for segment in segments])
+
+
+def refuse(sock: socket.socket) -> None:
+    """The other answer."""
+    sock.send(_WELCOME.pack(0, 0, 0, 0))
+
+
+def hear_welcome(sock: socket.socket) -> tuple[list[Segment], Segment | None]:
+    """(areas, replies) that a server passes. Raises SegmentError, or OSError where the socket breaks or is late."""
+    message, fds, flags, _ = socket.recv_fds(sock, _WELCOME.size, MAX_FDS)
+    left = list(fds)
+    try:
+        if len(message) != _WELCOME.size or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise SegmentError("the server hung up or said something else than expected")
+        accepted, count, area_bytes, reply_bytes = _WELCOME.unpack(message)
+        if not accepted:
+            raise SegmentError("the server refused the token")
+        if len(left) != count + bool(reply_bytes):
+            raise SegmentError(
+                f"the server passed {len(left)} segments where {count + bool(reply_bytes)} were announced"
+            )
+        areas = [Segment.adopt(left.pop(0), area_bytes) for _ in range(count)]
+        replies = Segment.adopt(left.pop(0), reply_bytes) if reply_bytes else None
+    finally:
+        close_all(left)
+    return areas, replies
+
+
+def close_all(fds: list[int] | array.array[int]) -> None:
+    """Close descriptors that nobody wants."""
+    for fd in fds:
+        os.close(fd)
+
+
+def is_gone(error: OSError) -> bool:
+    """Whether nobody listens at a unix socket's address."""
+    return error.errno in (errno.ECONNREFUSED, errno.ENOENT)
