@@ -63,7 +63,7 @@ def tune(sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     if sys.platform == "linux" and sock.getsockname()[0] == sock.getpeername()[0]:
-        # Where bbr is the default it paces even loopback, which makes bytes there more than twice as dear.
+        # Where bbr is the default it paces even loopback, which costs speed and processor time for nothing.
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
