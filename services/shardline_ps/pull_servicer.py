@@ -250,7 +250,7 @@ async def _pull(
                 signal.disarm(waiter)
                 break
             # What is ready need not wait for what is not.
-            if (frame := out.flush()) is not None:
+            async for frame in out.flush():
                 yield frame
             if encoded is not Outcome.WAITING:
                 signal.disarm(waiter)
@@ -271,7 +271,7 @@ async def _pull(
         store.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
         async for frame in out.add(encoded):
             yield frame
-    if (frame := out.flush()) is not None:
+    async for frame in out.flush():
         yield frame
     lane = attachment.lane if attachment is not None else "grpc"
     store.on_pulled(request.data.task, codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
@@ -305,7 +305,7 @@ class Outgoing:
     def __init__(self, attachment: Attachment | None, outer: int) -> None:
         self._attachment = attachment
         self._outer = outer
-        self._states: list[data_pb2.BucketState] = []
+        self._kept: list[Encoded] = []
         self.raw_bytes = 0
         self.wire_bytes = 0
 
@@ -320,22 +320,22 @@ class Outgoing:
                     raise Torn(f"step {encoded.state.step} of bucket {encoded.state.bucket} is gone")
                 yield message
             return
-        self._states.append(encoded.state)
-        if len(encoded.payload) == 0:
-            if len(self._states) >= STATES_PER_FRAME:
-                yield self._take()
+        self._kept.append(encoded)
+        if len(self._kept) >= STATES_PER_FRAME:
+            async for message in self.flush():
+                yield message
+
+    async def flush(self) -> AsyncIterator[bytes]:
+        """A message of the states kept, if there are any, and their bytes on their way."""
+        if not self._kept:
             return
+        kept, self._kept = self._kept, []
         # The peer must know of the bytes before they come.
-        yield self._take()
-        await self._attachment.send(encoded.payload, encoded.intact)
-
-    def flush(self) -> bytes | None:
-        """A message of the states kept, if there are any."""
-        return self._take() if self._states else None
-
-    def _take(self) -> bytes:
-        frame, self._states = PullFrameView(buckets=self._states), []
-        return write_pull(frame, outer=self._outer)
+        yield write_pull(PullFrameView(buckets=[encoded.state for encoded in kept]), outer=self._outer)
+        assert self._attachment is not None
+        for encoded in kept:
+            if len(encoded.payload):
+                await self._attachment.send(encoded.payload, encoded.intact)
 
 
 class AsyncReply:
@@ -370,8 +370,8 @@ class AsyncReply:
                 yield frame
                 # Let other calls of this loop run between large frames.
                 await asyncio.sleep(0)
-        if (last := out.flush()) is not None:
-            yield last
+        async for frame in out.flush():
+            yield frame
         lane = self._attachment.lane if self._attachment is not None else "grpc"
         store.on_pulled(self._task, self._codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
         yield end_message(store, shard, Outcome.SERVED, SHARED_CALL)

@@ -13,7 +13,7 @@ import torch
 
 from shardline.consistency.decision import Decision, Outcome
 from shardline.contributions import none_present
-from shardline.errors import ProtocolError, TensorError
+from shardline.errors import ProtocolError, TensorError, UnreachableError
 from shardline.reduce import Block
 from shardline.rpc.convert import dtype_from_proto, hyper_from_proto, unpack_bits
 from shardline.rpc.v1 import common_pb2, data_pb2
@@ -24,6 +24,7 @@ from shardline.wire.protobuf import ChunkView, PushFrameView
 from shardline_ps.attachments import Attachment, Attachments, Holder, Ticket
 from shardline_ps.authority import unknown_features
 from shardline_ps.shard import Gradient, Shard
+from shardline_ps.staging import Lease
 from shardline_ps.store import ParameterStore
 
 SEVERITY = (
@@ -120,6 +121,12 @@ class _Slot:
     filled: int = 0
     chunks: int = 0
     ticket: Ticket | None = None
+    lease: Lease | None = None
+
+    def release(self) -> None:
+        """Give back the room in staging. May be called twice."""
+        if self.lease is not None:
+            self.lease.release()
 
 
 @dataclass
@@ -138,6 +145,18 @@ class _Push:
     """A reference or the commit has come."""
     committed: bool = False
     draining: asyncio.Task[None] | None = None
+    slots: list[_Slot] = field(default_factory=list)
+    """Every slot that has asked for room in staging."""
+    lease: Lease | None = None
+    """Room for the whole of an asynchronous push."""
+
+    def release(self) -> None:
+        """Give back all room in staging. May be called twice."""
+        for slot in self.slots:
+            slot.release()
+        if self.lease is not None:
+            self.lease.release()
+
     done: set[int] = field(default_factory=set)
     decisions: dict[int, Decision] = field(default_factory=dict)
     staged: dict[int, Gradient] = field(default_factory=dict)
@@ -190,12 +209,14 @@ class PushReceiver:
         """Take one frame; returns the result when it ended a push. Raises ProtocolError or TensorError."""
         if frame.header is not None:
             self._begin(frame.header)
+            await self._reserve_push()
         push = self._push
         if push is None:
             raise ProtocolError("a push starts with a header frame; this one has none")
         if push.rejected is None:
             if frame.bucket is not None:
-                self._begin_bucket(push, frame.bucket)
+                slot = self._begin_bucket(push, frame.bucket)
+                await self._reserve(push, slot, self._store.staging_wait_s)
             if frame.chunk is not None:
                 self._chunk(frame.chunk)
             if frame.bucket_commit is not None:
@@ -244,7 +265,52 @@ class PushReceiver:
             raise ProtocolError(f"shard {push.shard.number}: bucket {number} comes twice in one push")
         return buckets[number].spec
 
-    def _begin_bucket(self, push: _Push, header: data_pb2.BucketHeader) -> None:
+    # Room in staging
+
+    async def _reserve_push(self) -> None:
+        """Room for an asynchronous push, which is held whole until its commit."""
+        push = self._push
+        if push is None or push.rejected is not None or push.shard.is_sync or not gradient_kind(push.header):
+            return
+        if push.attachment is not None and push.attachment.borrowed:
+            return
+        nbytes = sum(self._held_bytes(push, bucket.spec) for bucket in push.shard.buckets)
+        worker = Block(worker_index(push.header.data.task), 1)
+        push.lease = await self._room(push, None, worker, nbytes, self._store.staging_wait_s)
+
+    async def _reserve(self, push: _Push, slot: _Slot, patience_s: float) -> None:
+        """Room for one bucket of a synchronous push. Raises UnreachableError where there is none in time."""
+        if not push.shard.is_sync or not gradient_kind(push.header):
+            return
+        header = push.header
+        borrowed = push.attachment is not None and push.attachment.borrowed
+        nbytes = 0 if borrowed else self._held_bytes(push, slot.spec)
+        if push.shard.settings.replicas > 1:
+            # What lies in a message or in the worker's memory is summed elsewhere.
+            nbytes += slot.spec.nbytes
+        if nbytes:
+            push.slots.append(slot)
+            block = Block(header.block.first, header.block.count)
+            slot.lease = await self._room(push, slot.number, block, nbytes, patience_s)
+
+    @staticmethod
+    def _held_bytes(push: _Push, spec: BucketSpec) -> int:
+        """Bytes of a bucket as it comes in, and of what its codec makes of it."""
+        codec = codec_for(push.header.codec, spec)
+        size = codec.payload_bytes(spec.dtype, spec.elements)
+        return size if codec is RAW else size + spec.nbytes
+
+    async def _room(self, push: _Push, bucket: int | None, block: Block, nbytes: int, patience_s: float) -> Lease:
+        step = push.header.step if push.shard.is_sync else None
+        try:
+            return await self._store.staging.reserve(push.shard.number, bucket, block, nbytes, patience_s, step=step)
+        except TimeoutError as error:
+            # Nothing was changed; the sender may come again when others have ended.
+            raise UnreachableError(str(error)) from None
+
+    # Buckets on the stream
+
+    def _begin_bucket(self, push: _Push, header: data_pb2.BucketHeader) -> _Slot:
         if self._slot is not None:
             raise ProtocolError(f"bucket {header.bucket} began before bucket {self._slot.number} was committed")
         if push.attachment is not None:
@@ -253,6 +319,7 @@ class PushReceiver:
             )
         self._slot = slot = self._announced(push, header)
         slot.size = slot.codec.payload_bytes(slot.spec.dtype, slot.spec.elements)
+        return slot
 
     def _announced(self, push: _Push, header: data_pb2.BucketHeader) -> _Slot:
         """The slot of a bucket whose head agrees with the plan, without memory."""
@@ -340,7 +407,15 @@ class PushReceiver:
         coming: deque[_Slot] = deque()
         while True:
             while push.referred and len(coming) < attachment.window:
-                slot = push.referred.popleft()
+                slot = push.referred[0]
+                try:
+                    # Never waits while others of this push come in: they have to be handed on.
+                    await self._reserve(push, slot, 0.0 if coming else self._store.staging_wait_s)
+                except UnreachableError:
+                    if not coming:
+                        raise
+                    break
+                push.referred.popleft()
                 slot.ticket = attachment.expect(
                     slot.offset, slot.codec.payload_bytes(slot.spec.dtype, slot.spec.elements)
                 )
@@ -384,7 +459,10 @@ class PushReceiver:
     async def _count_slots(self, push: _Push, slots: Sequence[_Slot]) -> None:
         def count() -> None:
             for slot in slots:
-                push.decisions[slot.number] = self._count(push, slot.number, opened(slot), slot.nonfinite)
+                try:
+                    push.decisions[slot.number] = self._count(push, slot.number, opened(slot), slot.nonfinite)
+                finally:
+                    slot.release()
 
         await self._store.work(count)
 
@@ -481,7 +559,11 @@ class PushReceiver:
                 then=lambda: self._async_reply(shard),
             )
 
-        decision, lag = await self._store.work(apply)
+        try:
+            decision, lag = await self._store.work(apply)
+        finally:
+            push.staged.clear()
+            push.release()
         return self._result(push, decision, lag)
 
     def _result(self, push: _Push, decision: Decision, lag: int) -> PushResult:
@@ -525,8 +607,21 @@ class PushReceiver:
             await asyncio.gather(push.draining, return_exceptions=True)
         if push is not None and push.attachment is not None:
             self._attachments.drop(push.attachment, "a push over it ended early")
+        if push is not None:
+            push.release()
         if push is not None and push.running:
             await asyncio.gather(*push.running, return_exceptions=True)
+
+
+def gradient_kind(header: data_pb2.PushHeader) -> bool:
+    """Whether a push brings gradients, not first values."""
+    return header.kind != data_pb2.PUSH_KIND_INIT
+
+
+def worker_index(task: str) -> int:
+    """3 of "worker/3"; 0 of a name without a number."""
+    digits = task.rpartition("/")[2]
+    return int(digits) if digits.isdecimal() and len(digits) < 10 else 0
 
 
 def opened(slot: _Slot) -> Gradient:

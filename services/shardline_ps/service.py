@@ -45,6 +45,7 @@ class PsProcess:
             pool_threads=max(2, os.cpu_count() or 1),
             memory_limit_bytes=memory_limit(device, config.gpu_memory_fraction),
         )
+        self.store.staging_wait_s = config.timeouts.rpc_s
         self.ended = threading.Event()
         self.end_reason = ""
         self.metrics = Metrics("ps", config.task)

@@ -68,6 +68,8 @@ class ParameterStore:
         self.memory_limit_bytes = memory_limit_bytes
         self.staging_bytes = staging_bytes
         self.staging = Staging()
+        self.staging_wait_s = 60.0
+        """How long a push may wait for room in staging; a third of --timeout in a process."""
         """Who may bring the next contribution."""
         self.authority = Authority()
         self.shards: dict[int, Shard] = {}
