@@ -18,7 +18,7 @@ import random
 import struct
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -305,7 +305,23 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return batch.to(device) if hasattr(batch, "to") else batch
 
 
-def replica_gradients(model: nn.Module, job: Job, source: BatchSource, step: int, replica: int) -> tuple[float, int]:
+class Watch:
+    """Looks on while a replica's gradients are computed. This one does nothing."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around every call of the job's loss."""
+        return nullcontext()
+
+    def backward(self, loss: Callable[[], float], samples: int) -> None:
+        """Right before the last backward pass. loss: the replica's mean loss (waits for a GPU)."""
+
+
+UNWATCHED = Watch()
+
+
+def replica_gradients(
+    model: nn.Module, job: Job, source: BatchSource, step: int, replica: int, watch: Watch = UNWATCHED
+) -> tuple[float, int]:
     """Compute one replica's gradients of one step into the parameters' .grad; returns (mean loss, number of samples).
 
     .grad is the mean over the microbatches; None where a parameter took no part. The model's buffers change as the
@@ -316,17 +332,24 @@ def replica_gradients(model: nn.Module, job: Job, source: BatchSource, step: int
     """
     model.zero_grad(set_to_none=True)
     device = next(model.parameters()).device
+    samples = job.batch_size * job.accumulate
     total = 0.0
     for microbatch in range(job.accumulate):
         batch = to_device(source.batch(step, replica, microbatch), device)
         # After the batch, whose fetching uses the same generators.
         seed_everything(derive(job.seed, step, replica, microbatch))
-        with calling(f"loss(model, batch), in step {step} of replica {replica},"):
+        with calling(f"loss(model, batch), in step {step} of replica {replica},"), watch.forward():
             loss = job.loss(model, batch)
         _check_loss(loss)
+        if microbatch == job.accumulate - 1:
+            watch.backward(functools.partial(_mean, total, loss, job.accumulate), samples)
         (loss / job.accumulate).backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
-    return total / job.accumulate, job.batch_size * job.accumulate
+    return total / job.accumulate, samples
+
+
+def _mean(total: float, last: torch.Tensor, count: int) -> float:
+    return (total + float(last.detach())) / count
 
 
 def _check_loss(loss: object) -> None:

@@ -109,6 +109,8 @@ def why_not_early(job: JobSpec, expected: Expected, *, first: bool) -> str:
         return "clipping in asynchronous mode needs all of them"
     if not is_sync and terms.nan_policy == "skip":
         return "all shards have to skip a gradient that is not finite, in asynchronous mode on the worker's word"
+    if terms.nan_policy == "skip" and expected.loss is None:
+        return "a loss that is not finite has to be known before anything leaves"
     if is_sync and (len(cover(expected.owned, job.replicas)) > 1 or max(expected.owned) != expected.replica):
         return "this worker's replicas make more than one push"
     if len(expected.owned) > 1 and job.codec != RAW.name:

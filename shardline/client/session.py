@@ -11,9 +11,11 @@ session.close()
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
@@ -21,9 +23,14 @@ from torch import nn
 
 from shardline.client.attachment import ScriptSettings, check_named, meter_step, script_spec
 from shardline.client.exchange import Interrupted, Restart, Stopped
+from shardline.client.gate import Gate, why_not
+from shardline.client.leases import Leases
 from shardline.client.optimizer import ShardlineOptimizer
+from shardline.client.overlap import Expected
 from shardline.client.trainer import StepFigures, Trainer
-from shardline.config import RoleConfig
+from shardline.client.watching import StepAgain, StepWatch
+from shardline.config import RoleConfig, environment
+from shardline.data import UNWATCHED, Watch
 from shardline.errors import (
     FencedError,
     JobError,
@@ -40,12 +47,21 @@ from shardline.metrics import Metrics
 from shardline.model import named_values
 from shardline.process import Termination, resolve_device
 from shardline.rpc.channel import Peers
-from shardline.rpc.client import JobView, Lease
+from shardline.rpc.client import JobView
 from shardline.rpc.link import ChiefLink, Orders, Phase, StepReport, machine_fingerprint
 from shardline.rpc.server import RpcServer
 from shardline.spec import ConsistencySpec, JobSpec
 
 log = logging.getLogger("shardline.client")
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A step that is on its way while the next one is computed."""
+
+    reports: tuple[StepReport, ...]
+    began_s: float
+    batch: int
 
 
 class Session:
@@ -88,9 +104,16 @@ class Session:
         self._stale = True
         """The next step begins with Progress."""
         self._iterating = False
-        self._lease: Lease | None = None
-        self._next_batch = 0
-        self._step_began_s = time.monotonic()
+        self._leases = Leases()
+        self._sent: _Sent | None = None
+        self._unwound: StepAgain | None = None
+        """The body of the loop was left in its middle."""
+        self._hooked = False
+        """Gradients leave during the backward pass."""
+        self._gate: Gate | None = None
+        """Where there is one, the next forward pass waits per layer."""
+        self._model: nn.Module | None = None
+        self._step_began_s = self._accounted_s = time.monotonic()
         self._loss: float | None = None
         self._finished = False
         self._closed = False
@@ -146,18 +169,24 @@ class Session:
         optimizer: torch.optim.Optimizer,
         *,
         job: JobSpec | None = None,
+        overlap: bool = False,
     ) -> ShardlineOptimizer:
         """Join the cluster with this model; returns when it holds the job's parameters.
 
         model: a module, or named tensors for those who write their own loop. Its tensors are updated in place.
         optimizer: a torch.optim object over the model's parameters; the servers apply its rule.
         job: the whole specification where there is a job file.
+        overlap: gradients leave during backward(), so nothing may change them between backward() and step(): no
+        clip_grad_norm_, no second backward(), no unscale_. Jobs from a file overlap by themselves, and their next
+        forward pass waits per layer.
 
         Raises MismatchError where model or settings differ from the job's, UnreachableError, JobError.
         """
         if self._optimizer is not None:
             raise UsageError("this session is attached already; one session trains one model")
         spec = job or script_spec(self._script, model, optimizer)
+        self._hooked = self.config.overlap and (overlap or job is not None)
+        self._model = model if isinstance(model, nn.Module) and job is not None and self._hooked else None
         self._values = named_values(model) if isinstance(model, nn.Module) else dict(model)
         address = self._server.start()
         metrics_address = self.metrics.serve(self.config.host, self.config.metrics_port)
@@ -190,6 +219,7 @@ class Session:
         )
         self._begin()
         self._optimizer = ShardlineOptimizer(self, optimizer, spec.rule.name)
+        self._expect_by_itself()
         return self._optimizer
 
     def _begin(self) -> None:
@@ -230,8 +260,7 @@ class Session:
             and (view.timeline == self._view.timeline)
         ):
             return
-        if self._trainer is not None:
-            self._trainer.close()
+        self._close_trainer()
         self._view = view
         lanes: dict[int, Lane] = {}
         for place in view.placement:
@@ -242,7 +271,9 @@ class Session:
                 peer,
                 place.shard,
                 view.plan.shards[place.shard],
-                on_fallback=lambda lane, reason: self.metrics.counter("shardline_lane_fallbacks_total", lane=lane).inc(),
+                on_fallback=lambda lane, reason: self.metrics.counter(
+                    "shardline_lane_fallbacks_total", lane=lane
+                ).inc(),
             )
         self._trainer = Trainer(
             view,
@@ -253,9 +284,31 @@ class Session:
             incarnation=link.incarnation,
             index=self.config.index,
             on_retry=lambda shard: self._count_retry(view, shard),
+            overlap=self._hooked,
+            credit_bytes=int(float(environment("credit_mb") or 0.0) * 2**20),
         )
+        self._open_gate(self._trainer)
         self._trainer.exchange.still_ordered = self._still_ordered
         self._trainer.on_nonfinite = lambda name: self.metrics.counter("shardline_nonfinite_total", what=name).inc()
+
+    def _open_gate(self, trainer: Trainer) -> None:
+        if self._model is None:
+            return
+        reason = why_not(self._model)
+        if reason:
+            log.info("the next forward pass waits for the whole model: %s", reason)
+            return
+        numbers = {id(tensor): number for number, tensor in enumerate(trainer.layout.tensors)}
+        self._gate = Gate(
+            self._model, numbers, wait_for=self._wait_for, waiting=lambda: trainer.pending and trainer.arrivals.waiting
+        )
+
+    def _close_trainer(self) -> None:
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
+        if self._trainer is not None:
+            self._trainer.close()
 
     def _count_retry(self, view: JobView, shard: int) -> None:
         peer = next((place.task for place in view.placement if place.shard == shard), "ps")
@@ -304,10 +357,15 @@ class Session:
         try:
             while True:
                 number = self._next()
-                if number is None or (total is not None and number >= total):
+                if number is None:
                     return
+                if total is not None and number >= total:
+                    if self._settle():
+                        return
+                    continue
                 self._step_began_s = time.monotonic()
                 self._contributed.clear()
+                self._expect_by_itself()
                 yield number
         finally:
             self._iterating = False
@@ -316,6 +374,14 @@ class Session:
         """Number of the next step or batch, None when there is none; waits while there may be one later."""
         while True:
             link = self.link
+            if self._unwound is not None:
+                self._rewind()
+            number = self._next_while_sending()
+            if number is not None:
+                link.set_step(number)
+                return number
+            if not self._settle():
+                continue
             # Before the orders are read: an interruption by newer ones must not be forgotten.
             self.trainer.exchange.arm()
             orders = self._orders_or_none()
@@ -411,22 +477,18 @@ class Session:
             return None
         if self._stale and not self._relocate(orders):
             return None
-        lease = self._lease
-        if lease is None or self._next_batch >= lease.first + lease.count:
+        if not self._leases.has_next:
             if self._leaving:
                 self._wait_for_change(orders)
                 return None
-            done = [lease.number] if lease is not None else []
-            lease = self._lease = self.link.client.lease(self.link.task, self.link.incarnation, done)
-            self._next_batch = lease.first
+            lease = self._leases.renew(self.link)
             if lease.count == 0:
-                self._lease = None
                 if lease.ended:
                     self._finish_part()
                 self.link.wait(lambda o: o.phase is Phase.ENDED, timeout_s=lease.retry_after_s or 0.05)
                 return None
         self._todo = {0}
-        return self._next_batch
+        return self._leases.batch
 
     def _finish_part(self) -> None:
         if not self._finished:
@@ -435,9 +497,56 @@ class Session:
 
     # One step
 
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Around the body of a loop over steps(): leaves it quietly where it has to be run again for the same step."""
+        try:
+            yield
+        except StepAgain as again:
+            log.info("starting the step again: %s", again.cause or "orders changed")
+            self._unwound = again
+
     def begin_replica(self) -> None:
         """Before each replica's forward pass where a worker runs several."""
-        self.trainer.begin()
+        with _unwinding():
+            self.trainer.begin()
+
+    def watch(self, replica: int) -> Watch:
+        """For replica_gradients: lets the replica's passes overlap with what is sent, where that is wanted."""
+        if not self._hooked:
+            return UNWATCHED
+
+        def expect(loss: Callable[[], float], samples: int) -> None:
+            self._settle_in_body()
+            # A GPU's loss isn't asked for before it has to be.
+            early = self.job.consistency.nan_policy == "skip" or self.device.type == "cpu"
+            owned = sorted(self._todo) if self.trainer.is_sync else [0]
+            self.trainer.expect(Expected(replica=replica, owned=owned, samples=samples, loss=loss() if early else None))
+
+        return StepWatch(self._gate, lambda: self.trainer.uses if self.trainer.starting else None, expect)
+
+    def _wait_for(self, tensors: Iterable[int]) -> None:
+        with _unwinding():
+            self.trainer.wait_for(tensors)
+
+    def _settle_in_body(self) -> None:
+        """Everything of the step before has come, and the orders are still those of this one; else StepAgain."""
+        if self._sent is None:
+            return
+        with _unwinding():
+            figures = self.trainer.settle()
+        if figures is not None:
+            self._account(figures)
+        self.trainer.exchange.arm()
+        if not self._still_ordered():
+            raise StepAgain
+
+    def _expect_by_itself(self) -> None:
+        """A person's own loop: whatever backward() comes next is the open step's."""
+        if not self._hooked or self._view is None or not self._view.job.script or self._optimizer is None:
+            return
+        replica = self.replica if self.trainer.is_sync else 0
+        self.trainer.expect(Expected(replica=replica, owned=[replica], hyper=self._optimizer.hyper))
 
     def contribute(
         self,
@@ -447,17 +556,21 @@ class Session:
         samples: int = 0,
         hyper: Mapping[int, Mapping[str, float]] | None = None,
         gradients: Mapping[str, torch.Tensor] | None = None,
+        keep: bool = False,
     ) -> None:
-        """Take the gradients in .grad (or those given, by name) as one replica's part of the open step."""
+        """Take the gradients in .grad (or those given, by name) as one replica's part of the open step.
+
+        keep: nobody writes to these tensors until the step is closed, so they need not be copied.
+        """
         clip_norm = self.job.consistency.clip_norm
         if gradients is None:
             if clip_norm > 0.0 and not self.trainer.is_sync:
                 # torch's own way: each worker its own gradient, before anybody else sees it.
                 torch.nn.utils.clip_grad_norm_([v for v in self._values.values() if v.grad is not None], clip_norm)
             gradients = {name: v.grad for name, v in self._values.items() if v.grad is not None}
-        self.trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=hyper)
+        self.trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=hyper, keep=keep)
         compute_s = time.monotonic() - self._step_began_s - sum(item.compute_s for item in self._contributed)
-        number = self._next_batch if self._lease is not None else self.trainer.step
+        number = self._leases.batch if self._leases.held else self.trainer.step
         self._contributed.append(
             StepReport(
                 step=number,
@@ -474,18 +587,71 @@ class Session:
         Contributes .grad for this worker's own replica where nothing was contributed yet.
         """
         if not self._contributed:
-            self.contribute(self.replica if self.trainer.is_sync else 0, loss=loss or self._loss, hyper=hyper)
+            replica = self.replica if self.trainer.is_sync else 0
+            # Kept as they are: this returns when they are acknowledged.
+            self.contribute(replica, loss=loss or self._loss, hyper=hyper, keep=True)
         self._loss = None
+        wait = self._gate is None or self.trainer.starting
         while True:
             try:
-                figures = self.trainer.finish()
-                assert figures is not None
+                figures = self.trainer.finish(wait=wait)
+            except (Restart, Interrupted, Stopped) as error:
+                if not self._go_on(error):
+                    return False
+                continue
+            self._sent = _Sent(tuple(self._contributed), self._step_began_s, self._leases.batch)
+            self._advance()
+            if figures is not None:
+                self._account(figures)
+                if not self._iterating:
+                    self._expect_by_itself()
+            return True
+
+    def wait(self) -> None:
+        """Return when the model holds all parameters of `step`.
+
+        Where the next forward pass waits per layer, tensors may be older before; else there is nothing to wait for.
+        """
+        self._settle()
+
+    # A step that is on its way while the next one is computed
+
+    def _next_while_sending(self) -> int | None:
+        """Number of the step to begin although the one before is not closed; None where nothing or all has to wait."""
+        if self._sent is None or self.trainer.pending_failed or not self._still_ordered():
+            return None
+        orders = self._orders_or_none()
+        if orders is None or orders.phase not in (Phase.RUNNING, Phase.STOPPING):
+            return None
+        if not self.trainer.is_sync:
+            return self._leases.batch if self._leases.has_next else None
+        if orders.stop_step and self.trainer.step >= orders.stop_step:
+            return None
+        return self.trainer.step
+
+    def _settle(self) -> bool:
+        """Wait for the step that is on its way; False where it, or the end of the job, has to be looked for again."""
+        while self._sent is not None:
+            try:
+                figures = self.trainer.settle()
             except (Restart, Interrupted, Stopped) as error:
                 if not self._go_on(error):
                     return False
             else:
-                self._account(figures)
-                return True
+                if figures is not None:
+                    self._account(figures)
+        return True
+
+    def _rewind(self) -> None:
+        """After a body that was left in its middle: what it sent is given up, what was on its way is looked after."""
+        unwound, self._unwound = self._unwound, None
+        assert unwound is not None
+        self._contributed.clear()
+        if self._sent is None:
+            self.trainer.give_up()
+        elif unwound.cause is None or self._go_on(unwound.cause):
+            self._settle()
+        self._stale = True
 
     def _go_on(self, error: Exception) -> bool:
         """After an exchange that didn't end: True = send the same again, False = the loop starts over."""
@@ -493,11 +659,13 @@ class Session:
         orders = self._orders_or_none()
         if orders is None or orders.phase is Phase.ENDED:
             self._stale = True
+            self._lose_sent()
             return False
         if isinstance(error, Stopped):
             log.info("%s", error)
             self._stale = True
             self._contributed.clear()
+            self._lose_sent()
             if not self.trainer.is_sync:
                 self._finish_part()
             self._wait_for_change(orders)
@@ -519,31 +687,35 @@ class Session:
         log.info("starting the step again: %s", error or "orders changed")
         self._stale = True
         self._contributed.clear()
+        self._lose_sent()
         return False
 
-    def _account(self, figures: StepFigures) -> None:
-        """Tell metrics and chief about a finished step."""
-        now_s = time.monotonic()
-        peers = {place.shard: place.task for place in self._view.placement} if self._view else {}
-        meter_step(self.metrics, self.trainer, figures, self._contributed, now_s - self._step_began_s, peers)
-        for item in self._contributed:
-            self.link.report(
-                StepReport(
-                    step=item.step,
-                    replica=item.replica,
-                    loss=item.loss,
-                    samples=item.samples,
-                    compute_s=item.compute_s,
-                    exchange_s=figures.seconds,
-                    staleness=figures.staleness,
-                )
-            )
+    def _lose_sent(self) -> None:
+        """What is on its way has to be computed again."""
+        if self._sent is not None:
+            self._leases.batch = self._sent.batch
+            self._sent = None
+        self.trainer.give_up()
+
+    def _advance(self) -> None:
+        """A step has been sent: what comes is the next one's."""
         self._contributed.clear()
         self._todo = set(self._replicas) if self.trainer.is_sync else {0}
-        if self._lease is not None:
-            self._next_batch += 1
+        if self._leases.held:
+            self._leases.batch += 1
         self.link.set_step(self.trainer.step)
-        self._step_began_s = now_s
+        self._step_began_s = time.monotonic()
+
+    def _account(self, figures: StepFigures) -> None:
+        """Tell metrics and chief about a step that is closed."""
+        sent, self._sent = self._sent, None
+        assert sent is not None
+        peers = {place.shard: place.task for place in self._view.placement} if self._view else {}
+        step_s = time.monotonic() - max(sent.began_s, self._accounted_s)
+        self._accounted_s = time.monotonic()
+        meter_step(self.metrics, self.trainer, figures, sent.reports, step_s, peers)
+        for item in sent.reports:
+            self.link.report(replace(item, exchange_s=figures.seconds, staleness=figures.staleness))
 
     def log_loss(self, loss: float) -> None:
         """Loss of the open step, for logs and the dashboard of a script's job."""
@@ -554,11 +726,13 @@ class Session:
     def push(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Contribute named gradients as this worker's part of the open step and hold the next parameters."""
         check_named(self._values, gradients)
-        self.contribute(self.replica if self.trainer.is_sync else 0, gradients=gradients)
+        self.wait()
+        self.contribute(self.replica if self.trainer.is_sync else 0, gradients=gradients, keep=True)
         self.finish_step()
 
     def pull(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         """Copies of the named tensors (all by default) as of the step this session holds."""
+        self.wait()
         wanted = list(self._values) if names is None else list(names)
         for name in wanted:
             if name not in self._values:
@@ -595,8 +769,7 @@ class Session:
     def shutdown(self) -> None:
         """Free sockets and threads without telling anybody."""
         self._closed = True
-        if self._trainer is not None:
-            self._trainer.close()
+        self._close_trainer()
         if self._link is not None:
             self._link.close()
         self._peers.close()
@@ -615,3 +788,12 @@ class Session:
         elif isinstance(error, Exception):
             self.fail(JobError(f"the script raised {kind.__name__ if kind else 'error'}: {error}"))
         self.shutdown()
+
+
+@contextlib.contextmanager
+def _unwinding() -> Iterator[None]:
+    """What ended the exchange of the step before ends the body of this one."""
+    try:
+        yield
+    except (Restart, Interrupted, Stopped) as error:
+        raise StepAgain(error) from error

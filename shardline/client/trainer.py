@@ -25,9 +25,10 @@ from shardline.client.overlap import (
 from shardline.client.priority import SendQueue, bucket_ranks, default_credit
 from shardline.client.staging import Staging, initial_contribution
 from shardline.client.traffic import Traffic
+from shardline.client.zero_copy import ZeroCopy
 from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
-from shardline.errors import JobError, NonFiniteError, ProtocolError
+from shardline.errors import JobError, NonFiniteError, ProtocolError, UsageError
 from shardline.lanes.base import Contribution, Lane, Payloads, Sender, Want, Whole
 from shardline.reduce import Block, cover
 from shardline.rpc.client import JobView
@@ -107,6 +108,7 @@ class Trainer:
         self._homes = homes(view.plan)
         self._buffer_keys = keys_of(self._homes, self.layout.buffers)
         self.meter = Traffic(self.sinks)
+        self._zero: ZeroCopy | None = None
         self.on_nonfinite: Callable[[str], None] = lambda name: None
         """Called with "loss" or a tensor's name when it is not finite."""
         # The open step
@@ -138,6 +140,34 @@ class Trainer:
     def _allocate(self, shard: int, bucket: int, nbytes: int) -> memoryview | None:
         allocate = getattr(self._lanes[shard], "allocate", None)
         return allocate(bucket, nbytes) if allocate is not None else None
+
+    def map_parameters(self) -> list[str]:
+        """Let tensors lie in shared memory from now on, where lanes and plan allow it; returns their names.
+
+        Called between steps, after locate(). See shardline.client.zero_copy for what it costs whoever writes to them.
+        Raises UsageError where the job can't have it.
+        """
+        if not self.is_sync or self.job.codec != RAW.name:
+            raise UsageError(
+                f"zero_copy needs a synchronous job with codec raw, this one is {self.job.consistency.mode} with "
+                f"codec {self.job.codec}"
+            )
+        if self._zero is None:
+            self._zero = ZeroCopy(self.plan, self.layout, self._lanes)
+            for sink in self.sinks.values():
+                sink.zero_copy = self._zero
+        # Every bucket comes once more, to stay where it lies.
+        self._have = None
+        self._pull(self.step)
+        return self._zero.tensors
+
+    def gradient_view(self, name: str) -> torch.Tensor | None:
+        """Memory that the shard reads, to compute this tensor's gradient in; None where there is none."""
+        return self._zero.gradient(self._tensor_of[name]) if self._zero is not None else None
+
+    def lane(self, shard: int) -> str:
+        """Name of the lane by which a shard's bytes travel at present."""
+        return self._lanes[shard].name
 
     # Starting
 
@@ -198,6 +228,8 @@ class Trainer:
         """All buckets of a pull are in the model."""
         with torch.no_grad():
             self.layout.settle()
+        if self._zero is not None and step is not None:
+            self._zero.settle(step)
         self._have = step
         self._base = {shard: sink.base_version for shard, sink in self.sinks.items()}
         if step is not None:
@@ -238,6 +270,11 @@ class Trainer:
     def pending(self) -> bool:
         """Whether finish(wait=False) has returned and settle() has not been called since."""
         return self._finished
+
+    @property
+    def starting(self) -> bool:
+        """Whether the open step is the first one after a (re)start."""
+        return self._first
 
     @property
     def pending_failed(self) -> bool:
@@ -353,6 +390,7 @@ class Trainer:
         takes_buffers = replica == 0 or not self.is_sync
         buffers = self.layout.changed_buffers() if takes_buffers else {}
         if self._early is not None:
+            self._judge(replica, [] if loss is None or _is_number(loss) else ["loss"], early=True)
             self._close_early(numbers, buffers, hyper)
             return
         bad = [] if loss is None or _is_number(loss) else ["loss"]
@@ -398,9 +436,7 @@ class Trainer:
         if self.job.consistency.nan_policy == "stop":
             if not early:
                 self._staging.clear()
-            sent = (
-                "this bucket was not sent, others of this step may be applied already" if early else "nothing was sent"
-            )
+            sent = "others of this step may have been sent and applied before" if early else "nothing was sent"
             raise NonFiniteError(
                 f"step {self.step}, replica {replica}: {_names(bad)} has NaN or infinity; {sent}. "
                 f"Lower the learning rate, clip gradients (clip_norm), or set nan_policy='skip'"
@@ -416,8 +452,6 @@ class Trainer:
         """
         if not self._pushes:
             self._make_pushes(clip_scale)
-        if self._running is None:
-            self._start_s = time.monotonic()
         with torch.no_grad():
             self.layout.restore()
         self._touched = False
@@ -515,7 +549,9 @@ class Trainer:
         return order
 
     def _complete(self) -> StepFigures:
-        """Wait for the running exchange, close the step."""
+        """Wait for the running exchange, close the step. One that has failed before is made again, with the same."""
+        if self._running is None:
+            self._start(hold=False)
         assert self._running is not None
         try:
             outcomes = self._running.wait()
@@ -553,6 +589,8 @@ class Trainer:
             self._hooks.close()
         self.arrivals.end()
         self.exchange.close()
+        if self._zero is not None:
+            self._zero.release()
         self._close_step()
 
 

@@ -43,9 +43,11 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
     tell_ready(config, session.link.task)
     source = BatchSource(job)
     for step in session.steps():
-        for replica in session.replicas:
-            session.begin_replica()
-            loss, samples = replica_gradients(model, job, source, step, replica)
-            session.contribute(replica, loss=loss, samples=samples)
-        optimizer.step()
+        with session.attempt():
+            for replica in session.replicas:
+                session.begin_replica()
+                loss, samples = replica_gradients(model, job, source, step, replica, session.watch(replica))
+                # The next replica's gradients are new tensors.
+                session.contribute(replica, loss=loss, samples=samples, keep=True)
+            optimizer.step()
     log.info("done at step %d: %s", session.step, session.link.orders.reason or "the job has ended")

@@ -1,0 +1,128 @@
+"""The next forward pass waits per layer: whoever reads a tensor of the model waits until that tensor has arrived."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+WAITLESS = frozenset(
+    (
+        *("__set__", "__hash__", "__len__", "dim", "size", "numel", "nelement", "stride", "storage_offset"),
+        *("ndimension", "element_size", "is_contiguous", "is_floating_point", "is_complex", "get_device"),
+        *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+    )
+)
+"""Functions of a tensor that don't read its numbers."""
+VALUE_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+"""Attributes of a tensor through which its numbers are read; others (grad, shape, dtype ...) don't wait."""
+
+
+class Gate(TorchFunctionMode):
+    """Watches the forward pass of one model within `with gate.open():`.
+
+    Every torch function that is given one of the model's tensors waits for it, wherever it is called: in the tensor's
+    own module or outside it (tied weights, functional use, a regulariser in the loss), in this step or for the first
+    time ever. Modules without children wait for their own tensors besides, since C++ code may read those unseen.
+
+    numbers: tensor number by id() of the model's tensors. wait_for: returns when these tensors hold the step's values.
+    waiting: whether there is anything to wait for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        numbers: Mapping[int, int],
+        *,
+        wait_for: Callable[[Iterable[int]], None],
+        waiting: Callable[[], bool],
+    ) -> None:
+        super().__init__()
+        self._numbers = numbers
+        self._wait_for = wait_for
+        self._waiting = waiting
+        self._uses: dict[int, None] | None = None
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            own = [*module._parameters.values(), *module._buffers.values()]
+            held = tuple(numbers[id(tensor)] for tensor in own if tensor is not None and id(tensor) in numbers)
+            if held and next(module.children(), None) is None:
+                self._handles.append(module.register_forward_pre_hook(functools.partial(self._enter, held)))
+
+    @contextlib.contextmanager
+    def open(self, uses: dict[int, None] | None = None) -> Iterator[None]:
+        """Watch what runs in this block, on this thread. uses: is given the tensors in the order of their first use."""
+        self._uses = uses
+        try:
+            with self:
+                yield
+        finally:
+            self._uses = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch instead of each of its functions."""
+        kwargs = kwargs or {}
+        if (self._uses is not None or self._waiting()) and reads_values(func):
+            self._read(list(self._found(args)) + list(self._found(kwargs.values())))
+        return func(*args, **kwargs)
+
+    def _found(self, values: Iterable[Any]) -> Iterator[int]:
+        """Numbers of the model's tensors among arguments; lists, tuples and dicts are followed."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                number = self._numbers.get(id(value))
+                if number is not None:
+                    yield number
+            elif isinstance(value, tuple | list):
+                yield from self._found(value)
+            elif isinstance(value, dict):
+                yield from self._found(value.values())
+
+    def _enter(self, held: Sequence[int], module: nn.Module, args: Any) -> None:
+        if self._uses is not None or self._waiting():
+            self._read(held)
+
+    def _read(self, numbers: Sequence[int]) -> None:
+        if self._uses is not None:
+            self._uses.update(dict.fromkeys(numbers))
+        if numbers and self._waiting():
+            self._wait_for(numbers)
+
+    def close(self) -> None:
+        """Leave the modules as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def reads_values(func: Callable[..., Any]) -> bool:
+    """Whether a torch function may read the numbers of a tensor it is given."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "data") in VALUE_GETTERS
+    return name not in WAITLESS
+
+
+def why_not(model: nn.Module) -> str:
+    """Why the reads of a model can't be watched, as the end of a sentence; "" where they can."""
+    for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{where} is a ScriptModule"
+        if isinstance(module, nn.DataParallel):
+            return f"{where} is a DataParallel, whose copies read parameters on threads of their own"
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            return f"{where} is compiled"
+    return ""
