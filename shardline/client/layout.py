@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from shardline.sharding import BucketSpec, Plan, Slice
 from shardline.spec import DTYPES, TensorKind
 from shardline.wire.codecs import RAW, codec_for
 from shardline.wire.frames import borrowed_tensor, memory_of, tensor_bytes
+
+if TYPE_CHECKING:
+    from shardline.client.zero_copy import ZeroCopy
 
 
 class ModelLayout:
@@ -153,8 +157,10 @@ def fill_bucket(
     for piece, there in zip(bucket.slices, present, strict=True):
         view = target[piece.offset : piece.end]
         if there:
-            sources.append(gradients[piece.tensor].reshape(-1)[_span(plan, piece)])
-            targets.append(view)
+            source = gradients[piece.tensor].reshape(-1)[_span(plan, piece)]
+            if source.data_ptr() != view.data_ptr() or source.device != view.device:
+                sources.append(source)
+                targets.append(view)
         else:
             view.zero_()
     copy_each(targets, sources)
@@ -198,6 +204,7 @@ class BucketSink:
         self._codec = codec
         self._arrivals = arrivals or Arrivals([(shard, b) for b in range(len(layout.plan.shards[shard].buckets))])
         self._hold_s = hold_s
+        self.zero_copy: ZeroCopy | None = None
         self.num_buckets = len(layout.plan.shards[shard].buckets)
         self.shard_bytes = layout.plan.shards[shard].nbytes
         self._memory: dict[int, torch.Tensor] = {}
@@ -253,6 +260,8 @@ class BucketSink:
                 load = functools.partial(self._load, arrival, payload)
             self.wire_bytes += arrival.payload_bytes
             self.raw_bytes += spec.nbytes
+            if self.zero_copy is not None:
+                self.zero_copy.loaded((self._shard, arrival.bucket))
         self._landed(arrival, load)
 
     def take(self, arrival: Arrival, memory: memoryview) -> None:
@@ -263,7 +272,8 @@ class BucketSink:
         if not self._arrivals.await_release(self._hold_s):
             raise UnreachableError(f"shard {self._shard}: what it published was not taken within {self._hold_s:.0f} s")
         self.raw_bytes += self._spec(arrival).nbytes
-        self._landed(arrival, functools.partial(self._load, arrival, memory))
+        stays = self.zero_copy is not None and arrival.area < 2 and self.zero_copy.take((self._shard, arrival.bucket))
+        self._landed(arrival, _nothing if stays else functools.partial(self._load, arrival, memory))
 
     def _spec(self, arrival: Arrival) -> BucketSpec:
         return self._layout.plan.shards[self._shard].buckets[arrival.bucket]

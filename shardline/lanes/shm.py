@@ -46,6 +46,10 @@ class Mapped:
         """A place of the gradient segment."""
         return self._gradients.memory[offset : offset + nbytes]
 
+    def area(self, number: int) -> memoryview:
+        """What the shard publishes at even (0) or odd (1) steps, read-only; by_reference only."""
+        return self._areas[number if number in self._areas else 0].memory
+
     def holds(self, data: memoryview) -> int | None:
         """Offset of bytes that lie in the gradient segment already; None for others."""
         offset = _address(data) - self._start if len(data) else -1

@@ -1,0 +1,159 @@
+"""Tensors in shared memory: the same bits as private ones, nothing copied, and private again when the lane goes."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from shardline.client.zero_copy import regions
+from shardline.errors import UsageError
+from shardline.job import Job
+from shardline.lanes.negotiated import NegotiatedLane
+from shardline.lanes.shm import ShmLane
+from shardline.sharding import make_plan
+from shardline.spec import TensorSpec
+from shardline.testing import ReferenceResult, reference
+from tests.integration.cluster import Cluster, assert_same_end
+from tests.integration.jobs import Rich, Wide, make_job
+
+BUCKET_BYTES = 1 << 18
+
+
+class Even(nn.Module):
+    """A matrix of 512 KB whose pieces need no padding, cut over several buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 64)
+        self.wide = nn.Linear(64, 2048, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(self.first(x)).mean(dim=1, keepdim=True)
+
+
+@functools.cache
+def job_of(kind: str) -> Job:
+    return make_job("adam", model=Rich if kind == "rich" else Wide, steps=4)
+
+
+@functools.cache
+def expected(kind: str) -> ReferenceResult:
+    return reference(job_of(kind))
+
+
+@pytest.mark.parametrize("kind", ["rich", "wide"])
+@pytest.mark.parametrize("ps", [1, 2])
+def test_training_on_mapped_parameters_gives_the_bits_of_the_reference(kind: str, ps: int) -> None:
+    job = job_of(kind)
+    with Cluster(job, ps=ps, bucket_bytes=BUCKET_BYTES, lane="shm") as cluster:
+        worker = cluster.worker(0)
+        worker.trainer.exchange.arm()
+        worker.trainer.locate(range(job.replicas), cluster.timeline)
+        mapped = worker.trainer.map_parameters()
+        assert mapped
+        while worker.trainer.step < job.steps:
+            worker.step(range(job.replicas))
+        assert_same_end(cluster.state(), expected(kind))
+        for name in mapped:
+            assert torch.equal(worker.values[name], cluster.state().params[name])
+
+
+def test_nothing_is_copied_on_a_worker_whose_gradients_are_computed_in_shared_memory() -> None:
+    job = make_job("momentum", model=Even, replicas=1, steps=4)
+    with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="shm") as cluster:
+        worker = cluster.worker(0)
+        trainer = worker.trainer
+        trainer.exchange.arm()
+        trainer.locate([0], cluster.timeline)
+        names = trainer.map_parameters()
+        gradients = {name: trainer.gradient_view(name) for name in names}
+        assert all(view is not None for view in gradients.values())
+        areas = []
+        for step in range(3):
+            for view in gradients.values():
+                assert view is not None
+                view.copy_(torch.full_like(view, 0.25 * (step + 1)))
+            before = {name: worker.values[name].clone() for name in names}
+            trainer.contribute(0, {name: view for name, view in gradients.items() if view is not None})
+            trainer.finish()
+            areas.append({name: worker.values[name].data_ptr() for name in names})
+            assert all(not torch.equal(worker.values[name], before[name]) for name in names)
+        # The same two areas in turn.
+        assert areas[0] == areas[2] != areas[1]
+        assert all(torch.equal(worker.values[name], cluster.state().params[name]) for name in names)
+        # What the lane was given to send lay in the segment already: no place besides it was taken.
+        lane = trainer._lanes[0]
+        assert isinstance(lane, NegotiatedLane)
+        shm = lane.current
+        assert isinstance(shm, ShmLane) and shm.mapped is not None
+        buckets = len(cluster.plan.shards[0].buckets)
+        assert buckets > 2 and shm.mapped.used == {shm.offset(bucket) for bucket in range(buckets)}
+
+
+def test_a_worker_that_loses_shared_memory_goes_on_with_private_tensors() -> None:
+    job = job_of("wide")
+    with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="auto") as cluster:
+        worker = cluster.worker(0)
+        worker.trainer.exchange.arm()
+        worker.trainer.locate(range(job.replicas), cluster.timeline)
+        names = worker.trainer.map_parameters()
+        worker.step(range(job.replicas))
+        lane = worker.trainer._lanes[0]
+        assert isinstance(lane, NegotiatedLane) and lane.name == "shm"
+        lane._leave(lane.current, "taken away by the test")
+        while worker.trainer.step < job.steps:
+            worker.step(range(job.replicas))
+        assert lane.name == "tcp"
+        assert_same_end(cluster.state(), expected("wide"))
+        for name in names:
+            # Private memory can be written to.
+            worker.values[name].data.add_(0.0)
+            assert torch.equal(worker.values[name], cluster.state().params[name])
+
+
+def test_closing_leaves_the_model_with_private_tensors_of_the_last_step() -> None:
+    job = job_of("wide")
+    with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="shm") as cluster:
+        worker = cluster.worker(0)
+        worker.trainer.exchange.arm()
+        worker.trainer.locate(range(job.replicas), cluster.timeline)
+        worker.trainer.map_parameters()
+        worker.step(range(job.replicas))
+        state = cluster.state().params
+        worker.trainer.close()
+        for name, values in state.items():
+            worker.values[name].data.add_(0.0)
+            assert torch.equal(worker.values[name], values)
+
+
+@pytest.mark.parametrize("changes", [{"consistency": "async"}, {"codec": "bf16"}])
+def test_jobs_whose_replies_are_made_for_one_worker_refuse_zero_copy(changes: dict[str, str]) -> None:
+    job = make_job("momentum", model=Wide, **changes)
+    with Cluster(job, ps=1, lane="shm") as cluster:
+        worker = cluster.worker(0)
+        worker.trainer.exchange.arm()
+        worker.trainer.locate([0], cluster.timeline)
+        with pytest.raises(UsageError, match="zero_copy needs a synchronous job"):
+            worker.trainer.map_parameters()
+
+
+def test_a_tensor_cut_over_two_shards_stays_private_with_all_that_shares_its_buckets() -> None:
+    tensors = tuple(
+        TensorSpec(name=name, shape=shape, dtype="float32")
+        for name, shape in (("large", (4096, 64)), ("small", (10,)), ("other", (2048, 64)))
+    )
+    alone = regions(make_plan(tensors, 1, bucket_bytes=BUCKET_BYTES))
+    assert set(alone) == {0, 1, 2}
+    plan = make_plan(tensors, 3, bucket_bytes=BUCKET_BYTES)
+    split = {
+        number
+        for number in range(3)
+        if len(
+            {s for s, shard in enumerate(plan.shards) for b in shard.buckets for p in b.slices if p.tensor == number}
+        )
+        > 1
+    }
+    assert split and not split & set(regions(plan))
