@@ -7,7 +7,8 @@ from typing import Any
 
 from shardline.errors import NonFiniteError
 from shardline.metrics import Metrics
-from shardline_ps.push_servicer import PushResult, outcome_name
+from shardline_ps.admission_servicer import outcome_name
+from shardline_ps.push_servicer import PushResult
 from shardline_ps.store import ParameterStore
 
 

@@ -16,9 +16,9 @@ from shardline.rpc.v1 import data_pb2
 from shardline.wire.codecs import RAW, codec_for
 from shardline.wire.frames import Buffer
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
+from shardline_ps.admission_servicer import admit_data, attachment_of, outcome_to_proto
 from shardline_ps.attachments import Attachment, Attachments
 from shardline_ps.bucket import Bucket
-from shardline_ps.push_servicer import admit_data, attachment_of, outcome_to_proto
 from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore, numbers
 

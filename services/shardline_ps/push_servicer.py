@@ -16,13 +16,13 @@ from shardline.contributions import none_present
 from shardline.errors import ProtocolError, TensorError, UnreachableError
 from shardline.reduce import Block
 from shardline.rpc.convert import dtype_from_proto, hyper_from_proto, unpack_bits
-from shardline.rpc.v1 import common_pb2, data_pb2
+from shardline.rpc.v1 import data_pb2
 from shardline.sharding import BucketSpec
 from shardline.wire.codecs import RAW, Codec, codec_for
 from shardline.wire.frames import borrowed_tensor, digest, memory_of
 from shardline.wire.protobuf import ChunkView, PushFrameView
-from shardline_ps.attachments import Attachment, Attachments, Holder, Ticket
-from shardline_ps.authority import unknown_features
+from shardline_ps.admission_servicer import admit_data, attachment_of, holder_of, lane_name, outcome_to_proto
+from shardline_ps.attachments import Attachment, Attachments, Ticket
 from shardline_ps.shard import Gradient, Shard
 from shardline_ps.staging import Lease
 from shardline_ps.store import ParameterStore
@@ -43,64 +43,6 @@ SEVERITY = (
     Outcome.DUPLICATE,
 )
 """Worst first: a push's outcome is its worst bucket's."""
-
-
-def outcome_to_proto(outcome: Outcome) -> common_pb2.Outcome.ValueType:
-    """The proto value of the same name."""
-    return common_pb2.Outcome.Value(f"OUTCOME_{outcome.name}")
-
-
-def outcome_name(outcome: int) -> str:
-    """Lower-case name, such as "counted" for OUTCOME_COUNTED."""
-    return common_pb2.Outcome.Name(common_pb2.Outcome.ValueType(outcome)).removeprefix("OUTCOME_").lower()
-
-
-LANES = {
-    common_pb2.LANE_UNSPECIFIED: "grpc",
-    common_pb2.LANE_GRPC: "grpc",
-    common_pb2.LANE_TCP: "tcp",
-    common_pb2.LANE_SHM: "shm",
-}
-
-
-def lane_name(lane: int) -> str | None:
-    """Name of a lane; None for one of a later version."""
-    return next((name for number, name in LANES.items() if number == lane), None)
-
-
-def attachment_of(attachments: Attachments, data: common_pb2.DataHeader) -> Attachment | None:
-    """The attachment that a message's bytes ride on; None = on its own stream. Raises UnreachableError."""
-    lane = lane_name(data.lane) or "grpc"
-    if lane == "grpc":
-        return None
-    return attachments.find(data.attachment, lane, holder_of(data))
-
-
-def holder_of(data: common_pb2.DataHeader) -> Holder:
-    """Who sent a message."""
-    return Holder(task=data.task, incarnation=data.incarnation, shard=data.shard)
-
-
-def admit_data(store: ParameterStore, data: common_pb2.DataHeader, *, init: bool) -> Decision:
-    """Whether a data message may be looked at at all."""
-    unknown = unknown_features(list(data.required_features))
-    if unknown:
-        return Decision(Outcome.REFUSED, f"this ps can't do what the message requires: {', '.join(unknown)}")
-    if lane_name(data.lane) is None:
-        return Decision(Outcome.REFUSED, f"lane number {data.lane} is unknown to this ps")
-    if data.stage:
-        return Decision(Outcome.REFUSED, f"the message is for pipeline stage {data.stage}; this job has none")
-    decision = store.authority.admit(
-        job=data.job,
-        timeline=data.timeline,
-        plan_id=data.plan_id,
-        task=data.task,
-        incarnation=data.incarnation,
-        init=init,
-    )
-    if decision.outcome is Outcome.SERVED and data.shard not in store.shards:
-        return Decision(Outcome.REFUSED, f"shard {data.shard} is not hosted here; this ps has {sorted(store.shards)}")
-    return decision
 
 
 @dataclass

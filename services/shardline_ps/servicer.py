@@ -26,19 +26,18 @@ from shardline.rpc.convert import (
 )
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.wire.protobuf import PushFrameView, ReplyView, read_request, write_reply
-from shardline_ps.attachments import Attachments
-from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
-from shardline_ps.pull_servicer import SHARED_CALL, AsyncReply, pull
-from shardline_ps.push_servicer import (
+from shardline_ps.admission_servicer import (
     LANES,
-    PushReceiver,
-    PushResult,
     admit_data,
     attachment_of,
     holder_of,
     lane_name,
     outcome_to_proto,
 )
+from shardline_ps.attachments import Attachments
+from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
+from shardline_ps.pull_servicer import SHARED_CALL, AsyncReply, pull
+from shardline_ps.push_servicer import PushReceiver, PushResult
 from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore, PsConfiguration, planned_bytes
 from shardline_ps.vote_servicer import Voters
