@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 from shardline import errors
+from shardline.cli.bench import bench
 from shardline.cli.cluster_commands import export, status, stop
 from shardline.cli.options import JOB_ARGS
 from shardline.cli.roles import COMMANDS
@@ -45,7 +46,7 @@ def cli() -> None:
     """
 
 
-for command in (train, *COMMANDS, status, stop, export):
+for command in (train, *COMMANDS, status, stop, export, bench):
     cli.add_command(command)
 
 

@@ -1,0 +1,106 @@
+"""A whole cluster of one worker that runs train_job.py, each task where it is put: here, or on hosts of a lab."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.network import Lab
+from benchmarks.process import HERE, ROOT, Child, ContenderError, Prefix, environment, run_json
+
+JOB = ROOT / "benchmarks" / "train_job.py"
+RUN_S = 900.0
+TIMEOUT_S = 60.0
+OUT = "BENCH_OUT"
+"""Where train_job.py writes its figures."""
+PORT = 2322
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is trained: a stack of linear layers, and how much one step computes."""
+
+    width: int
+    layers: int
+    batch: int
+    steps: int
+    warmup: int
+
+    @property
+    def megabytes(self) -> float:
+        """Of all parameters."""
+        return self.width * self.width * self.layers * 4 / 1e6
+
+    def flags(self) -> list[str]:
+        """Flags of train_job.py."""
+        given = ["--width", self.width, "--layers", self.layers, "--batch", self.batch]
+        given += ["--steps", self.steps, "--warmup", self.warmup]
+        return [str(flag) for flag in given]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the tasks run. The chief shares the ps's place: it sends next to nothing while training runs."""
+
+    chief: str
+    ps: str
+    worker: str
+    """Addresses."""
+    server: Prefix = HERE
+    client: Prefix = HERE
+
+
+def on_hosts(hosts: Lab) -> Places:
+    """Chief and ps on host 1, the worker on host 2."""
+    one, two = hosts.address(1), hosts.address(2)
+    return Places(
+        chief=f"{one}:{PORT}",
+        ps=f"{one}:{PORT + 1}",
+        worker=f"{two}:{PORT}",
+        server=hosts.prefix(1),
+        client=hosts.prefix(2),
+    )
+
+
+def on_one_host(prefix: Prefix) -> Places:
+    """All tasks on one host, over loopback or shared memory."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return Places(chief=f"127.0.0.1:{port}", ps="127.0.0.1:0", worker="127.0.0.1:0", server=prefix, client=prefix)
+
+
+def alone(model: Model, prefix: Prefix = HERE) -> dict[str, Any]:
+    """The same training with no cluster. Raises ContenderError."""
+    return run_json([sys.executable, str(JOB), *model.flags()], what="alone", timeout_s=RUN_S, prefix=prefix)
+
+
+def train(model: Model, places: Places, *, overlap: bool = True, lane: str = "auto") -> dict[str, Any]:
+    """Train with a chief, one ps and one worker; the worker's figures. Raises ContenderError."""
+    cluster = json.dumps({"chief": [places.chief], "ps": [places.ps], "worker": [places.worker]})
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardline-bench-")))
+        figures = folder / "figures.json"
+        settings = environment(more={"SHARDLINE_JOB_ARGS": shlex.join(model.flags()), OUT: str(figures)})
+
+        def task(role: str, prefix: Prefix, *more: str) -> Child:
+            command = [sys.executable, "-m", "shardline", role, "--cluster", cluster, "--timeout", str(TIMEOUT_S)]
+            command += ["--lane", lane, "--overlap" if overlap else "--no-overlap", *more]
+            return stack.enter_context(Child(command, prefix=prefix, what=role, env=settings))
+
+        chief = task("chief", places.server, "--job", str(JOB), "--out", str(folder / "out"))
+        task("ps", places.server)
+        worker = task("worker", places.client, "--job", str(JOB))
+        for child, wait_s in ((worker, RUN_S), (chief, TIMEOUT_S)):
+            code = child.wait(wait_s)
+            if code:
+                raise ContenderError(f"{child.what} ended with code {code}{child.last_words()}")
+        found: dict[str, Any] = json.loads(figures.read_text(encoding="utf-8"))
+    return found

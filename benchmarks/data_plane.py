@@ -1,0 +1,234 @@
+"""One worker or one ps of push_pull.py: the library as sessions use it, without a chief."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.process import ContenderError
+from shardline.client.exchange import Restart
+from shardline.client.trainer import Trainer
+from shardline.cluster import ClusterSpec
+from shardline.config import RoleConfig, Timeouts
+from shardline.errors import ShardlineError
+from shardline.lanes.base import Lane
+from shardline.lanes.open import open_lane
+from shardline.rpc.channel import Peers
+from shardline.rpc.client import Configuration, JobView, Placement, PsControl
+from shardline.security import Security
+from shardline.sharding import Plan, make_plan
+from shardline.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
+from shardline.update import rule
+
+if TYPE_CHECKING:
+    from benchmarks.push_pull import Work
+
+ROW = 1024
+LOCATE_S = 60.0
+TIMEOUTS = Timeouts(total_s=120.0)
+
+
+def security_of(tls: Path | None) -> Security:
+    """TLS with the certificate of a folder as its own CA, or none."""
+    if tls is None:
+        return Security()
+    return Security(tls_cert=tls / "cert.pem", tls_key=tls / "key.pem", tls_ca=tls / "cert.pem")
+
+
+def open_lanes(work: Work, view: JobView, peers: Peers, index: int, fallbacks: list[str]) -> dict[int, Lane]:
+    """The lanes of one worker, by shard: the one place here that makes lanes."""
+    spec = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": tuple(place.address for place in view.placement)})
+    config = RoleConfig(
+        role="worker", index=index, cluster=spec, timeouts=TIMEOUTS, security=security_of(work.tls), lane=work.lane
+    )
+    return {
+        place.shard: open_lane(
+            config,
+            peers.get(place.task, place.address),
+            place.shard,
+            view.plan.shards[place.shard],
+            on_fallback=lambda lane, reason: fallbacks.append(f"{lane}: {reason}"),
+        )
+        for place in view.placement
+    }
+
+
+def tensor_specs(work: Work) -> tuple[TensorSpec, ...]:
+    """The tensors of a run: all alike, or of sizes spread evenly over a range."""
+    if work.kilobytes is not None:
+        low, high = work.kilobytes
+        last = max(1, work.tensors - 1)
+        sizes = [low + (high - low) * number / last for number in range(work.tensors)]
+        return tuple(
+            TensorSpec(name=f"t{number}", shape=(max(1, int(size * 1e3 / 4)),), dtype="float32")
+            for number, size in enumerate(sizes)
+        )
+    rows = max(1, int(work.megabytes * 1e6 / 4 / ROW / work.tensors))
+    return tuple(TensorSpec(name=f"t{i}", shape=(rows, ROW), dtype="float32") for i in range(work.tensors))
+
+
+def configuration(work: Work, plan: Plan, placement: tuple[Placement, ...], shards: tuple[int, ...]) -> Configuration:
+    """What one ps is told."""
+    return Configuration(
+        job="bench",
+        timeline=1,
+        plan=plan,
+        shards=shards,
+        rule=rule("SGD", groups=({"lr": 0.1},)),
+        schedule=ScheduleSpec(),
+        consistency=ConsistencySpec(),
+        replicas=work.workers,
+        cut_every=0,
+        placement=placement,
+        codec=work.codec,
+        activate=True,
+    )
+
+
+def worker(work: Work, addresses: list[str], index: int) -> dict[str, Any]:
+    """Be worker `index`: worker/0 configures the servers and sends first values. Returns its figures."""
+    torch.set_num_threads(1)
+    specs = tensor_specs(work)
+    plan = make_plan(specs, work.ps)
+    placement = tuple(Placement(shard=s, task=f"ps/{s}", address=address) for s, address in enumerate(addresses))
+    job = JobSpec(
+        name="bench", tensors=specs, rule=rule("SGD", groups=({"lr": 0.1},)), codec=work.codec, replicas=work.workers
+    )
+    view = JobView(job=job, plan=plan, placement=placement, timeline=1)
+    generator = torch.Generator().manual_seed(index)
+    values = {spec.name: torch.zeros(spec.shape) for spec in specs}
+    gradients = {spec.name: torch.randn(spec.shape, generator=generator) * 1e-3 for spec in specs}
+    idle = idle_mb()
+    security = security_of(work.tls)
+    controls = [
+        PsControl(place.task, place.address, TIMEOUTS, term=0, chief_uuid="", security=security) for place in placement
+    ]
+    peers = Peers(TIMEOUTS, security)
+    fallbacks: list[str] = []
+    lanes = open_lanes(work, view, peers, index, fallbacks)
+    trainer = Trainer(view, values, lanes, TIMEOUTS, task=f"worker/{index}", incarnation=0, index=index)
+    try:
+        # Idempotent, so every worker says it, and none has to wait for worker/0's word that it was said.
+        planned = [
+            control.configure(configuration(work, plan, placement, (place.shard,)))
+            for control, place in zip(controls, placement, strict=True)
+        ]
+        if index == 0:
+            trainer.initialize()
+        _locate(trainer, index)
+        if work.zero_copy:
+            gradients = in_shared_memory(trainer, gradients)
+        seconds, cpu_s = measure(trainer, work, index, gradients)
+        check(trainer.step, work)
+        return {
+            "seconds": seconds,
+            "cpu_s_per_step": cpu_s,
+            "bytes": sum(shard.nbytes for shard in plan.shards),
+            "planned_bytes": planned,
+            "lane": ", ".join(sorted({lane.name for lane in lanes.values()})),
+            "fallbacks": fallbacks,
+            "idle_mb": idle,
+            **usage(),
+        }
+    finally:
+        trainer.close()
+        for control in controls:
+            control.close()
+        peers.close()
+
+
+def in_shared_memory(trainer: Trainer, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Parameters and gradients in the segments, as a session has them that was asked for zero copies.
+
+    Raises ContenderError where one of them can't lie there: a copy is not what this run is about.
+    """
+    trainer.map_parameters()
+    views = {name: trainer.gradient_view(name) for name in gradients}
+    missing = [name for name, view in views.items() if view is None]
+    if missing:
+        raise ContenderError(
+            f"{len(missing)} of {len(views)} tensors can't lie in shared memory, such as {missing[0]!r}"
+        )
+    found = {name: view for name, view in views.items() if view is not None}
+    for name, view in found.items():
+        view.copy_(gradients[name])
+    return found
+
+
+def measure(
+    trainer: Trainer, work: Work, index: int, gradients: Mapping[str, torch.Tensor]
+) -> tuple[list[float], float]:
+    """Seconds of each step after the warm-up, and processor seconds of one."""
+    seconds = []
+    cpu_s = time.process_time()
+    for number in range(work.warmup + work.steps):
+        if number == work.warmup:
+            cpu_s = time.process_time()
+        start_s = time.perf_counter()
+        # Kept as they are, as a session does: the step returns when they are acknowledged.
+        trainer.contribute(index, gradients, keep=True)
+        trainer.finish()
+        if number >= work.warmup:
+            seconds.append(time.perf_counter() - start_s)
+    return seconds, (time.process_time() - cpu_s) / work.steps
+
+
+def check(step: int, work: Work) -> None:
+    """Fail unless the servers closed as many steps as were asked for."""
+    if step != work.warmup + work.steps:
+        raise ContenderError(f"the servers are at step {step} after {work.warmup + work.steps} steps")
+
+
+def _locate(trainer: Trainer, index: int) -> None:
+    """Find the servers' step; worker/0 may still be sending first values."""
+    end_s = time.monotonic() + LOCATE_S
+    pause = threading.Event()
+    while True:
+        # An exchange that failed has interrupted the rest of itself.
+        trainer.exchange.arm()
+        try:
+            trainer.locate([index], 1)
+            return
+        except (Restart, ShardlineError) as error:
+            if time.monotonic() > end_s:
+                raise ContenderError(f"worker/{index}: the servers were not ready in {LOCATE_S} s: {error}") from error
+            pause.wait(0.05)
+
+
+class Server:
+    """A ps of its own, serving."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.address: str = process.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._process.close()
+
+
+def start_server(address: str, index: int, tls: Path | None) -> Server:
+    """Serve at an address."""
+    from shardline_ps.service import PsProcess
+
+    spec = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:0",) * index + (address,)})
+    return Server(PsProcess(RoleConfig(role="ps", index=index, cluster=spec, security=security_of(tls))))
+
+
+def idle_mb() -> float:
+    """Resident memory at this moment, in MB."""
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    line = next(line for line in text.splitlines() if line.startswith("VmRSS:"))
+    return round(int(line.split()[1]) / 1024, 1)
+
+
+def usage() -> dict[str, float]:
+    """Processor seconds and highest resident memory of this process."""
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    return {"cpu_s": own.ru_utime + own.ru_stime, "peak_mb": round(own.ru_maxrss / 1024, 1)}

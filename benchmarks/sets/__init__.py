@@ -1,0 +1,34 @@
+"""The sets of benchmarks, by name. Each module has NAME, ABOUT, measure(bench) and the pure function rows(samples)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+from benchmarks.contenders import Bench
+from benchmarks.figures import Row, Samples
+from benchmarks.sets import data_plane, links, overhead, overlap, scaling, sizes, small_tensors, workers
+
+Collected = tuple[dict[str, list[dict[str, Any]]], dict[str, str]]
+"""Samples by contender, and why some have none."""
+
+
+class Set(Protocol):
+    """One set."""
+
+    NAME: str
+    ABOUT: str
+
+    def measure(self, bench: Bench) -> Collected:
+        """Run everything; at least Scale.repeats times, interleaved."""
+        ...
+
+    def rows(self, samples: Samples) -> Sequence[Row]:
+        """The bars. Pure."""
+        ...
+
+
+ALL: dict[str, ModuleType] = {
+    module.NAME: module for module in (data_plane, sizes, small_tensors, workers, links, scaling, overlap, overhead)
+}

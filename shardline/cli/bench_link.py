@@ -1,0 +1,298 @@
+"""What a link gives with nothing but TCP: bytes one way, the other way, and a round trip. For `shardline bench net`.
+
+One request per connection, a JSON line, answered by a JSON line; then bytes flow for some seconds, and the receiver
+says how many came in what time. Both sides have deadlines, and the server serves nothing but this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import selectors
+import socket
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardline.cluster import format_address, parse_address
+from shardline.errors import ProtocolError, UnreachableError, UsageError
+
+log = logging.getLogger("shardline.bench")
+
+MAGIC = "shardline-bench-1"
+LINE_BYTES = 4096
+"""Longest request or answer; strangers can't make a server hold more."""
+BLOCK_BYTES = 1 << 20
+MAX_SECONDS = 60.0
+CONNECT_S = 10.0
+STALL_S = 10.0
+"""A peer that moves no byte for this long is gone."""
+ROUND_TRIPS = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFigures:
+    """What plain TCP moved. Rates in bytes per second, by the receiver's clock."""
+
+    up_bytes_per_s: float
+    """From the side that asks to the side that serves: the way of a push."""
+    down_bytes_per_s: float
+    """The way of a pull."""
+    round_trip_s: float
+    """Median of a byte there and back."""
+
+
+class LinkClient:
+    """Asks a BenchServer. `where` names the other end in errors, such as "ps/0 at 10.0.0.7:2222"."""
+
+    def __init__(self, address: str, *, where: str, hint: str = "") -> None:
+        self._host, self._port = parse_address(address)
+        self.where = where
+        self._hint = hint
+
+    def measure(self, seconds: float) -> LinkFigures:
+        """Both ways one after the other, `seconds` each. Raises UnreachableError, ProtocolError."""
+        round_trip_s = self._echo()
+        up, _ = self._transfer("send", seconds)
+        down, _ = self._transfer("receive", seconds)
+        return LinkFigures(up_bytes_per_s=up, down_bytes_per_s=down, round_trip_s=round_trip_s)
+
+    def ask(self, what: str, **more: object) -> dict[str, Any]:
+        """One request that only has an answer."""
+        with self._connect() as sock:
+            return self._request(sock, what, **more)
+
+    def _connect(self) -> socket.socket:
+        try:
+            sock = socket.create_connection((self._host, self._port), timeout=CONNECT_S)
+        except OSError as error:
+            raise UnreachableError(self._why(error)) from error
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(STALL_S)
+        return sock
+
+    def _why(self, error: OSError) -> str:
+        """One sentence for why there is no connection."""
+        if isinstance(error, socket.gaierror):
+            return (
+                f"the host of {self.where} can't be found ({error.strerror}): is {self._host!r} known to this "
+                f"machine's DNS or /etc/hosts?"
+            )
+        if isinstance(error, TimeoutError):
+            return (
+                f"{self.where} does not answer within {CONNECT_S:.0f} s: is the host up, and is port {self._port} "
+                f"blocked between the two machines?"
+            )
+        if error.errno == errno.ECONNREFUSED:
+            return f"nothing listens at {self.where}" + (f"; {self._hint}" if self._hint else "")
+        if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+            return f"there is no way to {self.where} ({error.strerror}): is the host up, and the address right?"
+        return f"{self.where} can't be reached: {error}"
+
+    def _request(self, sock: socket.socket, what: str, **more: object) -> dict[str, Any]:
+        try:
+            sock.sendall(_line({"is": MAGIC, "do": what, **more}))
+            answer = read_line(sock, STALL_S)
+        except (OSError, ProtocolError) as error:
+            raise ProtocolError(
+                f"{self.where} is not `shardline bench net --serve` ({error}): a task of a running job may listen "
+                f"there; end the job, or give both sides another port with --port"
+            ) from error
+        if answer.get("is") != MAGIC:
+            raise ProtocolError(f"{self.where} answers as another program than `shardline bench net --serve` does")
+        if "error" in answer:
+            raise ProtocolError(f"{self.where}: {answer['error']}")
+        return answer
+
+    def _echo(self) -> float:
+        with self._connect() as sock:
+            self._request(sock, "echo", count=ROUND_TRIPS)
+            seconds = []
+            try:
+                for _ in range(ROUND_TRIPS):
+                    start_s = time.perf_counter()
+                    sock.sendall(b"x")
+                    if not sock.recv(1):
+                        raise ConnectionResetError("it closed the connection")
+                    seconds.append(time.perf_counter() - start_s)
+            except OSError as error:
+                raise UnreachableError(f"{self.where} stopped answering: {error}") from error
+        return statistics.median(seconds)
+
+    def _transfer(self, what: str, seconds: float) -> tuple[float, int]:
+        """Bytes per second and bytes of one way."""
+        with self._connect() as sock:
+            self._request(sock, what, seconds=seconds)
+            try:
+                if what == "receive":
+                    return receive_all(sock)
+                send_for(sock, seconds)
+                answer = read_line(sock, STALL_S + seconds)
+            except (OSError, ProtocolError) as error:
+                raise UnreachableError(f"{self.where}: the connection broke while bytes flowed: {error}") from error
+        return float(answer["bytes_per_s"]), int(answer["bytes"])
+
+
+class LinkServer:
+    """Serves one client's requests at one address, one at a time. Used by one thread."""
+
+    def __init__(self, address: str) -> None:
+        host, port = parse_address(address)
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            self._listener = socket.socket(found[0], found[1])
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind(found[4])
+            self._listener.listen(8)
+        except OSError as error:
+            raise UsageError(
+                f"can't listen on {address} ({error.strerror or error}): is another process using port {port} (a task "
+                f"of a running job?), and does {host} belong to this machine?"
+            ) from error
+        self.address = format_address(host, self._listener.getsockname()[1])
+
+    def serve(self, *, wait_s: float) -> dict[str, Any]:
+        """Answer requests until one is for a lane; returns that request. Its answer is sent, the port is free then.
+
+        Raises UnreachableError where nobody asks for `wait_s`.
+        """
+        try:
+            while True:
+                with self._accept(wait_s) as sock:
+                    found = self._one(sock)
+                if found is not None:
+                    return found
+        finally:
+            self._listener.close()
+
+    def _accept(self, wait_s: float) -> socket.socket:
+        self._listener.settimeout(wait_s)
+        try:
+            sock, peer = self._listener.accept()
+        except TimeoutError:
+            raise UnreachableError(
+                f"nobody measured against {self.address} within {wait_s:.0f} s; run the same command without --serve "
+                f"on the other machine"
+            ) from None
+        log.debug("connection from %s", peer)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(STALL_S)
+        return sock
+
+    def _one(self, sock: socket.socket) -> dict[str, Any] | None:
+        try:
+            request = check_request(read_line(sock, STALL_S))
+        except (OSError, ProtocolError) as error:
+            # A stranger; a port scan must not end the measurement.
+            log.warning("a connection that is not `shardline bench net` is dropped: %s", error)
+            with contextlib.suppress(OSError):
+                sock.sendall(_line({"is": MAGIC, "error": str(error)}))
+            return None
+        try:
+            sock.sendall(_line({"is": MAGIC}))
+            if request["do"] == "lane":
+                return request
+            self._flow(sock, request)
+        except (OSError, UnreachableError) as error:
+            log.warning("the other side went away while it measured: %s", error)
+        return None
+
+    def _flow(self, sock: socket.socket, request: Mapping[str, Any]) -> None:
+        if request["do"] == "echo":
+            for _ in range(int(request["count"])):
+                sock.sendall(sock.recv(1))
+        elif request["do"] == "receive":
+            send_for(sock, float(request["seconds"]))
+        else:
+            rate, nbytes = receive_all(sock)
+            sock.sendall(_line({"is": MAGIC, "bytes": nbytes, "bytes_per_s": rate}))
+
+
+def check_request(request: Mapping[str, Any]) -> dict[str, Any]:
+    """A request with every field in its range; raises ProtocolError."""
+    if request.get("is") != MAGIC:
+        raise ProtocolError(f"the request is not of {MAGIC}; use the same version on both machines")
+    what = request.get("do")
+    if what in ("send", "receive"):
+        _in_range(request, "seconds", 0.0, MAX_SECONDS)
+    elif what == "echo":
+        _in_range(request, "count", 1, 10_000)
+    elif what == "lane":
+        _in_range(request, "budget_s", 1.0, 3600.0)
+    else:
+        raise ProtocolError(f"the request {what!r} is unknown; use the same version on both machines")
+    return dict(request)
+
+
+def _in_range(request: Mapping[str, Any], field: str, low: float, high: float) -> None:
+    value = request.get(field)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ProtocolError(f"the request's {field} is {value!r}; it must be a number from {low:g} to {high:g}")
+
+
+def send_for(sock: socket.socket, seconds: float) -> None:
+    """Send for some seconds, then end this direction. Raises OSError."""
+    block = memoryview(bytearray(BLOCK_BYTES))
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        sock.sendall(block)
+    sock.shutdown(socket.SHUT_WR)
+
+
+def receive_all(sock: socket.socket) -> tuple[float, int]:
+    """Bytes per second and bytes until the other side ends. Raises OSError, UnreachableError where nothing came."""
+    block = bytearray(4 * BLOCK_BYTES)
+    total = sock.recv_into(block)
+    first = total
+    start_s = end_s = time.perf_counter()
+    while count := sock.recv_into(block):
+        total += count
+        end_s = time.perf_counter()
+    if end_s <= start_s:
+        raise UnreachableError(f"only {total} bytes came; measure longer with --seconds")
+    # The clock starts when the first bytes are there.
+    return (total - first) / (end_s - start_s), total
+
+
+def read_line(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
+    """One JSON object, ended by a newline; reads no byte behind it. Raises OSError, ProtocolError."""
+    end_s = time.monotonic() + timeout_s
+    line = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0.0 or not selector.select(left_s):
+                raise ProtocolError(f"no answer within {timeout_s:.0f} s")
+            byte = sock.recv(1)
+            if not byte:
+                raise ProtocolError("the other side closed the connection")
+            line += byte
+            if len(line) > LINE_BYTES:
+                raise ProtocolError(f"its first line is longer than {LINE_BYTES} bytes")
+    try:
+        found = json.loads(line)
+    except ValueError:
+        raise ProtocolError("what it says is not JSON") from None
+    if not isinstance(found, dict):
+        raise ProtocolError("what it says is no JSON object")
+    return found
+
+
+def _line(message: Mapping[str, object]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def is_local(host: str) -> bool:
+    """Whether an address belongs to this machine: one can bind to it."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
