@@ -80,7 +80,7 @@ def ended_tasks(cluster: LocalCluster) -> list[Ended]:
 def test_workers_killed_between_two_shards_of_a_step_change_no_bit(tmp_path: Path, clip_norm: float) -> None:
     job = write_job(tmp_path / "job.py", replicas=3, steps=36, clip_norm=clip_norm, after=MID_STEP)
     out = tmp_path / "run"
-    launch = LaunchOptions(job=job, out=out, ps=2, workers=2, timeouts=Timeouts(total_s=TIMEOUT_S))
+    launch = LaunchOptions(job=job, out=out, ps=2, workers=2, lane="grpc", timeouts=Timeouts(total_s=TIMEOUT_S))
     with LocalCluster(launch) as cluster:
         wait_until((tmp_path / "stands").exists, "worker/0 stands in mid-step")
         assert (tmp_path / "died").exists()
