@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -23,45 +23,30 @@ from torch import nn
 
 from shardline.client.attachment import ScriptSettings, check_named, meter_step, script_spec
 from shardline.client.exchange import Interrupted, Restart, Stopped
-from shardline.client.gate import Gate, why_not
-from shardline.client.leases import Leases
 from shardline.client.optimizer import ShardlineOptimizer
 from shardline.client.overlap import Expected
+from shardline.client.pipeline import Pipeline, Sent
+from shardline.client.steps import StepFinder
 from shardline.client.trainer import StepFigures, Trainer
-from shardline.client.watching import StepAgain, StepWatch
-from shardline.config import RoleConfig, environment
-from shardline.data import UNWATCHED, Watch
+from shardline.client.workplace import Workplace
+from shardline.config import RoleConfig
+from shardline.data import Watch
 from shardline.errors import (
     FencedError,
     JobError,
-    RolledBackError,
     ShardlineError,
     TaskLostError,
     TensorError,
     UnreachableError,
     UsageError,
 )
-from shardline.lanes.base import Lane
-from shardline.lanes.open import open_lane
 from shardline.metrics import Metrics
-from shardline.model import named_values
 from shardline.process import Termination, resolve_device
-from shardline.rpc.channel import Peers
-from shardline.rpc.client import JobView
 from shardline.rpc.link import ChiefLink, Orders, Phase, StepReport, machine_fingerprint
 from shardline.rpc.server import RpcServer
 from shardline.spec import ConsistencySpec, JobSpec
 
 log = logging.getLogger("shardline.client")
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A step that is on its way while the next one is computed."""
-
-    reports: tuple[StepReport, ...]
-    began_s: float
-    batch: int
 
 
 class Session:
@@ -91,31 +76,17 @@ class Session:
         )
         self._server = RpcServer(config.cluster.address(config.task), name=config.task, security=config.security)
         self.metrics = Metrics("worker", config.task)
-        self._peers = Peers(config.timeouts, config.security)
+        self._pipeline = Pipeline(go_on=self._go_on, still_ordered=self._still_ordered, closed=self._account)
+        self._place = Workplace(
+            config, self.metrics, wait_for=self._pipeline.wait_for, still_ordered=self._still_ordered
+        )
+        self._pipeline.place = self._place
+        self._steps = StepFinder(config.timeouts, self._place, self._pipeline, leaving=self._termination.event.is_set)
         self._link: ChiefLink | None = None
-        self._trainer: Trainer | None = None
-        self._values: Mapping[str, torch.Tensor] = {}
         self._optimizer: ShardlineOptimizer | None = None
-        self._view: JobView | None = None
-        self._replicas: tuple[int, ...] = ()
-        self._todo: set[int] = set()
-        """Replicas that still have to contribute to the open step."""
         self._contributed: list[StepReport] = []
-        self._stale = True
-        """The next step begins with Progress."""
-        self._iterating = False
-        self._leases = Leases()
-        self._sent: _Sent | None = None
-        self._unwound: StepAgain | None = None
-        """The body of the loop was left in its middle."""
-        self._hooked = False
-        """Gradients leave during the backward pass."""
-        self._gate: Gate | None = None
-        """Where there is one, the next forward pass waits per layer."""
-        self._model: nn.Module | None = None
         self._step_began_s = self._accounted_s = time.monotonic()
         self._loss: float | None = None
-        self._finished = False
         self._closed = False
 
     # What a script asks
@@ -123,26 +94,26 @@ class Session:
     @property
     def link(self) -> ChiefLink:
         """Tie to the chief; raises UsageError before attach()."""
-        if self._link is None:
-            raise UsageError("the session is not attached yet: call session.attach(model, optimizer) first")
-        return self._link
+        return self._steps.link
 
     @property
     def trainer(self) -> Trainer:
         """State of training; raises UsageError before attach()."""
-        if self._trainer is None:
-            raise UsageError("the session is not attached yet: call session.attach(model, optimizer) first")
-        return self._trainer
+        return self._place.trainer
+
+    @property
+    def _values(self) -> Mapping[str, torch.Tensor]:
+        return self._place.values
 
     @property
     def replica(self) -> int:
         """First logical replica of this worker; in asynchronous mode its index."""
-        return self._replicas[0] if self._replicas and self.trainer.is_sync else self.config.index
+        return self._steps.assigned[0] if self._steps.assigned and self.trainer.is_sync else self.config.index
 
     @property
     def replicas(self) -> tuple[int, ...]:
         """Replicas that still have to contribute to the open step, in order."""
-        return tuple(sorted(self._todo))
+        return tuple(sorted(self._steps.todo))
 
     @property
     def num_replicas(self) -> int:
@@ -185,9 +156,7 @@ class Session:
         if self._optimizer is not None:
             raise UsageError("this session is attached already; one session trains one model")
         spec = job or script_spec(self._script, model, optimizer)
-        self._hooked = self.config.overlap and (overlap or job is not None)
-        self._model = model if isinstance(model, nn.Module) and job is not None and self._hooked else None
-        self._values = named_values(model) if isinstance(model, nn.Module) else dict(model)
+        self._place.furnish(model, from_file=job is not None, overlap=overlap)
         address = self._server.start()
         metrics_address = self.metrics.serve(self.config.host, self.config.metrics_port)
         self._link = ChiefLink(
@@ -199,11 +168,12 @@ class Session:
             metrics_address=metrics_address,
             job=spec,
             machine=machine_fingerprint(spec.threads, str(self.device)),
-            on_orders=self._ordered,
+            on_orders=self._steps.ordered,
             traffic=self._traffic,
             cancelled=self._termination.event,
             security=self.config.security,
         )
+        self._steps.follow(self._link)
         self._termination.call(self._asked_to_end)
         self._link.client.peer.on_retry = self.metrics.counter("shardline_rpc_retries_total", peer="chief").inc
         self._termination.call(self._link.cancel_join)
@@ -237,9 +207,9 @@ class Session:
             if orders.phase is Phase.ENDED:
                 if orders.exit_code:
                     raise TaskLostError(f"{link.task}: the job ended before it began: {orders.reason}")
-                self._make_trainer()
+                self._place.renew(link)
                 return
-            self._make_trainer()
+            self._place.renew(link)
             if orders.phase is not Phase.INIT:
                 break
             try:
@@ -248,102 +218,18 @@ class Session:
                 log.info("first values: %s; asking again", error)
             else:
                 initialized.add(orders.timeline)
-        if self._view is not None and self._view.job.script:
-            self._relocate_until_there()
-
-    def _make_trainer(self) -> None:
-        link = self.link
-        view = link.client.get_job(link.task, link.incarnation)
-        if (
-            self._view is not None
-            and view.plan.plan_id == self._view.plan.plan_id
-            and (view.timeline == self._view.timeline)
-        ):
-            return
-        self._close_trainer()
-        self._view = view
-        lanes: dict[int, Lane] = {}
-        for place in view.placement:
-            peer = self._peers.get(place.task, place.address)
-            peer.on_retry = self.metrics.counter("shardline_rpc_retries_total", peer=place.task).inc
-            lanes[place.shard] = open_lane(
-                self.config,
-                peer,
-                place.shard,
-                view.plan.shards[place.shard],
-                on_fallback=lambda lane, reason: self.metrics.counter(
-                    "shardline_lane_fallbacks_total", lane=lane
-                ).inc(),
-            )
-        self._trainer = Trainer(
-            view,
-            self._values,
-            lanes,
-            self.config.timeouts,
-            task=link.task,
-            incarnation=link.incarnation,
-            index=self.config.index,
-            on_retry=lambda shard: self._count_retry(view, shard),
-            overlap=self._hooked,
-            credit_bytes=int(float(environment("credit_mb") or 0.0) * 2**20),
-        )
-        self._open_gate(self._trainer)
-        self._trainer.exchange.still_ordered = self._still_ordered
-        self._trainer.on_nonfinite = lambda name: self.metrics.counter("shardline_nonfinite_total", what=name).inc()
-
-    def _open_gate(self, trainer: Trainer) -> None:
-        if self._model is None:
-            return
-        reason = why_not(self._model)
-        if reason:
-            log.info("the next forward pass waits for the whole model: %s", reason)
-            return
-        numbers = {id(tensor): number for number, tensor in enumerate(trainer.layout.tensors)}
-        self._gate = Gate(
-            self._model, numbers, wait_for=self._wait_for, waiting=lambda: trainer.pending and trainer.arrivals.waiting
-        )
-
-    def _close_trainer(self) -> None:
-        if self._gate is not None:
-            self._gate.close()
-            self._gate = None
-        if self._trainer is not None:
-            self._trainer.close()
-
-    def _count_retry(self, view: JobView, shard: int) -> None:
-        peer = next((place.task for place in view.placement if place.shard == shard), "ps")
-        self.metrics.counter("shardline_rpc_retries_total", peer=peer).inc()
+        if self._place.view is not None and self._place.view.job.script:
+            self._steps.locate_until_there()
 
     # Orders
-
-    def _ordered(self, orders: Orders) -> None:
-        """Called on the heartbeat thread."""
-        trainer, link = self._trainer, self._link
-        if trainer is None or link is None or self._view is None:
-            return
-        moved = trainer.is_sync and self._replicas and orders.replicas != self._replicas
-        if orders.fenced or link.lost or moved or orders.timeline != self._view.timeline or orders.phase is Phase.ENDED:
-            trainer.exchange.interrupt()
-
-    def _still_ordered(self) -> bool:
-        """Whether the orders are still those that the open step began with."""
-        orders = self.link.orders
-        if orders.fenced or self.link.lost is not None or orders.phase is Phase.ENDED or self._view is None:
-            return False
-        moves = self.trainer.is_sync and self._iterating
-        return orders.timeline == self._view.timeline and not (moves and orders.replicas != self._replicas)
 
     def _asked_to_end(self) -> None:
         log.info("asked to end: handing this worker's replicas back to the chief")
         if self._link is not None:
             self._link.leave()
 
-    @property
-    def _leaving(self) -> bool:
-        return self._termination.event.is_set()
-
     def _traffic(self) -> tuple[int, int, int, int]:
-        return self._trainer.traffic if self._trainer is not None else (0, 0, 0, 0)
+        return self._place.current.traffic if self._place.current is not None else (0, 0, 0, 0)
 
     # Steps
 
@@ -353,14 +239,14 @@ class Session:
         The body runs again for a step that has to be repeated, so a loop over this survives whatever happens to the
         cluster. In asynchronous jobs from a file the numbers are those of batches the chief has leased to this worker.
         """
-        self._iterating = True
+        self._steps.iterating = True
         try:
             while True:
-                number = self._next()
+                number = self._steps.next()
                 if number is None:
                     return
                 if total is not None and number >= total:
-                    if self._settle():
+                    if self._pipeline.settle():
                         return
                     continue
                 self._step_began_s = time.monotonic()
@@ -368,185 +254,31 @@ class Session:
                 self._expect_by_itself()
                 yield number
         finally:
-            self._iterating = False
-
-    def _next(self) -> int | None:
-        """Number of the next step or batch, None when there is none; waits while there may be one later."""
-        while True:
-            link = self.link
-            if self._unwound is not None:
-                self._rewind()
-            number = self._next_while_sending()
-            if number is not None:
-                link.set_step(number)
-                return number
-            if not self._settle():
-                continue
-            # Before the orders are read: an interruption by newer ones must not be forgotten.
-            self.trainer.exchange.arm()
-            orders = self._orders_or_none()
-            if orders is None or orders.phase is Phase.ENDED:
-                return None
-            if orders.phase not in (Phase.RUNNING, Phase.STOPPING):
-                self._wait_for_change(orders)
-                continue
-            if self.trainer.is_sync:
-                number = self._next_sync(orders)
-            elif self.job.script:
-                self._todo = {0}
-                number = self.trainer.step
-            else:
-                number = self._next_lease(orders)
-            if number is not None:
-                link.set_step(number)
-                return number
-
-    def _orders_or_none(self) -> Orders | None:
-        """Orders in force; None where this worker is leaving and has been let go."""
-        link = self.link
-        if self._leaving and (link.orders.fenced or not link.orders.replicas):
-            return None
-        link.check()
-        return link.orders
-
-    def _wait_for_change(self, seen: Orders) -> None:
-        self.link.wait(lambda o: o != seen or o.fenced, timeout_s=self.config.timeouts.heartbeat_s * 4)
-
-    def _next_sync(self, orders: Orders) -> int | None:
-        if not orders.replicas:
-            # A spare: nothing to do until somebody's replicas come here.
-            self._replicas, self._stale = (), True
-            self._wait_for_change(orders)
-            return None
-        if self._stale or orders.replicas != self._replicas:
-            if not self._relocate(orders):
-                return None
-        elif not self._todo:
-            self._todo = set(self._replicas)
-        if orders.stop_step and self.trainer.step >= orders.stop_step:
-            self._finish_part()
-            self._wait_for_change(orders)
-            return None
-        return self.trainer.step
-
-    def _relocate(self, orders: Orders) -> bool:
-        """Ask Progress and pull that step; False where it has to be tried again."""
-        self._replicas = orders.replicas
-        try:
-            self._make_trainer()
-            self._todo = self.trainer.locate(orders.replicas, orders.timeline)
-        except (Restart, Interrupted) as error:
-            log.info("finding the step again: %s", error or "interrupted")
-            self._wait_for_change(orders)
-            return False
-        except Stopped as error:
-            # These replicas are counted in the last step that there is, or the job ends where it stands.
-            log.info("%s", error)
-            self._wait_for_change(orders)
-            return False
-        except UnreachableError as error:
-            # The chief knows better whether that ps is dead; it ends the job or tells where its shards are now.
-            log.warning("%s", error)
-            self._wait_for_change(orders)
-            return False
-        self._stale = False
-        self.link.set_step(self.trainer.step)
-        return True
-
-    def _relocate_until_there(self) -> None:
-        """A script's start: return with parameters in the model, or raise when the deadline ends."""
-        deadline_s = time.monotonic() + self.config.timeouts.total_s
-        while True:
-            self.trainer.exchange.arm()
-            self.link.check()
-            orders = self.link.orders
-            if orders.phase is Phase.ENDED:
-                return
-            if self._relocate(orders):
-                if not self.trainer.is_sync:
-                    self._todo = {0}
-                return
-            if time.monotonic() > deadline_s:
-                raise UnreachableError(
-                    f"{self.link.task}: could not find the job's step within {self.config.timeouts.total_s:.0f} s"
-                )
-
-    def _next_lease(self, orders: Orders) -> int | None:
-        if self._finished:
-            self._wait_for_change(orders)
-            return None
-        if self._stale and not self._relocate(orders):
-            return None
-        if not self._leases.has_next:
-            if self._leaving:
-                self._wait_for_change(orders)
-                return None
-            lease = self._leases.renew(self.link)
-            if lease.count == 0:
-                if lease.ended:
-                    self._finish_part()
-                self.link.wait(lambda o: o.phase is Phase.ENDED, timeout_s=lease.retry_after_s or 0.05)
-                return None
-        self._todo = {0}
-        return self._leases.batch
-
-    def _finish_part(self) -> None:
-        if not self._finished:
-            self._finished = True
-            self.link.finish()
+            self._steps.iterating = False
 
     # One step
 
-    @contextlib.contextmanager
-    def attempt(self) -> Iterator[None]:
+    def attempt(self) -> contextlib.AbstractContextManager[None]:
         """Around the body of a loop over steps(): leaves it quietly where it has to be run again for the same step."""
-        try:
-            yield
-        except StepAgain as again:
-            log.info("starting the step again: %s", again.cause or "orders changed")
-            self._unwound = again
+        return self._pipeline.attempt()
 
     def begin_replica(self) -> None:
         """Before each replica's forward pass where a worker runs several."""
-        with _unwinding():
-            self.trainer.begin()
+        self._pipeline.begin()
 
     def watch(self, replica: int) -> Watch:
         """For replica_gradients: lets the replica's passes overlap with what is sent, where that is wanted."""
-        if not self._hooked:
-            return UNWATCHED
-
-        def expect(loss: Callable[[], float], samples: int) -> None:
-            self._settle_in_body()
-            # A GPU's loss isn't asked for before it has to be.
-            early = self.job.consistency.nan_policy == "skip" or self.device.type == "cpu"
-            owned = sorted(self._todo) if self.trainer.is_sync else [0]
-            self.trainer.expect(Expected(replica=replica, owned=owned, samples=samples, loss=loss() if early else None))
-
-        return StepWatch(self._gate, lambda: self.trainer.uses if self.trainer.starting else None, expect)
-
-    def _wait_for(self, tensors: Iterable[int]) -> None:
-        with _unwinding():
-            self.trainer.wait_for(tensors)
-
-    def _settle_in_body(self) -> None:
-        """Everything of the step before has come, and the orders are still those of this one; else StepAgain."""
-        if self._sent is None:
-            return
-        with _unwinding():
-            figures = self.trainer.settle()
-        if figures is not None:
-            self._account(figures)
-        self.trainer.exchange.arm()
-        if not self._still_ordered():
-            raise StepAgain
+        owned = sorted(self._steps.todo) if self.trainer.is_sync else [0]
+        # A GPU's loss isn't asked for before it has to be.
+        return self._pipeline.watch(replica, owned, ask_loss=self.device.type == "cpu")
 
     def _expect_by_itself(self) -> None:
         """A person's own loop: whatever backward() comes next is the open step's."""
-        if not self._hooked or self._view is None or not self._view.job.script or self._optimizer is None:
+        view, optimizer = self._place.view, self._optimizer
+        if not self._place.overlaps or view is None or not view.job.script or optimizer is None:
             return
         replica = self.replica if self.trainer.is_sync else 0
-        self.trainer.expect(Expected(replica=replica, owned=[replica], hyper=self._optimizer.hyper))
+        self.trainer.expect(Expected(replica=replica, owned=[replica], hyper=optimizer.hyper))
 
     def contribute(
         self,
@@ -570,7 +302,7 @@ class Session:
             gradients = {name: v.grad for name, v in self._values.items() if v.grad is not None}
         self.trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=hyper, keep=keep)
         compute_s = time.monotonic() - self._step_began_s - sum(item.compute_s for item in self._contributed)
-        number = self._leases.batch if self._leases.held else self.trainer.step
+        number = self._steps.leases.batch if self._steps.leases.held else self.trainer.step
         self._contributed.append(
             StepReport(
                 step=number,
@@ -591,19 +323,24 @@ class Session:
             # Kept as they are: this returns when they are acknowledged.
             self.contribute(replica, loss=loss or self._loss, hyper=hyper, keep=True)
         self._loss = None
-        wait = self._gate is None or self.trainer.starting
+        wait = self._place.gate is None or self.trainer.starting
         while True:
             try:
                 figures = self.trainer.finish(wait=wait)
             except (Restart, Interrupted, Stopped) as error:
                 if not self._go_on(error):
+                    self._contributed.clear()
                     return False
                 continue
-            self._sent = _Sent(tuple(self._contributed), self._step_began_s, self._leases.batch)
-            self._advance()
-            if figures is not None:
-                self._account(figures)
-                if not self._iterating:
+            sent = Sent(tuple(self._contributed), self._step_began_s, self._steps.leases.batch)
+            self._contributed.clear()
+            self._steps.advance()
+            self._step_began_s = time.monotonic()
+            if figures is None:
+                self._pipeline.sent = sent
+            else:
+                self._account(sent, figures)
+                if not self._steps.iterating:
                     self._expect_by_itself()
             return True
 
@@ -612,108 +349,19 @@ class Session:
 
         Where the next forward pass waits per layer, tensors may be older before; else there is nothing to wait for.
         """
-        self._settle()
+        self._pipeline.settle()
 
-    # A step that is on its way while the next one is computed
-
-    def _next_while_sending(self) -> int | None:
-        """Number of the step to begin although the one before is not closed; None where nothing or all has to wait."""
-        if self._sent is None or self.trainer.pending_failed or not self._still_ordered():
-            return None
-        orders = self._orders_or_none()
-        if orders is None or orders.phase not in (Phase.RUNNING, Phase.STOPPING):
-            return None
-        if not self.trainer.is_sync:
-            return self._leases.batch if self._leases.has_next else None
-        if orders.stop_step and self.trainer.step >= orders.stop_step:
-            return None
-        return self.trainer.step
-
-    def _settle(self) -> bool:
-        """Wait for the step that is on its way; False where it, or the end of the job, has to be looked for again."""
-        while self._sent is not None:
-            try:
-                figures = self.trainer.settle()
-            except (Restart, Interrupted, Stopped) as error:
-                if not self._go_on(error):
-                    return False
-            else:
-                if figures is not None:
-                    self._account(figures)
-        return True
-
-    def _rewind(self) -> None:
-        """After a body that was left in its middle: what it sent is given up, what was on its way is looked after."""
-        unwound, self._unwound = self._unwound, None
-        assert unwound is not None
-        self._contributed.clear()
-        if self._sent is None:
-            self.trainer.give_up()
-        elif unwound.cause is None or self._go_on(unwound.cause):
-            self._settle()
-        self._stale = True
+    def _still_ordered(self) -> bool:
+        return self._steps.still_ordered()
 
     def _go_on(self, error: Exception) -> bool:
-        """After an exchange that didn't end: True = send the same again, False = the loop starts over."""
-        link = self.link
-        orders = self._orders_or_none()
-        if orders is None or orders.phase is Phase.ENDED:
-            self._stale = True
-            self._lose_sent()
-            return False
-        if isinstance(error, Stopped):
-            log.info("%s", error)
-            self._stale = True
-            self._contributed.clear()
-            self._lose_sent()
-            if not self.trainer.is_sync:
-                self._finish_part()
-            self._wait_for_change(orders)
-            return False
-        assert self._view is not None
-        if orders.timeline == self._view.timeline and (not self.trainer.is_sync or not self._iterating):
-            # Sending again is harmless: what counted is a duplicate.
-            if not isinstance(error, Interrupted):
-                link.wait(lambda o: o != orders, timeout_s=0.1)
-            self.trainer.exchange.arm()
-            # Orders that came before arm() are looked at here, later ones interrupt again.
-            return self._still_ordered()
-        if not self._iterating:
-            raise RolledBackError(
-                f"{link.task}: the job went back to an earlier step ({error or 'its timeline changed'}); loop over "
-                f"session.steps() to follow it",
-                step=orders.first_step,
-            )
-        log.info("starting the step again: %s", error or "orders changed")
-        self._stale = True
-        self._contributed.clear()
-        self._lose_sent()
-        return False
+        return self._steps.go_on(error)
 
-    def _lose_sent(self) -> None:
-        """What is on its way has to be computed again."""
-        if self._sent is not None:
-            self._leases.batch = self._sent.batch
-            self._sent = None
-        self.trainer.give_up()
-
-    def _advance(self) -> None:
-        """A step has been sent: what comes is the next one's."""
-        self._contributed.clear()
-        self._todo = set(self._replicas) if self.trainer.is_sync else {0}
-        if self._leases.held:
-            self._leases.batch += 1
-        self.link.set_step(self.trainer.step)
-        self._step_began_s = time.monotonic()
-
-    def _account(self, figures: StepFigures) -> None:
+    def _account(self, sent: Sent, figures: StepFigures) -> None:
         """Tell metrics and chief about a step that is closed."""
-        sent, self._sent = self._sent, None
-        assert sent is not None
-        peers = {place.shard: place.task for place in self._view.placement} if self._view else {}
         step_s = time.monotonic() - max(sent.began_s, self._accounted_s)
         self._accounted_s = time.monotonic()
-        meter_step(self.metrics, self.trainer, figures, sent.reports, step_s, peers)
+        meter_step(self.metrics, self.trainer, figures, sent.reports, step_s, self._place.peers)
         for item in sent.reports:
             self.link.report(replace(item, exchange_s=figures.seconds, staleness=figures.staleness))
 
@@ -758,7 +406,7 @@ class Session:
         self._closed = True
         try:
             if self._link is not None and self._optimizer is not None and not self._link.orders.fenced:
-                self._finish_part()
+                self._steps.finish_part()
                 # A script's job ends when all its workers have finished; nobody needs this process after that.
                 self._link.wait(lambda o: o.phase is Phase.ENDED or o.fenced, timeout_s=self.config.timeouts.total_s)
         except (UnreachableError, FencedError) as error:
@@ -769,10 +417,9 @@ class Session:
     def shutdown(self) -> None:
         """Free sockets and threads without telling anybody."""
         self._closed = True
-        self._close_trainer()
         if self._link is not None:
             self._link.close()
-        self._peers.close()
+        self._place.close()
         self._server.close(grace_s=0.2)
         self.metrics.close()
 
@@ -788,12 +435,3 @@ class Session:
         elif isinstance(error, Exception):
             self.fail(JobError(f"the script raised {kind.__name__ if kind else 'error'}: {error}"))
         self.shutdown()
-
-
-@contextlib.contextmanager
-def _unwinding() -> Iterator[None]:
-    """What ended the exchange of the step before ends the body of this one."""
-    try:
-        yield
-    except (Restart, Interrupted, Stopped) as error:
-        raise StepAgain(error) from error

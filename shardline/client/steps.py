@@ -1,0 +1,263 @@
+"""Which step or batch comes next, by the chief's orders and by what became of the one before."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from shardline.client.exchange import Interrupted, Restart, Stopped
+from shardline.client.leases import Leases
+from shardline.client.pipeline import Pipeline
+from shardline.client.trainer import Trainer
+from shardline.client.workplace import Workplace
+from shardline.config import Timeouts
+from shardline.errors import RolledBackError, UnreachableError, UsageError
+from shardline.rpc.link import ChiefLink, Orders, Phase
+
+log = logging.getLogger("shardline.client")
+
+
+class StepFinder:
+    """One worker's way through the steps of a job. Used by the session's thread, but for ordered().
+
+    leaving: whether this worker was asked to go.
+    """
+
+    def __init__(
+        self, timeouts: Timeouts, place: Workplace, pipeline: Pipeline, *, leaving: Callable[[], bool]
+    ) -> None:
+        self._timeouts = timeouts
+        self._place = place
+        self._pipeline = pipeline
+        self._leaving = leaving
+        self._link: ChiefLink | None = None
+        self.assigned: tuple[int, ...] = ()
+        """Replicas of this worker, by the orders that the open step began with."""
+        self.todo: set[int] = set()
+        """Replicas that still have to contribute to the open step."""
+        self.stale = True
+        """The next step begins with Progress."""
+        self.iterating = False
+        """Within a loop over steps(), which can be made to run a step again."""
+        self.leases = Leases()
+        self._finished = False
+
+    def follow(self, link: ChiefLink) -> None:
+        """Take orders from this chief."""
+        self._link = link
+
+    @property
+    def link(self) -> ChiefLink:
+        """Tie to the chief; raises UsageError before attach()."""
+        if self._link is None:
+            raise UsageError("the session is not attached yet: call session.attach(model, optimizer) first")
+        return self._link
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._place.trainer
+
+    def ordered(self, orders: Orders) -> None:
+        """Called on the heartbeat thread."""
+        trainer, link, view = self._place.current, self._link, self._place.view
+        if trainer is None or link is None or view is None:
+            return
+        moved = trainer.is_sync and self.assigned and orders.replicas != self.assigned
+        if orders.fenced or link.lost or moved or orders.timeline != view.timeline or orders.phase is Phase.ENDED:
+            trainer.exchange.interrupt()
+
+    def still_ordered(self) -> bool:
+        """Whether the orders are still those that the open step began with."""
+        orders = self.link.orders
+        if orders.fenced or self.link.lost is not None or orders.phase is Phase.ENDED or self._place.view is None:
+            return False
+        moves = self._trainer.is_sync and self.iterating
+        return orders.timeline == self._place.view.timeline and not (moves and orders.replicas != self.assigned)
+
+    def next(self) -> int | None:
+        """Number of the next step or batch, None when there is none; waits while there may be one later."""
+        while True:
+            link = self.link
+            if self._pipeline.rewind():
+                self.stale = True
+            number = self._next_while_sending()
+            if number is not None:
+                link.set_step(number)
+                return number
+            if not self._pipeline.settle():
+                continue
+            # Before the orders are read: an interruption by newer ones must not be forgotten.
+            self._trainer.exchange.arm()
+            orders = self._orders_or_none()
+            if orders is None or orders.phase is Phase.ENDED:
+                return None
+            if orders.phase not in (Phase.RUNNING, Phase.STOPPING):
+                self._wait_for_change(orders)
+                continue
+            if self._trainer.is_sync:
+                number = self._next_sync(orders)
+            elif self._trainer.job.script:
+                self.todo = {0}
+                number = self._trainer.step
+            else:
+                number = self._next_lease(orders)
+            if number is not None:
+                link.set_step(number)
+                return number
+
+    def _orders_or_none(self) -> Orders | None:
+        """Orders in force; None where this worker is leaving and has been let go."""
+        link = self.link
+        if self._leaving() and (link.orders.fenced or not link.orders.replicas):
+            return None
+        link.check()
+        return link.orders
+
+    def _wait_for_change(self, seen: Orders) -> None:
+        self.link.wait(lambda o: o != seen or o.fenced, timeout_s=self._timeouts.heartbeat_s * 4)
+
+    def _next_sync(self, orders: Orders) -> int | None:
+        if not orders.replicas:
+            # A spare: nothing to do until somebody's replicas come here.
+            self.assigned, self.stale = (), True
+            self._wait_for_change(orders)
+            return None
+        if self.stale or orders.replicas != self.assigned:
+            if not self._relocate(orders):
+                return None
+        elif not self.todo:
+            self.todo = set(self.assigned)
+        if orders.stop_step and self._trainer.step >= orders.stop_step:
+            self.finish_part()
+            self._wait_for_change(orders)
+            return None
+        return self._trainer.step
+
+    def _relocate(self, orders: Orders) -> bool:
+        """Ask Progress and pull that step; False where it has to be tried again."""
+        self.assigned = orders.replicas
+        try:
+            self._place.renew(self.link)
+            self.todo = self._trainer.locate(orders.replicas, orders.timeline)
+        except (Restart, Interrupted) as error:
+            log.info("finding the step again: %s", error or "interrupted")
+            self._wait_for_change(orders)
+            return False
+        except Stopped as error:
+            # These replicas are counted in the last step that there is, or the job ends where it stands.
+            log.info("%s", error)
+            self._wait_for_change(orders)
+            return False
+        except UnreachableError as error:
+            # The chief knows better whether that ps is dead; it ends the job or tells where its shards are now.
+            log.warning("%s", error)
+            self._wait_for_change(orders)
+            return False
+        self.stale = False
+        self.link.set_step(self._trainer.step)
+        return True
+
+    def locate_until_there(self) -> None:
+        """A script's start: return with parameters in the model, or raise when the deadline ends."""
+        deadline_s = time.monotonic() + self._timeouts.total_s
+        while True:
+            self._trainer.exchange.arm()
+            self.link.check()
+            orders = self.link.orders
+            if orders.phase is Phase.ENDED:
+                return
+            if self._relocate(orders):
+                if not self._trainer.is_sync:
+                    self.todo = {0}
+                return
+            if time.monotonic() > deadline_s:
+                raise UnreachableError(
+                    f"{self.link.task}: could not find the job's step within {self._timeouts.total_s:.0f} s"
+                )
+
+    def _next_lease(self, orders: Orders) -> int | None:
+        if self._finished:
+            self._wait_for_change(orders)
+            return None
+        if self.stale and not self._relocate(orders):
+            return None
+        if not self.leases.has_next:
+            if self._leaving():
+                self._wait_for_change(orders)
+                return None
+            lease = self.leases.renew(self.link)
+            if lease.count == 0:
+                if lease.ended:
+                    self.finish_part()
+                self.link.wait(lambda o: o.phase is Phase.ENDED, timeout_s=lease.retry_after_s or 0.05)
+                return None
+        self.todo = {0}
+        return self.leases.batch
+
+    def finish_part(self) -> None:
+        """Tell the chief, once, that this worker has done its part."""
+        if not self._finished:
+            self._finished = True
+            self.link.finish()
+
+    def _next_while_sending(self) -> int | None:
+        """Number of the step to begin although the one before is not closed; None where nothing or all has to wait."""
+        if not self._pipeline.healthy:
+            return None
+        orders = self._orders_or_none()
+        if orders is None or orders.phase not in (Phase.RUNNING, Phase.STOPPING):
+            return None
+        if not self._trainer.is_sync:
+            return self.leases.batch if self.leases.has_next else None
+        if orders.stop_step and self._trainer.step >= orders.stop_step:
+            return None
+        return self._trainer.step
+
+    def go_on(self, error: Exception) -> bool:
+        """After an exchange that didn't end: True = send the same again, False = the loop starts over."""
+        link = self.link
+        orders = self._orders_or_none()
+        if orders is None or orders.phase is Phase.ENDED:
+            self.stale = True
+            self._lose_sent()
+            return False
+        if isinstance(error, Stopped):
+            log.info("%s", error)
+            self.stale = True
+            self._lose_sent()
+            if not self._trainer.is_sync:
+                self.finish_part()
+            self._wait_for_change(orders)
+            return False
+        assert self._place.view is not None
+        if orders.timeline == self._place.view.timeline and (not self._trainer.is_sync or not self.iterating):
+            # Sending again is harmless: what counted is a duplicate.
+            if not isinstance(error, Interrupted):
+                link.wait(lambda o: o != orders, timeout_s=0.1)
+            self._trainer.exchange.arm()
+            # Orders that came before arm() are looked at here, later ones interrupt again.
+            return self.still_ordered()
+        if not self.iterating:
+            raise RolledBackError(
+                f"{link.task}: the job went back to an earlier step ({error or 'its timeline changed'}); loop over "
+                f"session.steps() to follow it",
+                step=orders.first_step,
+            )
+        log.info("starting the step again: %s", error or "orders changed")
+        self.stale = True
+        self._lose_sent()
+        return False
+
+    def _lose_sent(self) -> None:
+        """What is on its way has to be computed again."""
+        sent = self._pipeline.lose()
+        if sent is not None:
+            self.leases.batch = sent.batch
+
+    def advance(self) -> None:
+        """A step has been sent: what comes is the next one's."""
+        self.todo = set(self.assigned) if self._trainer.is_sync else {0}
+        if self.leases.held:
+            self.leases.batch += 1
+        self.link.set_step(self._trainer.step)
