@@ -25,6 +25,8 @@ from shardline_ps.store import ParameterStore, numbers
 CHUNK_BYTES = 2 << 20
 STATES_PER_FRAME = 16
 """Buckets in one message at most, so that a worker begins with the first while the last are still applied."""
+GATHER_S = 0.002
+"""How long a bucket that can be referred to waits for those behind it."""
 REPLIES = 2
 """Number of the shared area with a worker's own replies."""
 SHARED_CALL = 2
@@ -262,7 +264,11 @@ async def _pull(
                 yield end_message(store, shard, Outcome.STOPPED, outer, f"the job stops at step {shard.stop_step}")
                 return
             left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not await signal.wait(waiter, left_s):
+            if left_s > 0 and attachment is not None and await signal.wait(waiter, left_s):
+                # Those behind it mostly follow at once: a message for each would cost more than they do.
+                last = wanted[min(wanted.index(number) + STATES_PER_FRAME, len(wanted)) - 1]
+                await _published(store, shard, last, want)
+            elif left_s <= 0 or attachment is not None or not await signal.wait(waiter, left_s):
                 signal.disarm(waiter)
                 missing = numbers(shard.waiting_for())
                 reason = f"step {want.step} lacks replicas {missing} at shard {shard.number} after {wait_s:.1f} s"
@@ -276,6 +282,16 @@ async def _pull(
     lane = attachment.lane if attachment is not None else "grpc"
     store.on_pulled(request.data.task, codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
     yield end_message(store, shard, Outcome.SERVED, outer)
+
+
+async def _published(store: ParameterStore, shard: Shard, number: int, want: Want) -> None:
+    """Wait until a bucket has reached the wanted step, or a moment."""
+    signal = store.signals[(shard.number, number)]
+    waiter = signal.arm()
+    if want.step is None or shard.buckets[number].step >= want.step:
+        signal.disarm(waiter)
+    else:
+        await signal.wait(waiter, GATHER_S)
 
 
 def _no_slot(bucket: int, nbytes: int) -> None:

@@ -59,6 +59,8 @@ class _Slot:
     borrowed: bool = False
     offset: int = 0
     """Of a referred bucket, in its segment."""
+    moved: bool = True
+    """The bytes were on their way; those that stayed where they were can't have suffered."""
     size: int = 0
     filled: int = 0
     chunks: int = 0
@@ -339,6 +341,7 @@ class PushReceiver:
             slot = self._announced(push, ref.bucket)
             push.done.add(slot.number)
             slot.digest, slot.offset, slot.borrowed = ref.digest, ref.offset, push.attachment.borrowed
+            slot.moved = not push.attachment.borrowed
             push.referred.append(slot)
         push.more.set()
         if push.draining is None:
@@ -544,14 +547,18 @@ class PushReceiver:
         push = push or self._push
         self._slot = None
         self._push = None
-        if push is not None and push.draining is not None:
-            push.draining.cancel()
-            await asyncio.gather(push.draining, return_exceptions=True)
-        if push is not None and push.attachment is not None:
-            self._attachments.drop(push.attachment, "a push over it ended early")
-        if push is not None:
+        if push is None:
+            return
+        try:
+            if push.draining is not None:
+                push.draining.cancel()
+                await asyncio.gather(push.draining, return_exceptions=True)
+        finally:
+            # Even where the call is cancelled here: a worker that died ends its stream first, then the call.
+            if push.attachment is not None:
+                self._attachments.drop(push.attachment, "a push over it ended early")
             push.release()
-        if push is not None and push.running:
+        if push.running:
             await asyncio.gather(*push.running, return_exceptions=True)
 
 
@@ -568,7 +575,7 @@ def worker_index(task: str) -> int:
 
 def opened(slot: _Slot) -> Gradient:
     """The gradient in a slot that is full. Raises ProtocolError where its digest differs. Runs in the pool."""
-    if slot.digest and slot.digest != digest(slot.memory):
+    if slot.digest and slot.moved and slot.digest != digest(slot.memory):
         raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
     if slot.borrowed and slot.codec is RAW:
         return Gradient(borrowed_tensor(slot.memory, slot.spec.dtype), slot.present, slot.digest, True)

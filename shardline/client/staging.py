@@ -53,6 +53,8 @@ class Staging:
         self._lent: dict[Key, list[torch.Tensor]] = {}
         self._asked: set[Key] = set()
         """Buckets for which the lane gave memory, or had none, in this step."""
+        self._shared: set[Key] = set()
+        """Buckets whose gradient of this step lies where the shard reads it."""
         self._sums: dict[Key, Contributions] = {}
         self._singles: dict[Key, dict[Block, Partial]] = {}
         self.keys = [(s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets))]
@@ -65,6 +67,7 @@ class Staging:
             self._free.setdefault(key, []).extend(lent)
         self._lent.clear()
         self._asked.clear()
+        self._shared.clear()
         self._sums.clear()
         self._singles.clear()
         self.extras = StepExtras()
@@ -81,7 +84,10 @@ class Staging:
         # Another codec's bytes are made elsewhere anyway.
         wanted = spec.nbytes > 0 and codec_for(self._codec, spec) is RAW
         memory = self._allocate(*key, spec.nbytes) if wanted else None
-        return None if memory is None else tensor_from_bytes(memory, spec.dtype)
+        if memory is None:
+            return None
+        self._shared.add(key)
+        return tensor_from_bytes(memory, spec.dtype)
 
     def _buffer(self, key: Key) -> torch.Tensor:
         free = self._free.get(key)
@@ -168,6 +174,9 @@ class Staging:
         if partial.values is None:
             raise KeyError(f"bucket {key} of block {block} is empty")
         data = codec_for(self._codec, spec).encode(partial.values)
+        # A digest guards bytes on their way, and tells replicas that were computed twice with other bits apart: bytes
+        # that stay where they are need it for neither where there is only one replica.
+        needless = self._replicas == 1 and key in self._shared
         return BucketPayload(
             bucket=key[1],
             dtype=spec.dtype,
@@ -175,7 +184,7 @@ class Staging:
             present=present_bits(partial.present),
             data=data,
             raw_bytes=spec.nbytes,
-            digest=digest(data),
+            digest=0 if needless else digest(data),
             nonfinite=tuple(nonfinite),
         )
 
