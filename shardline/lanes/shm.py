@@ -37,6 +37,30 @@ class Mapped:
         """Parameters are read where the shard publishes them."""
         self.used: set[int] = set()
         """Places of the gradient segment that the running exchange refers to."""
+        self._read: dict[int, int] = {}
+        """Buckets whose bytes the shard may still read, with the step that they were pushed for."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the shard may still read what was pushed, since no pull has shown a later step of it."""
+        return bool(self._read)
+
+    def reads(self, bucket: int) -> bool:
+        """The same, of one bucket."""
+        return bucket in self._read
+
+    def refer(self, bucket: int, step: int) -> None:
+        """The shard is about to be told of a bucket's bytes, for this step."""
+        self._read[bucket] = step
+
+    def seen(self, bucket: int, step: int) -> None:
+        """A pull has shown the bucket at this step: what was pushed for the ones before it is not read any more."""
+        if self._read.get(bucket, step) < step:
+            self._read.pop(bucket, None)
+
+    def applied(self) -> None:
+        """The shard has taken a copy of what was pushed, or applied it."""
+        self._read.clear()
 
     def room(self, length: int) -> int:
         """How many pushes of this length the gradient segment holds side by side."""
@@ -99,8 +123,12 @@ class ShmLane(ShardCalls):
         self._busy = True
         whole = False
         try:
+            if contributions and self._mapped is not None and self._mapped.is_read:
+                # A push that was counted and given up later: the shard reads it until its step is applied.
+                self._mapped = None
             mapped = self._opened(sender, max(1, len(contributions)), min(timeout_s, self._timeout_s))
             mapped.used.clear()
+            step = contributions[0].step if contributions else 0
             done = self._converse(
                 referred_requests(
                     sender,
@@ -108,7 +136,7 @@ class ShmLane(ShardCalls):
                     contributions,
                     want,
                     mapped.attached,
-                    place=functools.partial(self._place, mapped),
+                    place=functools.partial(self._place, mapped, step),
                 ),
                 contributions,
                 want,
@@ -117,6 +145,9 @@ class ShmLane(ShardCalls):
                 fill=functools.partial(_fill, mapped, sink),
             )
             whole = all(ack.accepted for ack in done.acks)
+            if whole and any(push.init or push.seq for push in contributions):
+                # Only what a synchronous step gathers is read after its ack.
+                mapped.applied()
         except NotAdmittedError as error:
             return error.exchanged(contributions)
         finally:
@@ -127,9 +158,14 @@ class ShmLane(ShardCalls):
         return done
 
     def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
-        """Memory that the shard reads: what is computed there needs no copy. None where nothing is shared yet."""
+        """Memory that the shard reads: what is computed there needs no copy.
+
+        None where nothing is shared yet, or the shard may still read what lies there.
+        """
         mapped = self._mapped
-        if mapped is None or nbytes == 0 or nbytes > self._offsets[bucket + 1] - self._offsets[bucket]:
+        if mapped is None or mapped.reads(bucket):
+            return None
+        if nbytes == 0 or nbytes > self._offsets[bucket + 1] - self._offsets[bucket]:
             return None
         return mapped.slot(self._offsets[bucket], nbytes)
 
@@ -143,10 +179,11 @@ class ShmLane(ShardCalls):
         if not self._busy:
             self._mapped = None
 
-    def _place(self, mapped: Mapped, item: BucketPayload) -> int:
+    def _place(self, mapped: Mapped, step: int, item: BucketPayload) -> int:
         data = memoryview(item.data)
         if len(data) == 0:
             return 0
+        mapped.refer(item.bucket, step)
         held = mapped.holds(data)
         if held is not None:
             mapped.used.add(held)
@@ -202,6 +239,7 @@ def _fill(mapped: Mapped, sink: Sink, arrival: Arrival) -> None:
         sink.done(arrival)
     else:
         sink.take(arrival, mapped.view(arrival))
+    mapped.seen(arrival.bucket, arrival.step)
 
 
 def _address(memory: memoryview) -> int:
