@@ -71,6 +71,10 @@ class Segment:
         if nbytes <= 0:
             raise SegmentError(f"a segment of {nbytes} bytes can't be mapped")
         fd = -1
+        room = available_bytes()
+        if room is not None and nbytes > room:
+            # The kernel would end some process for it, perhaps this one.
+            raise SegmentError(f"a shared segment of {nbytes:,} bytes doesn't fit: {room:,} bytes of memory are left")
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, nbytes)
@@ -117,6 +121,46 @@ def _check(fd: int, nbytes: int) -> None:
         raise SegmentError(f"the segment has {size:,} bytes where {nbytes:,} were agreed")
 
 
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that this process may still take: the machine's, or its control group's where that is less.
+
+    root: where proc and sys are. None where neither says.
+    """
+    found = [_number(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    rooms = [kilobytes * 1024 for kilobytes in found if kilobytes is not None]
+    for line in _lines(root / "proc/self/cgroup"):
+        _, _, rest = line.partition(":")
+        kinds, _, path = rest.partition(":")
+        # In a container the group may be mounted at the top, whatever it is called outside.
+        for folder in (path.strip("/"), "") if kinds in ("", "memory") else ():
+            room = _group_room(root / "sys/fs/cgroup" / kinds / folder, legacy=kinds == "memory")
+            rooms += [room] if room is not None else []
+    return min(rooms, default=None)
+
+
+def _group_room(group: Path, *, legacy: bool) -> int | None:
+    """What a control group's limit leaves, its file cache not counted; None where it has no limit, or isn't seen."""
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if legacy else ("memory.max", "memory.current")
+    limit, used = (_number("".join(_lines(group / name)).strip()) for name in names)
+    if limit is None or used is None:
+        return None
+    caches = ("total_inactive_file", "total_active_file") if legacy else ("inactive_file", "active_file")
+    pairs = [line.split() for line in _lines(group / "memory.stat")]
+    cached = sum(_number(pair[1]) or 0 for pair in pairs if len(pair) == 2 and pair[0] in caches)
+    return max(0, limit - used + cached)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
 # Passing segments over a unix socket
 
 
@@ -153,9 +197,9 @@ def hear_knock(sock: socket.socket) -> tuple[bytes, int, list[int]]:
 
     The descriptors are the caller's to close.
     """
-    message, fds, flags, _ = socket.recv_fds(sock, KNOCK_BYTES, MAX_FDS)
+    message, fds, truncated = _receive(sock, KNOCK_BYTES)
     try:
-        if len(message) != KNOCK_BYTES or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if len(message) != KNOCK_BYTES or truncated:
             raise ProtocolError(f"a message of {len(message)} bytes where {KNOCK_BYTES} were expected")
         magic, token, nbytes = _KNOCK.unpack(message)
         if magic != _MAGIC or len(fds) != 1:
@@ -163,7 +207,7 @@ def hear_knock(sock: socket.socket) -> tuple[bytes, int, list[int]]:
     except ProtocolError:
         close_all(fds)
         raise
-    return token, nbytes, list(fds)
+    return token, nbytes, fds
 
 
 def welcome(sock: socket.socket, areas: list[Segment], replies: Segment | None) -> None:
@@ -180,10 +224,10 @@ def refuse(sock: socket.socket) -> None:
 
 def hear_welcome(sock: socket.socket) -> tuple[list[Segment], Segment | None]:
     """(areas, replies) that a server passes. Raises SegmentError, or OSError where the socket breaks or is late."""
-    message, fds, flags, _ = socket.recv_fds(sock, _WELCOME.size, MAX_FDS)
-    left = list(fds)
+    message, fds, truncated = _receive(sock, _WELCOME.size)
+    left = fds
     try:
-        if len(message) != _WELCOME.size or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if len(message) != _WELCOME.size or truncated:
             raise SegmentError("the server hung up or said something else than expected")
         accepted, count, area_bytes, reply_bytes = _WELCOME.unpack(message)
         if not accepted:
@@ -199,7 +243,22 @@ def hear_welcome(sock: socket.socket) -> tuple[list[Segment], Segment | None]:
     return areas, replies
 
 
-def close_all(fds: list[int] | array.array[int]) -> None:
+def _receive(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int], bool]:
+    """(message, descriptors, whether either was cut off); children don't inherit the descriptors.
+
+    socket.recv_fds doesn't pass its flags on in every version of Python.
+    """
+    fds = array.array("i")
+    message, ancillary, flags, _ = sock.recvmsg(
+        nbytes, socket.CMSG_SPACE(MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return message, list(fds), bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+
+
+def close_all(fds: Sequence[int]) -> None:
     """Close descriptors that nobody wants."""
     for fd in fds:
         os.close(fd)

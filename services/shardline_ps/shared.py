@@ -34,7 +34,8 @@ from shardline_ps.shard import Shard
 from shardline_ps.socket_thread import READ, SocketThread
 
 log = logging.getLogger("shardline.ps")
-Take = Callable[[socket.socket, Segment], None]
+Take = Callable[[socket.socket, int, int], None]
+"""(socket, descriptor, bytes of the segment): whom a worker's segment is for."""
 
 
 class SegmentPublication:
@@ -94,10 +95,18 @@ class ShmAttachment:
     window = 1 << 30
 
     def __init__(
-        self, holder: Holder, publication: SegmentPublication, *, by_reference: bool, forget: Callable[[], None]
+        self,
+        holder: Holder,
+        publication: SegmentPublication,
+        *,
+        by_reference: bool,
+        pushes: int,
+        forget: Callable[[], None],
     ) -> None:
+        """pushes: as many contributions one step takes of one worker at most."""
         self.holder = holder
         self._publication = publication
+        self._pushes = pushes
         self._by_reference = by_reference
         self._forget = forget
         self._gradients: Segment | None = None
@@ -105,13 +114,19 @@ class ShmAttachment:
             None if by_reference else Segment.create(publication.nbytes, name="shardline-replies", read_only=True)
         )
 
-    def take(self, sock: socket.socket, segment: Segment) -> None:
-        """The worker's segment has come: pass ours. Called on the socket thread. Raises OSError, SegmentError."""
-        if segment.nbytes < self._publication.nbytes:
+    def take(self, sock: socket.socket, fd: int, nbytes: int) -> None:
+        """The worker's segment has come: map it, pass ours. Takes the descriptor. Raises OSError, SegmentError.
+
+        Called on the socket thread.
+        """
+        least = max(self._publication.nbytes, segments.ALIGNMENT_BYTES)
+        if not least <= nbytes <= least * self._pushes:
+            os.close(fd)
             raise SegmentError(
-                f"the worker's segment has {segment.nbytes:,} bytes, the shard's gradients need "
-                f"{self._publication.nbytes:,}"
+                f"the worker's segment has {nbytes:,} bytes; the shard's gradients need {least:,} for each of at most "
+                f"{self._pushes} pushes"
             )
+        segment = Segment.adopt(fd, nbytes)
         segments.welcome(sock, self._publication.areas if self._by_reference else [], self._replies)
         self._gradients = segment
 
@@ -179,6 +194,8 @@ class ShmOffer:
     """
 
     lane = "shm"
+    limit_s = 1.0
+    """Pause where the machine lets nobody in."""
 
     def __init__(
         self,
@@ -189,6 +206,7 @@ class ShmOffer:
         on_refused: Callable[[str, Exception], None] = lambda method, error: None,
     ) -> None:
         self._codec = codec
+        self.moved_s = 0.0
         self._on_refused = on_refused
         self.address = segments.new_address(run_dir)
         self._path = None if run_dir is None else Path(self.address)
@@ -227,7 +245,11 @@ class ShmOffer:
         by_reference = shard.is_sync and self._codec() == RAW.name
         try:
             attachment = ShmAttachment(
-                holder, publication, by_reference=by_reference, forget=lambda: self._tokens.revoke(token)
+                holder,
+                publication,
+                by_reference=by_reference,
+                pushes=shard.settings.replicas,
+                forget=lambda: self._tokens.revoke(token),
             )
         except SegmentError as error:
             raise LaneUnavailable(str(error)) from error
@@ -235,6 +257,11 @@ class ShmOffer:
         return Opening(attachment=attachment, socket=self.address, token=token)
 
     # On the socket thread
+
+    def stalled(self) -> None:
+        """The pause after a failed accept is over."""
+        self._thread.unguard(self)
+        self._look()
 
     def _look(self) -> None:
         if not self._closed and len(self._guests) < MAX_VISITORS:
@@ -245,7 +272,14 @@ class ShmOffer:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            # Most likely no descriptors are left, and the next try would fail at once too.
+            log.warning("can't take a connection for lane shm: %s; trying again in %.0f s", error, self.limit_s)
+            self.moved_s = time.monotonic()
+            self._thread.guard(self)
+            self._thread.unwatch(self._listener)
             return
         sock.setblocking(False)
         guest = _Guest(sock)
@@ -274,7 +308,7 @@ class ShmOffer:
             self._leaves(guest, "its token is wrong, was used before or came late")
             return
         try:
-            take(guest.sock, Segment.adopt(fds[0], nbytes))
+            take(guest.sock, fds[0], nbytes)
         except (OSError, SegmentError) as error:
             self._leaves(guest, str(error))
             return
@@ -288,14 +322,15 @@ class ShmOffer:
         self._look()
 
     def _leaves(self, guest: _Guest, reason: str) -> None:
+        self.refused += 1
         with contextlib.suppress(OSError):
             segments.refuse(guest.sock)
         self._goes(guest)
-        self.refused += 1
         log.debug("a process at the segments' socket was refused: %s", reason)
         self._on_refused("segments", ProtocolError(f"a process at the segments' socket was refused: {reason}"))
 
     def _end(self) -> None:
+        self._thread.unguard(self)
         self._thread.unwatch(self._listener)
         self._listener.close()
         for guest in list(self._guests):
