@@ -1,0 +1,549 @@
+"""The shm lane between a real ps and a ShmLane: outcomes are the stream's, and nobody is read after it vanished."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import mmap
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardline import segments
+from shardline.client.exchange import Interrupted
+from shardline.config import Timeouts
+from shardline.consistency.decision import Outcome
+from shardline.errors import ProtocolError, ShardlineError, UnreachableError, UsageError
+from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, LaneUnavailable, Sender, Want, Whole
+from shardline.lanes.shm import ShmLane
+from shardline.reduce import Block
+from shardline.rpc.channel import Peer
+from shardline.rpc.convert import plan_from_proto
+from shardline.rpc.data import referred_requests
+from shardline.sharding import ShardSpec
+from shardline.testing import reference
+from shardline_ps.shared import SegmentPublication, ShmOffer, publish
+from tests.contract.plain_client import FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats, plan
+from tests.contract.refusals import unchanged
+from tests.contract.test_tcp_lane import SENDER, Taken, gradient, on_loop, payload
+from tests.integration.cluster import Cluster, Ps, assert_same_end
+from tests.integration.jobs import Wide, make_job
+from tests.integration.test_deaths import wait_for
+from tests.unit.test_segments import descriptors, mappings, unsealed
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfds are Linux's")
+TIMEOUTS = Timeouts(total_s=20.0)
+DEADLINE_S = 20.0
+GRADIENTS = "shardline-gradients"
+
+
+def spec() -> ShardSpec:
+    return plan_from_proto(plan()).shards[0]
+
+
+class Mapping(Taken):
+    """A sink that copies what it is shown."""
+
+    def take(self, arrival: Arrival, memory: memoryview) -> None:
+        assert memory.readonly
+        self.memory[arrival.bucket] = bytearray(memory)
+        self.heads.append(arrival)
+
+
+class Bench:
+    """One ps that offers shm, and one lane to it."""
+
+    def __init__(self, ps: Ps, run_dir: Path | None = None) -> None:
+        self.ps = ps
+        self.offer = ShmOffer(lambda: "raw", run_dir=run_dir, timeout_s=TIMEOUTS.rpc_s)
+        ps.attachments.offer(self.offer)
+        self.peer = Peer(ps.task, ps.address, TIMEOUTS)
+        self.lane = ShmLane(self.peer, 0, spec(), timeout_s=TIMEOUTS.rpc_s)
+
+    def exchange(
+        self, push: Contribution | None = None, want: Want | None = None, *, sender: Sender = SENDER, sink: Any = None
+    ) -> Exchanged:
+        pushes = [push] if push is not None else []
+        return self.lane.exchange(sender, pushes, want, sink or Mapping(), timeout_s=DEADLINE_S)
+
+    def pull(self, step: int) -> Mapping:
+        sink = Mapping()
+        done = self.exchange(want=Want(step=step, wait_s=5.0), sink=sink)
+        assert done.end is not None and done.end.outcome is Outcome.SERVED
+        return sink
+
+    def knock(self, message: bytes, fds: Sequence[int]) -> int:
+        """Say something at the ps's socket; returns whether it was taken."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(5.0)
+            sock.connect(segments.to_kernel(self.offer.address))
+            answer = b""
+            # Who is sent away before speaking may find the door shut already.
+            with contextlib.suppress(ConnectionError):
+                socket.send_fds(sock, [message], list(fds))
+                answer = sock.recv(64)
+        for fd in fds:
+            os.close(fd)
+        return int(answer[0]) if answer else 0
+
+    def token(self) -> bytes:
+        return self.lane._open(SENDER, timeout_s=DEADLINE_S).token
+
+    @property
+    def length(self) -> int:
+        return segments.layout([bucket.nbytes for bucket in spec().buckets])[-1]
+
+    @property
+    def open(self) -> int:
+        """Attachments that the ps holds."""
+        return int(on_loop(self.ps, lambda: self.ps.attachments.count()["shm"]))
+
+    def close(self) -> None:
+        self.lane.close()
+        self.peer.close()
+        if not self.ps.server.loop.is_closed():
+            on_loop(self.ps, self.ps.attachments.close)
+
+
+@pytest.fixture
+def ps(ps: Ps) -> Ps:
+    ps.store.make_publication = publish
+    return ps
+
+
+@pytest.fixture
+def bench(ps: Ps, ready: PlainClient) -> Iterator[Bench]:
+    made = Bench(ps)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder in which unix sockets can lie, whose addresses have little more than 100 bytes."""
+    with tempfile.TemporaryDirectory(prefix="sl-") as name:
+        yield Path(name)
+
+
+# What the stream does too
+
+
+def test_a_step_in_shared_memory_ends_as_on_the_stream(bench: Bench, ready: PlainClient) -> None:
+    sink = Mapping()
+    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0), sink=sink)
+    assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
+    assert done.end is not None and (done.end.outcome, done.end.step) == (Outcome.SERVED, 1)
+    assert sink.weights() == tuple(value - RATE for value in FIRST_W) == ready.weights()
+    assert sorted(head.bucket for head in sink.heads) == [0, 1, 2]
+    assert {head.bucket: head.area for head in sink.heads} == {W: 1, FROZEN: 0, STATS: 1}
+
+
+def test_one_pair_of_segments_serves_many_exchanges(bench: Bench) -> None:
+    bench.pull(0)
+    first = bench.lane.mapped
+    for step in range(5):
+        done = bench.exchange(gradient(step=step), Want(step=step + 1, have_step=step, wait_s=5.0))
+        assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
+    assert first is not None and bench.lane.mapped is first and bench.open == 1
+    assert bench.pull(5).weights() == tuple(value - 5 * RATE for value in FIRST_W)
+
+
+def test_a_gradient_computed_in_the_lanes_memory_is_read_where_it_lies(bench: Bench, ready: PlainClient) -> None:
+    assert bench.lane.allocate(W, 256) is None
+    bench.pull(0)
+    memory = bench.lane.allocate(W, 256)
+    assert memory is not None and bench.lane.allocate(W, 257) is None
+    memory[:] = floats([1.0] * 12)
+    mapped = bench.lane.mapped
+    assert mapped is not None and mapped.holds(memory) == bench.lane.offset(W)
+    bench.exchange(gradient(items=[payload(memory)]), Want(step=1, wait_s=5.0))  # type: ignore[arg-type]
+    assert mapped.used == {bench.lane.offset(W)}
+    assert ready.weights() == tuple(value - RATE for value in FIRST_W)
+
+
+def test_memory_that_the_shard_may_still_read_is_not_given_out_again(bench: Bench) -> None:
+    bench.pull(0)
+    bench.exchange(gradient())
+    first = bench.lane.mapped
+    assert first is not None and first.is_read
+    assert bench.lane.allocate(W, 256) is None and bench.lane.allocate(STATS, 256) is not None
+    bench.pull(1)
+    assert not first.is_read and bench.lane.allocate(W, 256) is not None
+    bench.exchange(gradient(step=1))
+    bench.exchange(gradient(step=2))
+    assert bench.lane.mapped is not first
+
+
+def test_buckets_that_did_not_change_come_without_bytes(bench: Bench) -> None:
+    sink = Mapping()
+    bench.exchange(gradient(), Want(step=1, have_step=0, wait_s=5.0), sink=sink)
+    assert [head.bucket for head in sink.heads if head.unchanged] == [FROZEN, STATS]
+    assert list(sink.memory) == [W]
+
+
+def test_a_push_that_does_not_count_ends_the_exchange_and_its_segments(bench: Bench) -> None:
+    bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    old = bench.lane.mapped
+    done = bench.exchange(gradient(step=7), Want(step=8, wait_s=5.0))
+    assert [ack.outcome for ack in done.acks] == [Outcome.REFUSED] and done.end is None
+    assert "step 7 is ahead" in done.acks[0].reason
+    assert old is not None and bench.lane.mapped is None
+    assert bench.exchange(gradient(), Want(step=1)).acks[0].outcome is Outcome.DUPLICATE
+
+
+def test_a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: Bench) -> None:
+    stale = Sender(job="plain", timeline=7, plan_id=SENDER.plan_id, task="worker/0", incarnation=1)
+    done = bench.exchange(gradient(), Want(step=1), sender=stale)
+    assert [ack.outcome for ack in done.acks] == [Outcome.WRONG_TIMELINE] and done.end is None
+    pulled = bench.exchange(want=Want(step=0), sender=stale)
+    assert pulled.end is not None and pulled.end.outcome is Outcome.WRONG_TIMELINE
+
+
+def test_a_gradient_that_is_refused_changes_nothing_and_is_not_read_again(bench: Bench, ready: PlainClient) -> None:
+    with pytest.raises(ShardlineError, match=r"gradient of 'w' from replicas .* has NaN or infinity"):
+        bench.exchange(gradient(float("nan")), Want(step=1, wait_s=5.0))
+    unchanged(ready)
+    assert bench.lane.mapped is None
+    bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert bench.open == 1
+
+
+def test_only_exact_steps_are_asked_for_on_this_lane(bench: Bench) -> None:
+    with pytest.raises(ProtocolError, match="something else than an exact step; ask on lane grpc"):
+        bench.exchange(want=Want(step=None))
+
+
+# Places
+
+
+@pytest.mark.parametrize("offset", [1, 32, 1 << 20, (1 << 64) - 64])
+def test_bytes_beyond_the_segment_or_at_a_crooked_place_are_refused(
+    bench: Bench, ready: PlainClient, offset: int
+) -> None:
+    bench.pull(0)
+    mapped = bench.lane.mapped
+    assert mapped is not None
+    requests = referred_requests(SENDER, 0, [gradient()], None, mapped.attached, place=lambda item: offset)
+    with pytest.raises(ProtocolError, match=rf"256 bytes at {offset} of the segment of worker/0 are referred to"):
+        bench.lane._converse(requests, [gradient()], None, Mapping(), timeout_s=DEADLINE_S)
+    unchanged(ready)
+    ready.complete()
+
+
+def test_pushes_of_one_exchange_get_places_of_their_own(ps: Ps, client: PlainClient) -> None:
+    client.start(replicas=3)
+    bench = Bench(ps)
+    pushes = [
+        Contribution(payloads=Whole([payload(floats([value] * 12))], (FROZEN, STATS)), step=0, block=Block(number, 1))
+        for number, value in enumerate((1.0, 2.0, 3.0))
+    ]
+    sink = Mapping()
+    bench.lane.exchange(SENDER, pushes, Want(step=1, wait_s=5.0), sink, timeout_s=DEADLINE_S)
+    mapped = bench.lane.mapped
+    assert mapped is not None and sorted(mapped.used) == [0, bench.length, 2 * bench.length]
+    assert sink.weights() == tuple(value - 2 * RATE for value in FIRST_W)
+    bench.close()
+
+
+def test_a_reply_that_points_outside_of_an_area_is_refused(bench: Bench) -> None:
+    bench.pull(0)
+    mapped = bench.lane.mapped
+    assert mapped is not None
+
+    def arrival(area: int, offset: int) -> Arrival:
+        return Arrival(
+            bucket=0, step=0, version=0, unchanged=False, codec="raw", payload_bytes=256, area=area, offset=offset
+        )
+
+    assert len(mapped.view(arrival(1, bench.length - 256))) == 256
+    with pytest.raises(ProtocolError, match=f"at {bench.length - 192} of area 1, which has {bench.length} bytes"):
+        mapped.view(arrival(1, bench.length - 192))
+    with pytest.raises(ProtocolError, match="area 2, which it has not passed"):
+        mapped.view(arrival(2, 0))
+
+
+def test_a_worker_can_map_what_is_published_for_reading_only(bench: Bench) -> None:
+    bench.pull(0)
+    mapped = bench.lane.mapped
+    assert mapped is not None
+    for area in (0, 1):
+        fd = mapped._areas[area].fd
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, bench.length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(PermissionError):
+            os.pwrite(fd, b"x", 0)
+
+
+# Strangers
+
+
+def test_wrong_and_used_tokens_are_refused_and_descriptors_closed(bench: Bench) -> None:
+    bench.pull(0)
+    before = descriptors("shardline-test")
+    token = bench.token()
+
+    def knock(shown: bytes) -> int:
+        return bench.knock(
+            segments._KNOCK.pack(b"shardln1", shown, bench.length), [unsealed(bench.length, segments.FIXED)]
+        )
+
+    assert knock(bytes(32)) == 0
+    # Right in its first bytes, by which it is found.
+    assert knock(token[:16] + bytes(16)) == 0
+    assert knock(token) == 1
+    assert knock(token) == 0
+    assert bench.offer.refused == 3
+    on_loop(bench.ps, lambda: bench.ps.attachments.drop_all("a test"))
+    gc.collect()
+    assert descriptors("shardline-test") == before
+    with pytest.raises(UnreachableError):
+        bench.pull(0)
+    assert bench.pull(0).heads
+
+
+def test_a_token_that_comes_late_is_refused(bench: Bench) -> None:
+    bench.offer._tokens._valid_s = 0.0
+    with pytest.raises(LaneUnavailable, match="refused"):
+        bench.pull(0)
+
+
+@pytest.mark.parametrize(
+    ("seals", "said", "real"),
+    [
+        (0, 0, 0),
+        (segments.FIXED & ~fcntl.F_SEAL_SHRINK, 0, 0),
+        (segments.FIXED, 0, -64),
+        (segments.FIXED, 0, 64),
+        (segments.FIXED, -64, -64),
+        (segments.FIXED, 1 << 30, 1 << 30),
+    ],
+    ids=["unsealed", "can shrink", "truncated", "longer than said", "too small", "too large"],
+)
+def test_a_segment_that_is_not_as_agreed_is_refused(bench: Bench, seals: int, said: int, real: int) -> None:
+    """said, real: bytes more than one push has."""
+    fd = unsealed(bench.length + real, seals)
+    assert bench.knock(segments._KNOCK.pack(b"shardln1", bench.token(), bench.length + said), [fd]) == 0
+    assert bench.offer.refused == 1
+    assert mappings("shardline-test") == set() and descriptors("shardline-test") == 0
+    assert bench.pull(0).heads
+
+
+def test_noise_at_the_socket_is_refused_and_the_next_one_is_served(bench: Bench) -> None:
+    assert bench.knock(b"GET / HTTP/1.1\r\n\r\n", []) == 0
+    assert bench.knock(bytes(segments.KNOCK_BYTES), [unsealed(64)]) == 0
+    assert bench.offer.refused == 2 and descriptors("shardline-test") == 0
+    assert bench.pull(0).heads
+
+
+def test_who_says_nothing_does_not_stay(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardline_ps.shared._Guest.limit_s", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.settimeout(5.0)
+        silent.connect(segments.to_kernel(bench.offer.address))
+        assert silent.recv(64)[:1] == b"\0"
+    assert bench.pull(0).heads
+
+
+def test_another_user_gets_no_segments(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid = os.geteuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: uid + 1)
+        with pytest.raises(LaneUnavailable, match=f"the process behind the socket is of user {uid}"):
+            bench.pull(0)
+        assert bench.knock(segments._KNOCK.pack(b"shardln1", bench.token(), bench.length), []) == 0
+        assert bench.offer.refused >= 1
+    assert bench.pull(0).heads
+
+
+# Where it can't be
+
+
+def test_a_socket_that_is_not_there_makes_the_lane_unavailable(bench: Bench) -> None:
+    bench.offer.address = "@shardline-nobody"
+    with pytest.raises(LaneUnavailable, match=r"through @shardline-nobody .*refused.* one network namespace"):
+        bench.pull(0)
+
+
+def test_memory_that_is_full_makes_the_lane_unavailable(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "available_bytes", lambda: 100)
+    with pytest.raises(LaneUnavailable, match="a shared segment of 768 bytes doesn't fit: 100 bytes"):
+        bench.pull(0)
+
+
+def test_a_shard_in_ordinary_memory_offers_no_lane(
+    ps: Ps, client: PlainClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "available_bytes", lambda: 100)
+        client.start()
+    assert "parameters are not published in shared memory" in caplog.text
+    bench = Bench(ps)
+    with pytest.raises(LaneUnavailable, match="shard 0 does not lie in shared memory here"):
+        bench.pull(0)
+    client.complete()
+    bench.close()
+
+
+def test_a_ps_that_is_gone_is_told_apart_from_one_without_the_lane(bench: Bench) -> None:
+    bench.pull(0)
+    bench.ps.close()
+    with pytest.raises(UnreachableError):
+        bench.pull(0)
+
+
+def test_a_socket_in_a_folder_is_this_users_alone_and_goes_with_its_server(
+    ps: Ps, ready: PlainClient, short_path: Path
+) -> None:
+    stale = short_path / "shardline-0.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(stale))
+    bench = Bench(ps, short_path)
+    path = Path(bench.offer.address)
+    assert [path] == list(short_path.iterdir())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert bench.pull(0).heads
+    bench.close()
+    assert list(short_path.iterdir()) == []
+
+
+def test_a_folder_whose_path_is_too_long_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"at most 100 bytes; see --run-dir"):
+        ShmOffer(lambda: "raw", run_dir=tmp_path / ("x" * 100), timeout_s=1.0)
+
+
+# Ends
+
+
+def test_segments_that_the_ps_has_given_back_are_shared_anew(bench: Bench) -> None:
+    bench.pull(0)
+    on_loop(bench.ps, lambda: bench.ps.attachments.drop_all("a test"))
+    with pytest.raises(UnreachableError, match="is not open here"):
+        bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert done.end is not None and done.end.outcome is Outcome.SERVED
+
+
+def test_a_fenced_worker_loses_its_segments(bench: Bench) -> None:
+    bench.pull(0)
+    on_loop(bench.ps, lambda: bench.ps.attachments.keep_only({"worker/0": 2}))
+    assert bench.open == 0
+    with pytest.raises(UnreachableError, match="is not open here"):
+        bench.pull(0)
+
+
+def test_an_exchange_is_cancelled_while_it_waits_and_its_segments_are_never_written_again(bench: Bench) -> None:
+    bench.pull(0)
+    old = bench.lane.mapped
+    waiting = threading.Event()
+
+    class Payloads(Whole):
+        def batches(self) -> Iterator[Sequence[BucketPayload]]:
+            waiting.set()
+            yield from super().batches()
+
+    push = Contribution(payloads=Payloads((), (W, FROZEN, STATS)), step=0, block=Block(0, 1))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(bench.exchange, push, Want(step=9, wait_s=15.0))
+        assert waiting.wait(5.0)
+        bench.lane.cancel()
+        with pytest.raises(UnreachableError):
+            running.result(5.0)
+    assert bench.lane.mapped is None
+    assert bench.pull(0).heads and bench.lane.mapped is not old
+
+
+def test_nothing_is_left_when_lane_and_server_are_closed(ps: Ps, client: PlainClient) -> None:
+    gc.collect()
+    before = descriptors("shardline"), mappings("shardline")
+    client.start()
+    bench = Bench(ps)
+    bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert isinstance(ps.store.shards[0].publication, SegmentPublication)
+    # Two areas here and there, and the gradients at both ends.
+    assert len(mappings("shardline") - before[1]) == 3
+    bench.close()
+    ps.close()
+    ps.store.shards.clear()
+    gc.collect()
+    assert (descriptors("shardline"), mappings("shardline")) == before
+
+
+DYING_WORKER = """
+import sys, threading
+from shardline.rpc.channel import Peer
+from shardline.rpc.data import referred_requests
+from shardline.lanes.base import Contribution
+from tests.contract.test_shm_lane import *
+
+class Stuck(Whole):
+    def batches(self):
+        yield [payload(floats([1.0] * 12))]
+        print("sent", flush=True)
+        threading.Event().wait(60.0)
+
+lane = ShmLane(Peer("ps/0", sys.argv[1], TIMEOUTS), 0, spec(), timeout_s=TIMEOUTS.rpc_s)
+push = Contribution(payloads=Stuck((), (FROZEN, STATS)), step=0, block=Block(0, 1))
+lane.exchange(SENDER, [push], Want(step=1, wait_s=60.0), Mapping(), timeout_s=60.0)
+"""
+
+
+def test_a_worker_killed_in_mid_push_leaves_nothing_and_its_next_life_completes_the_step(
+    ps: Ps, client: PlainClient
+) -> None:
+    client.start(replicas=2)
+    bench = Bench(ps)
+    gc.collect()
+    before = descriptors(GRADIENTS), mappings(GRADIENTS)
+    bucket = ps.store.shards[0].buckets[W]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", DYING_WORKER, ps.address], stdout=subprocess.PIPE, cwd=root, text=True
+    ) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == "sent\n"
+        wait_for(lambda: bucket.contributions.counted == {0}, "the bucket to be counted")
+        assert len(mappings(GRADIENTS) - before[1]) == 1
+        worker.kill()
+    wait_for(lambda: bench.open == 0, "the attachment to be dropped")
+    # What was counted is kept, and read from the dead worker's memory.
+    again = bench.exchange(gradient(9.0))
+    assert [ack.outcome for ack in again.acks] == [Outcome.COUNTED]
+    other = Contribution(payloads=Whole([payload(floats([3.0] * 12))], (FROZEN, STATS)), step=0, block=Block(1, 1))
+    sink = Mapping()
+    done = bench.exchange(other, Want(step=1, wait_s=5.0), sink=sink)
+    assert done.end is not None and done.end.outcome is Outcome.SERVED
+    assert sink.weights() == tuple(value - 2 * RATE for value in FIRST_W)
+    bench.close()
+    wait_for(lambda: _collected() == before, "the segments to be freed")
+
+
+def _collected() -> tuple[int, set[str]]:
+    gc.collect()
+    return descriptors(GRADIENTS), mappings(GRADIENTS)
+
+
+def test_what_was_counted_and_given_up_is_not_overwritten_by_the_step_that_is_made_again() -> None:
+    job = make_job("adam", model=Wide, steps=2)
+    with Cluster(job, ps=1, bucket_bytes=1 << 18, lane="shm", timeouts=Timeouts(total_s=4.0)) as cluster:
+        worker = cluster.worker(0)
+        trainer = worker.trainer
+        trainer.exchange.arm()
+        trainer.locate([0], cluster.timeline)
+        # The step waits for replicas 1 and 2, and then they come to this worker.
+        trainer.exchange.still_ordered = lambda: False
+        with pytest.raises(Interrupted):
+            worker.step([0])
+        assert {tuple(bucket.contributions.counted) for bucket in cluster.shards[0].buckets} == {(0,)}
+        trainer.exchange.still_ordered = lambda: True
+        worker.run([0, 1, 2], job.steps)
+        assert_same_end(cluster.state(), reference(job))
