@@ -38,6 +38,11 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         self._session.finish_step(None if loss is None else float(loss), self.hyper())
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; with zero_copy gradients are zeroed where they lie, so that they stay in shared memory."""
+        if not self._session.share_gradients():
+            super().zero_grad(set_to_none)
+
     def hyper(self) -> dict[int, Mapping[str, float]]:
         """Numbers of the groups that differ from what the job was configured with (an LR scheduler's doing)."""
         changed: dict[int, Mapping[str, float]] = {}

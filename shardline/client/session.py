@@ -141,6 +141,7 @@ class Session:
         *,
         job: JobSpec | None = None,
         overlap: bool = False,
+        zero_copy: bool = False,
     ) -> ShardlineOptimizer:
         """Join the cluster with this model; returns when it holds the job's parameters.
 
@@ -150,13 +151,18 @@ class Session:
         overlap: gradients leave during backward(), so nothing may change them between backward() and step(): no
         clip_grad_norm_, no second backward(), no unscale_. Jobs from a file overlap by themselves, and their next
         forward pass waits per layer.
+        zero_copy: on lane shm, parameters become read-only views of what the servers publish, and gradients views of
+        what they read: a step copies nothing. WRITING TO SUCH A PARAMETER ENDS THE PROCESS WITH A SEGMENTATION FAULT.
+        Tensors that can't lie there (cut over several shards, other lanes) stay private. See docs/lanes.md.
 
         Raises MismatchError where model or settings differ from the job's, UnreachableError, JobError.
         """
         if self._optimizer is not None:
             raise UsageError("this session is attached already; one session trains one model")
         spec = job or script_spec(self._script, model, optimizer)
-        self._place.furnish(model, from_file=job is not None, overlap=overlap)
+        if overlap and zero_copy:
+            raise UsageError("overlap and zero_copy exclude each other: there is nothing left to overlap with")
+        self._place.furnish(model, from_file=job is not None, overlap=overlap, zero_copy=zero_copy)
         address = self._server.start()
         metrics_address = self.metrics.serve(self.config.host, self.config.metrics_port)
         self._link = ChiefLink(
@@ -377,6 +383,25 @@ class Session:
         self.wait()
         self.contribute(self.replica if self.trainer.is_sync else 0, gradients=gradients, keep=True)
         self.finish_step()
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """The tensor to compute this one's gradient in: with zero_copy, memory that the server reads; else new zeros.
+
+        Ask for it in every step, after the one before has ended. Raises TensorError.
+        """
+        if name not in self._values:
+            raise TensorError(f"there is no tensor {name!r} in the job; it has {', '.join(list(self._values)[:8])}")
+        view = self.trainer.gradient_view(name)
+        return view if view is not None else torch.zeros_like(self._values[name])
+
+    def share_gradients(self) -> bool:
+        """Let every .grad be a zeroed tensor that gradient() gives; False where the session was attached otherwise."""
+        if not self._place.zero_copy:
+            return False
+        for name, tensor in self._values.items():
+            if tensor.requires_grad:
+                tensor.grad = self.gradient(name).zero_()
+        return True
 
     def pull(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         """Copies of the named tensors (all by default) as of the step this session holds."""

@@ -58,6 +58,7 @@ class Trainer:
     lanes: by shard. replicas: R of the job. The model's tensors are written by pulls.
     overlap: gradients may leave during the backward pass (expect()), and finish(wait=False) returns before the next
     parameters have come. credit_bytes: see SendQueue; 0 = derived from the buckets.
+    zero_copy: tensors may lie in shared memory, see shardline.client.zero_copy. Raises UsageError where they can't.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Trainer:
         index: int,
         on_retry: Callable[[int], None] = lambda shard: None,
         overlap: bool = False,
+        zero_copy: bool = False,
         credit_bytes: int = 0,
     ) -> None:
         self.job = view.job
@@ -109,6 +111,8 @@ class Trainer:
         self._buffer_keys = keys_of(self._homes, self.layout.buffers)
         self.meter = Traffic(self.sinks)
         self._zero: ZeroCopy | None = None
+        if zero_copy:
+            self._share()
         self.on_nonfinite: Callable[[str], None] = lambda name: None
         """Called with "loss" or a tensor's name when it is not finite."""
         # The open step
@@ -147,6 +151,13 @@ class Trainer:
         Called between steps, after locate(). See shardline.client.zero_copy for what it costs whoever writes to them.
         Raises UsageError where the job can't have it.
         """
+        zero = self._share()
+        # Every bucket comes once more, to stay where it lies.
+        self._have = None
+        self._pull(self.step)
+        return zero.tensors
+
+    def _share(self) -> ZeroCopy:
         if not self.is_sync or self.job.codec != RAW.name:
             raise UsageError(
                 f"zero_copy needs a synchronous job with codec raw, this one is {self.job.consistency.mode} with "
@@ -156,10 +167,7 @@ class Trainer:
             self._zero = ZeroCopy(self.plan, self.layout, self._lanes)
             for sink in self.sinks.values():
                 sink.zero_copy = self._zero
-        # Every bucket comes once more, to stay where it lies.
-        self._have = None
-        self._pull(self.step)
-        return self._zero.tensors
+        return self._zero
 
     def gradient_view(self, name: str) -> torch.Tensor | None:
         """Memory that the shard reads, to compute this tensor's gradient in; None where there is none."""

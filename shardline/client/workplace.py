@@ -47,13 +47,18 @@ class Workplace:
         """The person's own tensors by name."""
         self.overlaps = False
         """Gradients leave during the backward pass."""
+        self.zero_copy = False
+        """Tensors may lie in shared memory."""
         self.view: JobView | None = None
         self.current: Trainer | None = None
         self.gate: Gate | None = None
         """Where there is one, the next forward pass waits per layer."""
 
-    def furnish(self, model: nn.Module | Mapping[str, torch.Tensor], *, from_file: bool, overlap: bool) -> None:
+    def furnish(
+        self, model: nn.Module | Mapping[str, torch.Tensor], *, from_file: bool, overlap: bool, zero_copy: bool = False
+    ) -> None:
         """Take the model. from_file: a job file's; its passes are watched, so the next one may wait per layer."""
+        self.zero_copy = zero_copy
         self.overlaps = self._config.overlap and (overlap or from_file)
         if isinstance(model, nn.Module):
             self.values = named_values(model)
@@ -94,6 +99,7 @@ class Workplace:
             index=self._config.index,
             on_retry=self._count_retry,
             overlap=self.overlaps,
+            zero_copy=self.zero_copy,
             credit_bytes=credit_bytes(),
         )
         trainer.exchange.still_ordered = self._still_ordered
