@@ -20,8 +20,11 @@ from shardline.spec import DTYPES, TensorKind, TensorSpec, itemsize
 
 QUANTUM_ELEMENTS = 16_384
 ALIGNMENT_ELEMENTS = 64
-BUCKET_BYTES = 2 << 20
-"""Target size of a bucket: cache-sized optimizer work, and one gRPC message."""
+MIN_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 4 << 20
+"""Target size of a bucket: cache-sized optimizer work, and one gRPC message. A bucket costs each side some 0.1 ms
+whatever its size, so large shards have large ones; small shards small ones, so that there is something to overlap."""
+BUCKETS_WANTED = 16
+"""Of a shard, within those sizes."""
 SPLIT_FLOOR_BYTES = 256 << 10
 """Tensors below this are never cut (TensorFlow's MinSizePartitioner has the same floor)."""
 PIECE_FLOOR_BYTES = 64 << 10
@@ -167,8 +170,10 @@ def _cut(number: int, tensor: TensorSpec, target_bytes: int) -> list[_Piece]:
     return pieces
 
 
-def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: int = BUCKET_BYTES) -> Plan:
+def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: int | None = None) -> Plan:
     """Cut the tensors into buckets of about bucket_bytes over num_shards shards, balanced by bytes.
+
+    bucket_bytes: None = by the size of a shard.
 
     Deterministic. balance(plan) <= 1 + (1 - 1 / num_shards) * largest piece / mean shard (greedy placement: Graham,
     "Bounds on Multiprocessing Timing Anomalies", 1969), and pieces are at most 1/12 of the mean where tensors can be
@@ -193,6 +198,8 @@ def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: i
     # Pieces small enough that greedy placement balances: at most a bucket, and at most 1/12 of a shard's fair share
     # (1/10 would do for a balance of 1.1 but for the padding).
     total = sum(tensor.elements * itemsize(tensor.dtype) for tensor in tensors)
+    if bucket_bytes is None:
+        bucket_bytes = min(max(total // (BUCKETS_WANTED * num_shards), MIN_BUCKET_BYTES), BUCKET_BYTES)
     target = max(PIECE_FLOOR_BYTES, min(bucket_bytes, total // (12 * num_shards)))
     pieces = [piece for number, tensor in enumerate(tensors) for piece in _cut(number, tensor, target)]
 

@@ -28,7 +28,7 @@ from shardline.model import named_values
 from shardline.rpc.channel import Peer
 from shardline.rpc.client import Configuration, JobView, Placement, PsControl
 from shardline.rpc.server import RpcServer
-from shardline.sharding import BUCKET_BYTES, Plan, Slice, make_plan
+from shardline.sharding import Plan, Slice, make_plan
 from shardline.spec import TensorKind
 from shardline.testing import ReferenceResult
 from shardline_ps.attachments import Attachments
@@ -177,7 +177,7 @@ class Cluster:
         term: int = 0,
         cut_every: int = 0,
         members: Mapping[str, int] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         lane: str = "grpc",
     ) -> None:
         self.job = job
