@@ -19,7 +19,7 @@ from shardline.rpc.convert import dtype_from_proto, hyper_from_proto, unpack_bit
 from shardline.rpc.v1 import data_pb2
 from shardline.sharding import BucketSpec
 from shardline.wire.codecs import RAW, Codec, codec_for
-from shardline.wire.frames import borrowed_tensor, digest, memory_of
+from shardline.wire.frames import Buffer, borrowed_tensor, copy_bytes, digest, memory_of
 from shardline.wire.protobuf import ChunkView, PushFrameView
 from shardline_ps.admission_servicer import admit_data, attachment_of, holder_of, lane_name, outcome_to_proto
 from shardline_ps.attachments import Attachment, Attachments, Ticket
@@ -64,6 +64,8 @@ class _Slot:
     size: int = 0
     filled: int = 0
     chunks: int = 0
+    parts: list[Buffer] = field(default_factory=list)
+    """Payloads of its chunks, in order, each within the message that brought it."""
     ticket: Ticket | None = None
     lease: Lease | None = None
 
@@ -301,13 +303,7 @@ class PushReceiver:
                 f"bucket {slot.number}: chunk of {len(chunk.payload)} bytes at {chunk.offset}, expected one at "
                 f"{slot.filled} within {slot.size}; chunks neither overlap, repeat nor leave gaps"
             )
-        if end == slot.size and chunk.offset == 0:
-            # The whole bucket in one message: used where it lies, as long as the contribution lives.
-            slot.memory, slot.borrowed = memoryview(chunk.payload), True
-        else:
-            if slot.filled == 0:
-                slot.memory = memory_of(torch.empty(slot.size, dtype=torch.uint8))
-            slot.memory[chunk.offset : end] = chunk.payload
+        slot.parts.append(chunk.payload)
         slot.filled = end
         slot.chunks += 1
 
@@ -575,11 +571,24 @@ def worker_index(task: str) -> int:
 
 def opened(slot: _Slot) -> Gradient:
     """The gradient in a slot that is full. Raises ProtocolError where its digest differs. Runs in the pool."""
+    _join(slot)
     if slot.digest and slot.moved and slot.digest != digest(slot.memory):
         raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
     if slot.borrowed and slot.codec is RAW:
         return Gradient(borrowed_tensor(slot.memory, slot.spec.dtype), slot.present, slot.digest, True)
     return Gradient(slot.codec.decode(slot.memory, slot.spec.dtype, slot.spec.elements), slot.present, slot.digest)
+
+
+def _join(slot: _Slot) -> None:
+    """The bytes of a bucket that came in chunks. One chunk is used where it lies, as long as the contribution lives."""
+    parts, slot.parts = slot.parts, []
+    if len(parts) == 1:
+        slot.memory, slot.borrowed = memoryview(parts[0]), True
+    elif parts:
+        slot.memory, end = memory_of(torch.empty(slot.size, dtype=torch.uint8)), 0
+        for part in parts:
+            copy_bytes(slot.memory[end : end + len(part)], part)
+            end += len(part)
 
 
 async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -17,6 +17,7 @@ from shardline.rpc.channel import Peer
 from shardline.rpc.data import Attached, progress_request, referred_requests
 from shardline.segments import Segment, SegmentError
 from shardline.sharding import ShardSpec
+from shardline.wire.frames import copy_bytes
 
 KNOCK_S = 5.0
 """How long the server's unix socket may take; it is on this host."""
@@ -195,8 +196,7 @@ class ShmLane(ShardCalls):
             # The bucket of another push of this exchange lies there.
             offset += self._length
         mapped.used.add(offset)
-        # numpy copies without the interpreter's lock.
-        np.copyto(np.frombuffer(mapped.slot(offset, len(data)), np.uint8), np.frombuffer(data, np.uint8))
+        copy_bytes(mapped.slot(offset, len(data)), data)
         return offset
 
     def _opened(self, sender: Sender, pushes: int, timeout_s: float) -> Mapped:

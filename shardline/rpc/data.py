@@ -12,6 +12,7 @@ from shardline.lanes.base import Ack, Arrival, BucketPayload, Contribution, End,
 from shardline.rpc.channel import Peer
 from shardline.rpc.convert import DTYPE_TO_PROTO, hyper_to_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
+from shardline.wire.frames import copy_bytes
 from shardline.wire.protobuf import (
     ChunkView,
     PullFrameView,
@@ -316,7 +317,7 @@ class PullReader:
             or end > arrival.payload_bytes
         ):
             raise ProtocolError(f"the shard sent a chunk of bucket {chunk.bucket} at {chunk.offset} out of order")
-        self._memory[chunk.offset : end] = chunk.payload
+        copy_bytes(self._memory[chunk.offset : end], chunk.payload)
         self._filled = end
         if end == arrival.payload_bytes:
             self._arrival = None

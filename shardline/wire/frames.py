@@ -61,6 +61,11 @@ def borrowed_tensor(data: Buffer, dtype: str) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(DTYPES[dtype])
 
 
+def copy_bytes(target: memoryview, source: Buffer) -> None:
+    """Copy bytes of the same length; other threads run meanwhile, which a slice assignment doesn't let them."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
 def digest(data: Buffer) -> int:
     """xxh3-64 of encoded bytes; never 0, which means "not sent"."""
     return xxhash.xxh3_64_intdigest(data) or 1
