@@ -272,6 +272,32 @@ class EarlyPush:
             payloads.drop()
 
 
+def filled_payloads(
+    plan: Plan,
+    staging: Staging,
+    shard: int,
+    block: Block,
+    *,
+    ranks: Sequence[int],
+    credit_bytes: int,
+    interrupted: Callable[[], Exception | None],
+) -> LivePayloads:
+    """A block's push to one shard, all of whose buckets are in `staging`; each is encoded when it is sent."""
+    spec = plan.shards[shard]
+    # Nothing more can overtake, so a few large batches do: the shard begins with the first while others are encoded.
+    window = credit_bytes or max(default_credit(spec), spec.nbytes // 4)
+    queue = SendQueue(ranks, [bucket.nbytes for bucket in spec.buckets], window)
+    payloads = LivePayloads(
+        queue, lambda bucket: staging.payload((shard, bucket), block), nbytes=spec.nbytes, interrupted=interrupted
+    )
+    empty = [bucket for bucket in range(len(spec.buckets)) if staging.is_empty((shard, bucket), block)]
+    for bucket in range(len(spec.buckets)):
+        if bucket not in empty:
+            payloads.offer(bucket)
+    payloads.close(empty)
+    return payloads
+
+
 def homes(plan: Plan) -> list[list[Key]]:
     """Buckets that hold a slice of each tensor, by tensor number."""
     found: list[list[Key]] = [[] for _ in plan.tensors]

@@ -36,6 +36,16 @@ def bucket_ranks(plan: Plan, uses: Sequence[int]) -> list[list[int]]:
     return ranks
 
 
+def pull_order(ranks: Sequence[int], sent: Sequence[int]) -> list[int]:
+    """A shard's buckets in the order in which to ask for them.
+
+    sent: in the order in which they left in the step before; a shard that applies bucket by bucket can answer those
+    first. () where it applies a whole step at once: then what the next forward pass needs first comes first.
+    """
+    known = set(sent)
+    return [*sent, *(bucket for bucket in sorted(range(len(ranks)), key=ranks.__getitem__) if bucket not in known)]
+
+
 def default_credit(shard: ShardSpec) -> int:
     """Bytes that may be on their way to a shard at once: two of its largest buckets, one sent and one behind it."""
     return max(CREDIT_FLOOR_BYTES, 2 * max((bucket.nbytes for bucket in shard.buckets), default=0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +19,12 @@ from shardline.client.overlap import (
     Expected,
     FireCount,
     GradientHooks,
+    filled_payloads,
     homes,
     keys_of,
     why_not_early,
 )
-from shardline.client.priority import SendQueue, bucket_ranks, default_credit
+from shardline.client.priority import bucket_ranks, pull_order
 from shardline.client.staging import Staging, initial_contribution
 from shardline.client.traffic import Traffic
 from shardline.client.zero_copy import ZeroCopy
@@ -353,7 +355,7 @@ class Trainer:
             ranks=self._ranks,
             credit_bytes=self._credit_bytes,
             begin=self._begin_early,
-            on_nonfinite=lambda names: self._judge(expected.replica, names, early=True),
+            on_nonfinite=functools.partial(self._judge, expected.replica, early=True, step=self.step),
             interrupted=self.exchange.refusal,
         )
         hooks.listen(self._early)
@@ -435,7 +437,7 @@ class Trainer:
                 payloads.fail(error)
             raise
 
-    def _judge(self, replica: int, bad: Sequence[str], *, early: bool = False) -> None:
+    def _judge(self, replica: int, bad: Sequence[str], *, early: bool = False, step: int | None = None) -> None:
         """What follows from a loss ("loss") or gradients that are not finite. Raises NonFiniteError under "stop"."""
         if not bad:
             return
@@ -445,8 +447,9 @@ class Trainer:
             if not early:
                 self._staging.clear()
             sent = "others of this step may have been sent and applied before" if early else "nothing was sent"
+            at = self.step if step is None else step
             raise NonFiniteError(
-                f"step {self.step}, replica {replica}: {_names(bad)} has NaN or infinity; {sent}. "
+                f"step {at}, replica {replica}: {_names(bad)} has NaN or infinity; {sent}. "
                 f"Lower the learning rate, clip gradients (clip_norm), or set nan_policy='skip'"
             )
         if not early:
@@ -480,28 +483,20 @@ class Trainer:
             raise ProtocolError("asynchronous mode takes one contribution per step")
         for shard in self.sinks:
             self._pushes[shard] = [
-                self._push(shard, Whole() if skip else self._ready(shard, block), block, scale=clip_scale, skip=skip)
+                self._push(shard, Whole() if skip else self._payloads(shard, block), block, scale=clip_scale, skip=skip)
                 for block in blocks
             ]
 
-    def _ready(self, shard: int, block: Block) -> LivePayloads:
-        """Payloads of a block whose buckets are all filled; each is encoded when it is sent."""
-        spec = self.plan.shards[shard]
-        queue = SendQueue(
-            self._ranks[shard], [bucket.nbytes for bucket in spec.buckets], self._credit_bytes or default_credit(spec)
-        )
-        payloads = LivePayloads(
-            queue,
-            lambda bucket: self._staging.payload((shard, bucket), block),
-            nbytes=spec.nbytes,
+    def _payloads(self, shard: int, block: Block) -> LivePayloads:
+        return filled_payloads(
+            self.plan,
+            self._staging,
+            shard,
+            block,
+            ranks=self._ranks[shard],
+            credit_bytes=self._credit_bytes,
             interrupted=self.exchange.refusal,
         )
-        empty = [b for b in range(len(spec.buckets)) if self._staging.is_empty((shard, b), block)]
-        for bucket in range(len(spec.buckets)):
-            if bucket not in empty:
-                payloads.offer(bucket)
-        payloads.close(empty)
-        return payloads
 
     def _push(
         self, shard: int, payloads: Payloads, block: Block, *, scale: float = 1.0, skip: bool = False
@@ -541,20 +536,12 @@ class Trainer:
         self._running = self.exchange.start(self._sender, tasks, self.arrivals.end)
 
     def _wanted(self, shard: int) -> list[int]:
-        """Buckets in the order in which to ask for them; [] = the plan's.
-
-        A shard that applies bucket by bucket can answer the first ones pushed first; one that applies a step at once,
-        those that the next forward pass needs first.
-        """
+        """Buckets in the order in which to ask for them; [] = the plan's."""
         if self._hooks is None:
             return []
-        ranks = self._ranks[shard]
-        order = sorted(range(len(ranks)), key=ranks.__getitem__)
         terms = self.job.consistency
-        if self.is_sync and terms.clip_norm == 0.0 and terms.nan_policy == "stop":
-            sent = self._sent_order.get(shard, [])
-            return [*sent, *(bucket for bucket in order if bucket not in set(sent))]
-        return order
+        eager = self.is_sync and terms.clip_norm == 0.0 and terms.nan_policy == "stop"
+        return pull_order(self._ranks[shard], self._sent_order.get(shard, ()) if eager else ())
 
     def _complete(self) -> StepFigures:
         """Wait for the running exchange, close the step. One that has failed before is made again, with the same."""

@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import nn
 
+from shardline import schedule
+from shardline.client.live import LivePayloads
+from shardline.client.overlap import Expected
+from shardline.errors import JobError, NonFiniteError, UnreachableError
+from shardline.lanes.base import (
+    Arrival,
+    BucketPayload,
+    Contribution,
+    Exchanged,
+    Lane,
+    Payloads,
+    Sender,
+    Sink,
+    Standing,
+    Want,
+)
+from shardline.model import named_values
 from shardline.testing import ReferenceResult, reference
-from tests.integration.cluster import Cluster, assert_same_end, split_evenly
-from tests.integration.jobs import Rich, make_job
+from tests.integration.cluster import COMPUTE, PATIENCE_S, Cluster, assert_same_end, split_evenly
+from tests.integration.jobs import Rich, Wide, make_job
 from tests.integration.overlap import OverlapWorker
+from tests.integration.test_asynchronous import plain_torch
+from tests.integration.test_deaths import received, wait_for
+from tests.integration.test_equivalence import data_with_a_nan
 
 SMALL_BUCKETS = 256
 
@@ -42,3 +69,448 @@ def test_any_number_of_workers_and_ps_ends_in_the_bits_of_the_reference(
         assert [len(worker.figures) for worker in held] == [job.steps] * workers
         # Where one replica is one push, all steps but the first overlap; [0, 2] makes two pushes.
         assert held[-1].early_steps == job.steps - 1
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "microbatches": {"accumulate": 3, "batch_size": 2},
+    "cut tensors": {"model": Wide, "steps": 3},
+    "schedule and clipping": {"schedule": schedule.step(2, 0.5), "clip_norm": 0.1},
+    "one replica": {"replicas": 1},
+    "one worker with every replica": {"replicas": 5, "batch_size": 3},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_setting_ends_in_the_bits_of_the_reference(case: str) -> None:
+    job = make_job("nesterov", **{"model": Rich, **CASES[case]})
+    with Cluster(job, ps=2, bucket_bytes=96 << 10 if case == "cut tensors" else SMALL_BUCKETS) as cluster:
+        (worker,) = train(cluster, [list(range(job.replicas))])
+        assert_same_end(cluster.state(), reference(job))
+        assert worker.early_steps == job.steps - 1
+
+
+@pytest.mark.parametrize("ps", [1, 2])
+def test_an_asynchronous_worker_is_plain_torch_to_the_bit(ps: int) -> None:
+    job = make_job("adamw", model=Rich, consistency="async")
+    with Cluster(job, ps=ps, bucket_bytes=SMALL_BUCKETS) as cluster:
+        worker = OverlapWorker(cluster, 0)
+        cluster._workers.append(worker)
+        worker.run_async(range(8))
+        expected = named_values(plain_torch(job, 8))
+        state = cluster.state()
+        for name, value in {**state.params, **state.buffers}.items():
+            assert torch.equal(value, expected[name]), name
+        assert worker.early_steps == 7
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.2], ids=["eager", "clipped"])
+def test_a_nan_that_is_met_while_others_have_left_skips_the_step_everywhere(clip_norm: float) -> None:
+    job = make_job("adam", model=Rich, dataset=data_with_a_nan, nan_policy="skip", clip_norm=clip_norm, steps=8)
+    expected = reference(job)
+    assert len(expected.skipped) == 1
+    with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS) as cluster:
+        train(cluster, [[0], [1], [2]])
+        assert_same_end(cluster.state(), expected)
+
+
+class Spoiled(nn.Module):
+    """A gradient that is not finite in the first layer only, from one step on, although the loss is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 64), nn.Linear(64, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden: torch.Tensor = self.first(x)
+        if self.calls > 3:
+            hidden.register_hook(lambda gradient: gradient * float("inf"))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, self.last(hidden))
+
+
+def test_a_nan_stops_the_job_with_the_sentence_it_always_has() -> None:
+    job = make_job("sgd", model=Spoiled, replicas=1)
+    found: list[str] = []
+    with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS) as cluster:
+        worker = OverlapWorker(cluster, 0)
+        cluster._workers.append(worker)
+        worker.trainer.on_nonfinite = found.append
+        with pytest.raises(NonFiniteError, match=r"step 3, replica 0: the gradient of 'first\..*' has NaN or infinity"):
+            worker.run([0], job.steps)
+        assert set(found) <= {"first.weight", "first.bias"}
+        # The last layer's gradient may have been applied before, the first one's never.
+        steps = {image.step for shard in cluster.images() for image in shard}
+        assert steps <= {3, 4}
+        assert 3 in steps
+
+
+# Deaths
+
+
+class Middle(nn.Module):
+    """Two layers; calls a function when the gradient of what is between them is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 64), nn.Linear(64, 1)
+        self.between: Callable[[], None] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self.between())  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, self.last(hidden))
+
+
+class Died(Exception):
+    """What a person's code raises, or the end of a process."""
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.05], ids=["eager", "voted"])
+def test_a_worker_that_dies_in_its_backward_pass_is_replaced_and_the_bits_stay(clip_norm: float) -> None:
+    job = make_job("adam", model=Middle, clip_norm=clip_norm)
+    with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS, members={"worker/0": 1, "worker/1": 1}) as cluster:
+        doomed, survivor = OverlapWorker(cluster, 1), OverlapWorker(cluster, 0)
+        cluster._workers.append(survivor)
+        left: list[int] = []
+
+        def die() -> None:
+            if doomed.trainer.step < 3:
+                return
+            # The last layer's gradients are on their way and some have been counted.
+            wait_for(lambda: sum(received(cluster, s, 1, 3) for s in range(2)) > 0, "the first bucket to be counted")
+            left.append(sum(received(cluster, s, 1, 3) for s in range(2)))
+            raise Died
+
+        cast(Middle, doomed.model).between = die
+
+        def live_and_die() -> None:
+            with pytest.raises(Died):
+                doomed.run([1], job.steps)
+            doomed.close()
+            assert all(not value._post_accumulate_grad_hooks for value in doomed.values.values() if value.requires_grad)
+            for control in cluster.controls:
+                control.set_membership(cluster.timeline, {"worker/0": 1, "worker/1": 2})
+            heir = OverlapWorker(cluster, 1, incarnation=2)
+            cluster._workers.append(heir)
+            heir.run([1], job.steps)
+
+        cluster.together([lambda: survivor.run([0, 2], job.steps), live_and_die])
+        assert_same_end(cluster.state(), reference(job))
+        buckets = sum(len(shard.buckets) for shard in cluster.shards)
+        assert 0 < left[0] < buckets
+        assert [shard.tally.duplicate_mismatches for shard in cluster.shards] == [0, 0]
+
+
+class LosingLane:
+    """Breaks every exchange of one step a few times, after some of its payloads or with the reply lost."""
+
+    name = "losing"
+
+    def __init__(self, lane: Lane, *, steps: Sequence[int], times: int) -> None:
+        self._lane = lane
+        self._left = dict.fromkeys(steps, times)
+        self.broken = 0
+
+    def exchange(
+        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
+        step = contributions[0].step if contributions else -1
+        left = self._left.get(step, 0)
+        if left:
+            self._left[step] -= 1
+            self.broken += 1
+            if left % 2:
+                next(iter(contributions[0].payloads.batches()))
+                raise UnreachableError("the link broke after the first batch")
+            self._lane.exchange(sender, contributions, want, sink, timeout_s=timeout_s)
+            raise UnreachableError("the reply was lost")
+        return self._lane.exchange(sender, contributions, want, sink, timeout_s=timeout_s)
+
+    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+        return self._lane.progress(sender, replicas, timeout_s=timeout_s)
+
+    def cancel(self) -> None:
+        self._lane.cancel()
+
+    def close(self) -> None:
+        self._lane.close()
+
+
+def test_exchanges_that_break_during_the_backward_pass_are_made_again_and_change_no_bit() -> None:
+    job = make_job("adam", model=Rich, replicas=1)
+    lanes: list[LosingLane] = []
+
+    def losing(lane: Lane) -> Lane:
+        lanes.append(LosingLane(lane, steps=[2, 4], times=2))
+        return lanes[-1]
+
+    with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS) as cluster:
+        train(cluster, [[0]], wrap=losing)
+        assert_same_end(cluster.state(), reference(job))
+    assert [lane.broken for lane in lanes] == [4, 4]
+
+
+def test_a_backward_pass_that_outlasts_the_calls_deadline_is_no_failure() -> None:
+    class Impatient(LosingLane):
+        def exchange(self, sender: Sender, contributions: Sequence[Contribution], *args: Any, **more: Any) -> Exchanged:
+            for push in contributions:
+                assert isinstance(push.payloads, LivePayloads)
+                push.payloads.patience_s = 0.05
+                calls[push.step] = calls.get(push.step, 0) + 1
+            return super().exchange(sender, contributions, *args, **more)
+
+    job = make_job("adam", model=Middle, replicas=1, steps=4)
+    calls: dict[int, int] = {}
+    with Cluster(job, ps=1, bucket_bytes=SMALL_BUCKETS) as cluster:
+        worker = OverlapWorker(cluster, 0, wrap=lambda lane: Impatient(lane, steps=[], times=0))
+        cluster._workers.append(worker)
+        trainer = worker.trainer
+        unready: list[int] = []
+        plain = trainer.exchange._await_gradients
+
+        def note(pending: Sequence[Contribution]) -> None:
+            unready.append(pending[0].step)
+            plain(pending)
+
+        trainer.exchange._await_gradients = note  # type: ignore[method-assign]
+        cast(Middle, worker.model).between = lambda: wait_for(
+            lambda: trainer._early is None or trainer.step in unready, "the call to end"
+        )
+        worker.run([0], job.steps)
+        assert_same_end(cluster.state(), reference(job))
+    # Each is made again when there is more to send.
+    assert sorted(set(unready)) == [1, 2, 3]
+    assert calls[0] == 1
+    assert all(calls[step] >= 2 for step in (1, 2, 3))
+
+
+# Order
+
+
+class Layers(nn.Module):
+    """Five layers, each a bucket of its own, whose backward pass can be made to stand still after the last one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.out = nn.Linear(8, 1, bias=False)
+        self.ran: list[int] = []
+        self.after_last: Callable[[], None] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([x, x[:, :3]], dim=1)
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            self.ran.append(number)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.after_last())  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, self.out(x))
+
+
+class RecordingLane(LosingLane):
+    """Notes in which order buckets leave; holds the first batch back until it is told."""
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__(lane, steps=[], times=0)
+        self.sent: dict[int, list[int]] = {}
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def exchange(
+        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
+        noted = [replace(push, payloads=self.Noted(push.payloads, self, push.step)) for push in contributions]
+        return self._lane.exchange(sender, noted, want, sink, timeout_s=timeout_s)
+
+    class Noted:
+        def __init__(self, payloads: Payloads, lane: RecordingLane, step: int) -> None:
+            self._payloads, self._lane, self._step = payloads, lane, step
+
+        @property
+        def nbytes(self) -> int:
+            return self._payloads.nbytes
+
+        @property
+        def empty(self) -> Sequence[int]:
+            return self._payloads.empty
+
+        def batches(self) -> Iterator[Sequence[BucketPayload]]:
+            order = self._lane.sent.setdefault(self._step, [])
+            for batch in self._payloads.batches():
+                order.extend(item.bucket for item in batch)
+                assert self._lane.go_on.wait(PATIENCE_S)
+                yield batch
+
+
+def test_what_is_ready_first_leaves_first_and_then_what_is_needed_first_overtakes() -> None:
+    job = make_job("sgd", model=Layers, replicas=1, steps=4)
+    lanes: list[RecordingLane] = []
+
+    def recording(lane: Lane) -> Lane:
+        lanes.append(RecordingLane(lane))
+        return lanes[-1]
+
+    with Cluster(job, bucket_bytes=256) as cluster:
+        worker = OverlapWorker(cluster, 0, wrap=recording, credit_bytes=256)
+        cluster._workers.append(worker)
+        (lane,) = lanes
+        model = cast(Layers, worker.model)
+        names = [
+            {cluster.plan.tensors[piece.tensor].name for piece in bucket.slices}
+            for bucket in cluster.plan.shards[0].buckets
+        ]
+        bucket_of = {name: number for number, held in enumerate(names) for name in held}
+        assert len(bucket_of) == len(names) == 5
+
+        def stand_still() -> None:
+            # From the last layer's gradient to the end of the backward pass the link is busy with that gradient.
+            if worker.trainer._early is not None:
+                wait_for(lambda: bool(lane.sent.get(worker.trainer.step)), "the last layer's gradient to leave")
+                lane.go_on.clear()
+
+        model.after_last = stand_still
+        plain = worker.send
+
+        def send() -> None:
+            lane.go_on.set()
+            plain()
+
+        worker.send = send  # type: ignore[method-assign]
+        worker.run([0], job.steps)
+        assert_same_end(cluster.state(), reference(job))
+        order = [f"layers.{number}.weight" for number in range(4)]
+        for step in range(1, 4):
+            sent = lane.sent[step]
+            assert sent[0] == bucket_of["out.weight"]
+            rest = [name for number in sent[1:] for name in names[number]]
+            # One more may have been taken from the queue when the link became busy.
+            assert rest == order or rest[1:] == [name for name in order if name != rest[0]]
+
+
+class LateLane(RecordingLane):
+    """Delivers one bucket late: when it is told."""
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__(lane)
+        self.late = -1
+        self.may_come = threading.Event()
+
+    def exchange(
+        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
+        deferred: list[Arrival] = []
+        late = self.late
+
+        class Deferring:
+            def buffer(self, arrival: Arrival) -> memoryview:
+                return sink.buffer(arrival)
+
+            def done(self, arrival: Arrival) -> None:
+                if arrival.bucket == late and contributions:
+                    deferred.append(arrival)
+                else:
+                    sink.done(arrival)
+
+            def take(self, arrival: Arrival, memory: memoryview) -> None:
+                sink.take(arrival, memory)
+
+        found = self._lane.exchange(sender, contributions, want, Deferring(), timeout_s=timeout_s)
+        if deferred:
+            assert self.may_come.wait(PATIENCE_S), "the layers before did not run"
+            self.may_come.clear()
+            sink.done(deferred[0])
+        return found
+
+
+@pytest.mark.parametrize("late", ["layers.3.weight", "out.weight"])
+def test_the_next_forward_pass_runs_up_to_the_layer_that_has_not_come(late: str) -> None:
+    job = make_job("sgd", model=Layers, replicas=1, steps=4)
+    lanes: list[LateLane] = []
+
+    def delaying(lane: Lane) -> Lane:
+        lanes.append(LateLane(lane))
+        return lanes[-1]
+
+    with Cluster(job, bucket_bytes=256) as cluster:
+        worker = OverlapWorker(cluster, 0, wrap=delaying)
+        cluster._workers.append(worker)
+        (lane,) = lanes
+        model = cast(Layers, worker.model)
+        number = [spec.name for spec in cluster.plan.tensors].index(late)
+        waited: list[list[int]] = []
+        plain = worker._wait_for
+
+        def wait_for_tensors(tensors: Iterable[int]) -> None:
+            wanted = list(tensors)
+            if number in wanted and worker.trainer.arrivals.waiting:
+                waited.append(list(model.ran))
+                lane.may_come.set()
+            plain(wanted)
+
+        worker.gate._wait_for = wait_for_tensors
+        worker.run([0], 1)
+        lane.late = next(iter(worker.trainer._homes[number]))[1]
+        model.ran.clear()
+        worker.trainer.exchange.arm()
+        for _ in range(3):
+            with COMPUTE:
+                worker.pass_of(worker.trainer.step, 0, [0])
+            worker.send()
+            model.ran.clear()
+        lane.may_come.set()
+        worker.settle()
+        assert_same_end(cluster.state(), reference(job))
+        # Everything before the late layer had run when somebody asked for it.
+        before = list(range(3 if late.startswith("layers") else 4))
+        assert waited
+        assert all(ran == before for ran in waited)
+
+
+def test_gradients_are_freed_when_their_step_is_closed() -> None:
+    job = make_job("sgd", model=Layers, replicas=1, steps=3)
+    with Cluster(job) as cluster:
+        worker = OverlapWorker(cluster, 0)
+        cluster._workers.append(worker)
+        worker.run([0], 2)
+        with COMPUTE:
+            worker.pass_of(2, 0, [0])
+        gradients = [weakref.ref(value.grad) for value in worker.values.values() if value.grad is not None]
+        assert len(gradients) == 5
+        worker.send()
+        worker.settle()
+        worker.model.zero_grad(set_to_none=True)
+        gc.collect()
+        assert [found() for found in gradients] == [None] * 5
+
+
+def test_a_gradient_that_changes_after_it_has_left_is_refused() -> None:
+    job = make_job("sgd", model=Layers, replicas=1, steps=3)
+    with Cluster(job) as cluster:
+        worker = OverlapWorker(cluster, 0)
+        cluster._workers.append(worker)
+        worker.run([0], 2)
+        trainer = worker.trainer
+        batch = worker.source.batch(2, 0, 0)
+
+        def backward() -> dict[str, torch.Tensor]:
+            job.loss(worker.model, batch).backward()  # type: ignore[no-untyped-call]
+            return {name: value.grad for name, value in worker.values.items() if value.grad is not None}
+
+        worker.model.zero_grad(set_to_none=True)
+        trainer.begin()
+        trainer.expect(Expected(replica=0, owned=[0]))
+        backward()
+        with pytest.raises(JobError, match=r"the gradient of '.*' changed after .* --no-overlap"):
+            trainer.contribute(0, backward())
+        trainer.give_up()
+        trainer.exchange.arm()
+        trainer.locate([0], cluster.timeline)
+        trainer.expect(Expected(replica=0, owned=[0]))
+        worker.model.zero_grad(set_to_none=True)
+        gradients = backward()
+        torch.nn.utils.clip_grad_norm_(worker.model.parameters(), 0.01)
+        # The first step after a start is not overlapped: what is done to gradients before the end is done to it.
+        trainer.contribute(0, gradients)
+        trainer.finish()
