@@ -23,7 +23,7 @@ from shardline import log
 from shardline.client.session import Session
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
-from shardline.errors import MismatchError, NonFiniteError, TensorError, UsageError
+from shardline.errors import JobError, MismatchError, NonFiniteError, TensorError, UsageError
 from shardline.process import Termination
 from shardline_chief import service as chief_service
 from shardline_ps import service as ps_service
@@ -248,3 +248,63 @@ def test_a_worker_whose_part_of_the_last_step_is_counted_ends_its_loop_when_the_
     assert (found["steps"], found["checkpoint_step"]) == (5, 5)
     # Nobody asks servers that have gone with the job for as long as a deadline allows.
     assert time.monotonic() - began_s < TIMEOUTS.rpc_s
+
+
+def test_a_script_that_declares_overlap_trains_as_in_plain_torch(start: Callable[..., Services]) -> None:
+    plain = make_model()
+    loop(plain, torch.optim.Adam(plain.parameters(), lr=0.05), iter(range(8)))
+
+    services = start(ps=2, workers=1)
+    model = make_model()
+    session = services.connect()
+    optimizer = session.attach(model, torch.optim.Adam(model.parameters(), lr=0.05), overlap=True)
+    early = []
+
+    def noting() -> Iterator[int]:
+        for step in session.steps(8):
+            yield step
+            early.append(step if session.trainer.step == step + 1 else -1)
+
+    pushes = session.trainer._begin_early
+    left: list[int] = []
+
+    def begin() -> None:
+        left.append(session.step)
+        pushes()
+
+    session.trainer._begin_early = begin  # type: ignore[method-assign]
+    loop(model, optimizer, noting())
+    session.close()
+
+    assert early == list(range(8))
+    # A scheduler's rates travel with gradients that leave during backward().
+    assert left == list(range(1, 8))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert services.end()["steps"] == 8
+
+
+@pytest.mark.parametrize("what", ["clipping", "a rate"])
+def test_what_changes_after_gradients_have_left_is_refused(start: Callable[..., Services], what: str) -> None:
+    services = start(ps=1, workers=1)
+    model = make_model()
+    session = services.connect()
+    optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.05), overlap=True)
+    points, labels = batch(0)
+
+    def train() -> None:
+        for step in session.steps(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(points), labels).backward()  # type: ignore[no-untyped-call]
+            if step == 2 and what == "clipping":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            if step == 2 and what == "a rate":
+                optimizer.param_groups[0]["lr"] = 0.01
+            optimizer.step()
+
+    with pytest.raises(JobError, match="after the backward pass had sent") as found:
+        train()
+    assert session.step == 2
+    session.fail(found.value)
+    session.shutdown()
+    assert services.end(code=2)["steps"] in (2, 3)
