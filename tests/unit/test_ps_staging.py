@@ -468,7 +468,9 @@ def test_a_lease_of_before_a_new_configuration_ends_without_harm() -> None:
 
 
 def plan() -> Plan:
-    return make_plan([TensorSpec(name=f"t{n}", shape=(1024, 100), dtype="float32") for n in range(3)], 1)
+    return make_plan(
+        [TensorSpec(name=f"t{n}", shape=(1024, 100), dtype="float32") for n in range(3)], 1, bucket_bytes=4 << 20
+    )
 
 
 def configuration(**more: object) -> PsConfiguration:
