@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardline.client.arrivals import Arrivals
+from shardline.client.device import Copy, HostPath
 from shardline.errors import MismatchError, TensorError, UnreachableError
 from shardline.lanes.base import Arrival
 from shardline.rpc.convert import pack_bits
@@ -63,7 +64,12 @@ class ModelLayout:
         """Write one pulled bucket (flat CPU tensor) into the tensors it holds slices of."""
         spec = self.plan.shards[shard].buckets[bucket]
         sources = [values[piece.offset : piece.end] for piece in spec.slices]
-        copy_each(self._views[shard][bucket], sources)
+        targets = self._views[shard][bucket]
+        if targets and targets[0].device.type == "cuda" and values.is_pinned():
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        else:
+            copy_each(targets, sources)
         self._unsettled.update(piece.tensor for piece in spec.slices if piece.tensor in self._mirrors)
 
     def memory(self, shard: int, bucket: int) -> memoryview | None:
@@ -81,6 +87,11 @@ class ModelLayout:
         torch.autograd.graph.increment_version(
             [self._tensors[piece.tensor] for piece in self.plan.shards[shard].buckets[bucket].slices]
         )
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether settle() has anything to do."""
+        return bool(self._unsettled)
 
     def settle(self, tensors: Iterable[int] | None = None) -> None:
         """After all buckets of these tensors (default: of all) are loaded: carry their mirrors over."""
@@ -146,9 +157,15 @@ def _octets(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill_bucket(
-    plan: Plan, bucket: BucketSpec, target: torch.Tensor, gradients: Mapping[int, torch.Tensor]
+    plan: Plan,
+    bucket: BucketSpec,
+    target: torch.Tensor,
+    gradients: Mapping[int, torch.Tensor],
+    copy: Copy | None = None,
 ) -> tuple[bool, ...]:
     """Write gradients (by tensor number, any device) into a flat CPU bucket; returns which slices are present.
+
+    copy: how; None = copy_each.
 
     Slices without a gradient become zero: they travel, but count as absent.
     """
@@ -163,7 +180,7 @@ def fill_bucket(
                 targets.append(view)
         else:
             view.zero_()
-    copy_each(targets, sources)
+    (copy or copy_each)(targets, sources)
     return present
 
 
@@ -197,12 +214,14 @@ class BucketSink:
         codec: str,
         arrivals: Arrivals | None = None,
         *,
+        host: HostPath | None = None,
         hold_s: float = 3600.0,
     ) -> None:
         self._layout = layout
         self._shard = shard
         self._codec = codec
         self._arrivals = arrivals or Arrivals([(shard, b) for b in range(len(layout.plan.shards[shard].buckets))])
+        self._host = host
         self._hold_s = hold_s
         self.zero_copy: ZeroCopy | None = None
         self.num_buckets = len(layout.plan.shards[shard].buckets)
@@ -243,10 +262,17 @@ class BucketSink:
             self._in_place.add(arrival.bucket)
             return direct
         self._in_place.discard(arrival.bucket)
+        if self._host is not None:
+            self._host.await_host_memory((self._shard, arrival.bucket))
         held = self._memory.get(arrival.bucket)
         if held is None or held.numel() != arrival.payload_bytes:
-            held = self._memory[arrival.bucket] = torch.empty(arrival.payload_bytes, dtype=torch.uint8)
+            held = self._memory[arrival.bucket] = self._new_memory(arrival.payload_bytes)
         return memory_of(held)
+
+    def _new_memory(self, nbytes: int) -> torch.Tensor:
+        if self._host is not None:
+            return self._host.pinned(nbytes, torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def done(self, arrival: Arrival) -> None:
         """Load a whole bucket. See lanes.base.Sink."""
@@ -272,13 +298,27 @@ class BucketSink:
         if not self._arrivals.await_release(self._hold_s):
             raise UnreachableError(f"shard {self._shard}: what it published was not taken within {self._hold_s:.0f} s")
         self.raw_bytes += self._spec(arrival).nbytes
-        stays = self.zero_copy is not None and arrival.area < 2 and self.zero_copy.take((self._shard, arrival.bucket))
+        stays = (
+            self.zero_copy is not None
+            and arrival.area < 2
+            and self.zero_copy.take((self._shard, arrival.bucket), memory)
+        )
         self._landed(arrival, _nothing if stays else functools.partial(self._load, arrival, memory))
+        if self._host is not None:
+            # The memory is the lane's again when this returns.
+            self._host.await_host_memory((self._shard, arrival.bucket))
 
     def _spec(self, arrival: Arrival) -> BucketSpec:
         return self._layout.plan.shards[self._shard].buckets[arrival.bucket]
 
     def _load(self, arrival: Arrival, payload: memoryview) -> None:
+        copy = functools.partial(self._copy_in, arrival, payload)
+        if self._host is None:
+            copy()
+        else:
+            self._host.load((self._shard, arrival.bucket), copy)
+
+    def _copy_in(self, arrival: Arrival, payload: memoryview) -> None:
         spec = self._spec(arrival)
         codec = codec_for(arrival.codec, spec)
         # Shared memory is read-only, and read where it lies.

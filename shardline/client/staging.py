@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardline.client.arrivals import Key
+from shardline.client.device import HostPath
 from shardline.client.layout import fill_bucket, present_bits, tensor_piece
 from shardline.contributions import Contributions, Partial
 from shardline.lanes.base import BucketPayload, Contribution, Whole
@@ -44,11 +45,20 @@ class Staging:
     Different buckets may be added and encoded by different threads at the same time.
     """
 
-    def __init__(self, plan: Plan, replicas: int, codec: str, allocate: Allocate = no_memory) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        replicas: int,
+        codec: str,
+        allocate: Allocate = no_memory,
+        host: HostPath | None = None,
+    ) -> None:
         self._plan = plan
         self._replicas = replicas
         self._codec = codec
-        self._allocate = allocate
+        # A GPU's gradients need pinned memory, which a lane's is not.
+        self._allocate = allocate if host is None else no_memory
+        self._host = host
         self._free: dict[Key, list[torch.Tensor]] = {}
         self._lent: dict[Key, list[torch.Tensor]] = {}
         self._asked: set[Key] = set()
@@ -92,9 +102,14 @@ class Staging:
     def _buffer(self, key: Key) -> torch.Tensor:
         free = self._free.get(key)
         spec = self._spec(key)
-        buffer = free.pop() if free else torch.zeros(spec.elements, dtype=DTYPES[spec.dtype])
+        buffer = free.pop() if free else self._new_buffer(spec)
         self._lent.setdefault(key, []).append(buffer)
         return buffer
+
+    def _new_buffer(self, spec: BucketSpec) -> torch.Tensor:
+        if self._host is not None:
+            return self._host.pinned(spec.elements, DTYPES[spec.dtype])
+        return torch.zeros(spec.elements, dtype=DTYPES[spec.dtype])
 
     def add(
         self,
@@ -110,24 +125,38 @@ class Staging:
         See add_bucket. Returns the names of gradients that are not finite, each once, in the plan's order.
         """
         bad: set[int] = set()
+        after = [self._host.mark()] if self._host is not None else ()
         for key in self.keys:
             is_buffer = self._spec(key).kind is TensorKind.BUFFER
             # Buffers go back to what they were before the push has left, so these are copied always.
             bad.update(
                 self.add_bucket(
-                    key, replica, buffers if is_buffer else gradients, presum=presum, keep=keep and not is_buffer
+                    key,
+                    replica,
+                    buffers if is_buffer else gradients,
+                    presum=presum,
+                    keep=keep and not is_buffer,
+                    after=after,
                 )
             )
         return [self._plan.tensors[number].name for number in sorted(bad)]
 
     def add_bucket(
-        self, key: Key, replica: int, source: Mapping[int, torch.Tensor], *, presum: bool, keep: bool
+        self,
+        key: Key,
+        replica: int,
+        source: Mapping[int, torch.Tensor],
+        *,
+        presum: bool,
+        keep: bool,
+        after: Sequence[torch.cuda.Event] = (),
     ) -> list[int]:
         """Take one replica's part of one bucket; returns the tensors whose gradients have NaN or infinity.
 
         presum: add up the gradients of a whole block of replicas before sending (bits stay the same). Off in the first
         step after a (re)start, when parts of a block may be counted already.
         keep: the gradients stay as they are until clear(): a bucket that is one piece of one of them is not copied.
+        after: on a GPU, what has to have happened there for the source to be complete.
         """
         spec = self._spec(key)
         values: torch.Tensor | None = None
@@ -142,7 +171,8 @@ class Staging:
                 values = self._buffer(key)
             present = tuple(piece.tensor in source for piece in spec.slices)
             if not borrowed:
-                fill_bucket(self._plan, spec, values, source)
+                copy = self._host.copier(after) if self._host is not None else None
+                fill_bucket(self._plan, spec, values, source, copy)
         block = Block(replica, 1)
         if presum:
             sums = self._sums.setdefault(key, Contributions(spec, self._replicas))
@@ -152,6 +182,11 @@ class Staging:
         if values is None or spec.kind is TensorKind.BUFFER or is_finite(values):
             return []
         return [piece.tensor for piece in spec.slices if not is_finite(values[piece.offset : piece.end])]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether some replica's part of the open step is here."""
+        return bool(self._sums or self._singles)
 
     def _partials(self, key: Key) -> dict[Block, Partial]:
         held: dict[Block, Partial] = dict(self._singles.get(key, {}))

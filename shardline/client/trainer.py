@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardline.client.arrivals import Arrivals, Key
+from shardline.client.device import host_path
 from shardline.client.exchange import Exchange, Restart, Running, ShardOutcome, ShardTask
 from shardline.client.layout import BucketSink, ModelLayout
 from shardline.client.live import LivePayloads
@@ -83,8 +84,10 @@ class Trainer:
         self.is_sync = view.job.consistency.mode == "sync"
         self.layout = ModelLayout(view.plan, tensors)
         self.arrivals = Arrivals((s, b) for s, shard in enumerate(view.plan.shards) for b in range(len(shard.buckets)))
+        self._host = host_path(self.layout.tensors)
         self.sinks = {
-            s: BucketSink(self.layout, s, view.job.codec, self.arrivals) for s in range(len(view.plan.shards))
+            s: BucketSink(self.layout, s, view.job.codec, self.arrivals, host=self._host)
+            for s in range(len(view.plan.shards))
         }
         self.exchange = Exchange(lanes, self.sinks, timeouts, index=index, on_retry=on_retry)
         self._lanes = lanes
@@ -97,7 +100,7 @@ class Trainer:
             incarnation=incarnation,
         )
         self._staging = Staging(
-            view.plan, view.job.replicas if self.is_sync else 1, view.job.codec, allocate=self._allocate
+            view.plan, view.job.replicas if self.is_sync else 1, view.job.codec, self._allocate, self._host
         )
         self.step = 0
         """Synchronous: the step whose parameters the model holds, or will hold when what is under way has come."""
@@ -172,8 +175,10 @@ class Trainer:
         return self._zero
 
     def gradient_view(self, name: str) -> torch.Tensor | None:
-        """Memory that the shard reads, to compute this tensor's gradient in; None where there is none."""
-        return self._zero.gradient(self._tensor_of[name]) if self._zero is not None else None
+        """Memory that the shard reads, to compute this tensor's gradient in; None where there is none (left)."""
+        # What another replica of this worker has computed there is not sent yet.
+        free = self._zero is not None and not self._staging.has_gradients
+        return self._zero.gradient(self._tensor_of[name]) if self._zero is not None and free else None
 
     def lane(self, shard: int) -> str:
         """Name of the lane by which a shard's bytes travel at present."""
@@ -230,12 +235,15 @@ class Trainer:
         self._arrived(None)
 
     def _pull_all(self, want: Want) -> None:
+        self._fence()
         self.arrivals.begin(hold=False)
         tasks = {shard: ShardTask(shard=shard, contributions=[], want=want) for shard in self.sinks}
         self.exchange.start(self._sender, tasks, self.arrivals.end).wait()
 
     def _arrived(self, step: int | None) -> None:
         """All buckets of a pull are in the model."""
+        if self._host is not None:
+            self._host.join(self.arrivals.keys)
         with torch.no_grad():
             self.layout.settle()
         if self._zero is not None and step is not None:
@@ -312,8 +320,21 @@ class Trainer:
         with torch.no_grad():
             self.layout.settle(numbers)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether wait_for() may have anything to do."""
+        on_device = self._host is not None and self._host.unjoined
+        return self._finished and (self.arrivals.waiting or self.layout.unsettled or on_device)
+
+    def _fence(self) -> None:
+        if self._host is not None:
+            self._host.fence()
+
     def _load(self, keys: Iterable[Key]) -> None:
+        keys = list(keys)
         if self.arrivals.load(keys):
+            if self._host is not None:
+                self._host.join(keys)
             return
         if self._running is not None:
             self._running.wait()
@@ -357,6 +378,7 @@ class Trainer:
             begin=self._begin_early,
             on_nonfinite=functools.partial(self._judge, expected.replica, early=True, step=self.step),
             interrupted=self.exchange.refusal,
+            host=self._host,
         )
         hooks.listen(self._early)
 
@@ -468,7 +490,9 @@ class Trainer:
         self._touched = False
         if self._running is None:
             self._start(hold=False)
-        self.arrivals.release()
+        if self.arrivals.holding:
+            self._fence()
+            self.arrivals.release()
         if not wait:
             self._finished = True
             self.step += 1
@@ -532,6 +556,8 @@ class Trainer:
             tasks[shard] = ShardTask(shard=shard, contributions=pushes, want=want, patience_s=patience_s)
         self._have = None
         self._start_s = time.monotonic()
+        if not hold:
+            self._fence()
         self.arrivals.begin(hold=hold)
         self._running = self.exchange.start(self._sender, tasks, self.arrivals.end)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,12 +39,13 @@ class Region:
     buckets: frozenset[Key]
 
 
-def regions(plan: Plan) -> dict[int, Region]:
-    """Tensors whose whole value lies in one piece within one shard's area, by number.
+def regions(plan: Plan, without: Collection[int] = ()) -> dict[int, Region]:
+    """Tensors whose whole value lies in one piece within one shard's area, by number. without: these can't anyway.
 
     A bucket counts only if everything in it does, so that it is either read where it lies or copied as a whole.
     """
-    found = {number: region for number in range(len(plan.tensors)) if (region := _region(plan, number)) is not None}
+    numbers = [number for number in range(len(plan.tensors)) if number not in without]
+    found = {number: region for number in numbers if (region := _region(plan, number)) is not None}
     while True:
         whole = {
             (s, b)
@@ -96,11 +97,16 @@ class ZeroCopy:
         self._plan = plan
         self._layout = layout
         self._lanes = lanes
-        self._regions = regions(plan)
+        # What an area holds is contiguous, in the machine's memory.
+        other = [n for n, item in enumerate(layout.tensors) if item.device.type != "cpu" or not item.is_contiguous()]
+        self._regions = regions(plan, other)
         self._covered = {key for region in self._regions.values() for key in region.buckets}
         self._private = {number: layout.tensors[number].data for number in self._regions}
-        self._in_area: dict[Key, bool] = {}
-        """Whether a bucket's present value was left in its area, or copied into the private tensor."""
+        self._left: dict[Key, memoryview] = {}
+        """Where buckets lie whose present values were left in an area instead of copied into the private tensors.
+
+        As long as a bucket doesn't change these are its values, in whichever of the two areas they were first seen.
+        """
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._mapped: dict[int, Mapped | None] = {}
 
@@ -109,47 +115,38 @@ class ZeroCopy:
         """Names of the tensors that lie in shared memory now."""
         return [self._plan.tensors[number].name for number in self._views]
 
-    def take(self, key: Key) -> bool:
+    def take(self, key: Key, memory: memoryview) -> bool:
         """Whether a bucket that the shard refers to may stay where it lies."""
         if key not in self._covered:
             return False
-        self._in_area[key] = True
+        self._left[key] = memory
         return True
 
     def loaded(self, key: Key) -> None:
         """A bucket was copied into the private tensors: its lane does not share memory (any more)."""
-        if key in self._covered:
-            self._in_area[key] = False
+        self._left.pop(key, None)
 
     def settle(self, step: int) -> None:
         """Point every tensor at its value of `step`, which is all there."""
         self._map()
         for number, region in self._regions.items():
             views = self._views.get(number)
-            if views is None:
-                self._keep_private(number, region)
-            elif all(self._in_area.get(key, False) for key in region.buckets):
+            if views is not None and all(key in self._left for key in region.buckets):
                 self._layout.tensors[number].data = views[step & 1]
-            else:
-                # Part of it came by another lane: put together once, then private from there on.
-                for key in region.buckets:
-                    if self._in_area.get(key, False):
-                        self._copy(key, step)
-                        self._in_area[key] = False
-                self._keep_private(number, region)
+                continue
+            # Some of it came by another lane: put together once, then private until all of it is left in an area again.
+            for key in region.buckets:
+                self._bring_home(key)
+            self._layout.tensors[number].data = self._private[number]
+        torch.autograd.graph.increment_version([self._layout.tensors[number] for number in self._regions])
 
-    def _keep_private(self, number: int, region: Region) -> None:
-        self._layout.tensors[number].data = self._private[number]
-
-    def _copy(self, key: Key, step: int) -> None:
-        mapped = self._mapped.get(key[0])
-        if mapped is None:
-            return
-        bucket = self._plan.shards[key[0]].buckets[key[1]]
-        start = offsets_of([item.nbytes for item in self._plan.shards[key[0]].buckets])[key[1]]
-        values = borrowed_tensor(mapped.area(step & 1)[start : start + bucket.nbytes], bucket.dtype)
-        with torch.no_grad():
-            self._layout.load(*key, values)
+    def _bring_home(self, key: Key) -> None:
+        """Copy a bucket that was left in its area, which may be one of a lane that is not there any more."""
+        memory = self._left.pop(key, None)
+        if memory is not None:
+            with torch.no_grad():
+                dtype = self._plan.shards[key[0]].buckets[key[1]].dtype
+                self._layout.load(*key, borrowed_tensor(memory, dtype))
 
     def _map(self) -> None:
         """Make the views anew where a lane has new segments."""
@@ -181,11 +178,12 @@ class ZeroCopy:
     def gradient(self, number: int) -> torch.Tensor | None:
         """A view of the segment that the shard reads, in the tensor's shape, to compute the gradient in.
 
-        Valid until an exchange fails; afterwards what is written there is copied. None where the tensor isn't shared.
+        Good for one step. None where the tensor isn't shared, or the shard may still read what a step that was given up
+        has left there.
         """
         region = self._regions.get(number)
         mapped = shared(self._lanes[region.shard]) if region is not None else None
-        if region is None or mapped is None:
+        if region is None or mapped is None or mapped.is_read:
             return None
         spec = self._plan.tensors[number]
         return tensor_from_bytes(mapped.slot(region.start, region.nbytes), spec.dtype).view(spec.shape)
@@ -199,4 +197,4 @@ class ZeroCopy:
                 tensor.data = self._private[number]
         self._views.clear()
         self._mapped.clear()
-        self._in_area.clear()
+        self._left.clear()

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from shardline.client.exchange import Interrupted
 from shardline.client.zero_copy import regions
+from shardline.config import Timeouts
 from shardline.errors import UsageError
 from shardline.job import Job
 from shardline.lanes.negotiated import NegotiatedLane
@@ -31,7 +33,8 @@ class Even(nn.Module):
         self.wide = nn.Linear(64, 2048, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.wide(self.first(x)).mean(dim=1, keepdim=True)
+        out: torch.Tensor = self.wide(self.first(x)).mean(dim=1, keepdim=True)
+        return out
 
 
 @functools.cache
@@ -112,6 +115,85 @@ def test_a_worker_that_loses_shared_memory_goes_on_with_private_tensors() -> Non
             # Private memory can be written to.
             worker.values[name].data.add_(0.0)
             assert torch.equal(worker.values[name], cluster.state().params[name])
+
+
+class Idle(nn.Module):
+    """As Even, with a matrix that is used in even calls only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 64)
+        self.wide = nn.Linear(64, 2048, bias=False)
+        self.idle = nn.Linear(64, 2048, bias=False)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.wide(self.first(x))
+        if self.calls % 2 == 0:
+            hidden = hidden + self.idle(self.first(x))
+        self.calls += 1
+        return hidden.mean(dim=1, keepdim=True)
+
+
+def test_what_did_not_change_since_it_lay_in_shared_memory_is_brought_home_when_the_lane_goes() -> None:
+    job = make_job("sgd", model=Idle, replicas=1, steps=4)
+    with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="auto") as cluster:
+        worker = cluster.worker(0)
+        worker.trainer.exchange.arm()
+        worker.trainer.locate([0], cluster.timeline)
+        names = worker.trainer.map_parameters()
+        first = worker.values["idle.weight"].clone()
+        worker.step([0])
+        assert "idle.weight" in names and not torch.equal(worker.values["idle.weight"], first)
+        lane = worker.trainer._lanes[0]
+        assert isinstance(lane, NegotiatedLane)
+        lane._leave(lane.current, "taken away by the test")
+        # The step that goes by the other lane leaves the idle matrix as it is, so it comes without bytes.
+        worker.step([0])
+        state = cluster.state().params
+        assert all(torch.equal(worker.values[name], state[name]) for name in names)
+
+
+def test_gradients_computed_in_shared_memory_for_several_replicas_do_not_meet_there() -> None:
+    job = make_job("momentum", model=Even, replicas=2, steps=2)
+    with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="shm") as cluster:
+        worker = cluster.worker(0)
+        trainer = worker.trainer
+        trainer.exchange.arm()
+        trainer.locate([0, 1], cluster.timeline)
+        names = trainer.map_parameters()
+        before = {name: worker.values[name].clone() for name in names}
+        for replica, value in enumerate((1.0, 3.0)):
+            shared = {name: trainer.gradient_view(name) for name in names}
+            assert all((view is None) == (replica == 1) for view in shared.values())
+            views = {name: torch.zeros_like(before[name]) if view is None else view for name, view in shared.items()}
+            for view in views.values():
+                view.fill_(value)
+            trainer.contribute(replica, views, keep=True)
+        trainer.finish()
+        for name in names:
+            assert torch.equal(worker.values[name], before[name].sub(2.0, alpha=0.05))
+
+
+def test_no_gradient_is_computed_where_the_shard_may_still_read_one() -> None:
+    job = make_job("momentum", model=Even, replicas=2, steps=2)
+    with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="shm", timeouts=Timeouts(total_s=4.0)) as cluster:
+        worker = cluster.worker(0)
+        trainer = worker.trainer
+        trainer.exchange.arm()
+        trainer.locate([0], cluster.timeline)
+        (name, *_) = trainer.map_parameters()
+        assert trainer.gradient_view(name) is not None
+        # The step waits for replica 1; what replica 0 has sent is counted, and given up by this worker.
+        trainer.exchange.still_ordered = lambda: False
+        with pytest.raises(Interrupted):
+            worker.step([0])
+        trainer.exchange.still_ordered = lambda: True
+        trainer.exchange.arm()
+        assert trainer.locate([0, 1], cluster.timeline) == {1}
+        assert trainer.gradient_view(name) is None
+        worker.step([1])
+        assert trainer.gradient_view(name) is not None
 
 
 def test_closing_leaves_the_model_with_private_tensors_of_the_last_step() -> None:
