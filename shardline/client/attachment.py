@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardline.client.trainer import StepFigures, Trainer
+from shardline.client.exchange import StepFigures
+from shardline.client.trainer import Trainer
 from shardline.errors import TensorError
 from shardline.metrics import Metrics
 from shardline.model import model_tensors

@@ -57,6 +57,15 @@ class ShardOutcome:
     waits: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """One finished exchange, for metrics and reports."""
+
+    seconds: float
+    staleness: int
+    outcomes: Mapping[int, ShardOutcome]
+
+
 class Running:
     """An exchange with all shards that is under way.
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shardline.client.arrivals import Key
+from shardline.client.device import HostPath
 from shardline.client.live import LivePayloads
 from shardline.client.priority import SendQueue, default_credit
 from shardline.client.staging import Staging
@@ -140,8 +141,13 @@ class EarlyPush:
         begin: Callable[[], None],
         on_nonfinite: Callable[[Sequence[str]], None],
         interrupted: Callable[[], Exception | None],
+        host: HostPath | None = None,
     ) -> None:
         self._plan = plan
+        self._host = host
+        self._marks: dict[int, torch.cuda.Event] = {}
+        """On a GPU: what each gradient is complete after."""
+        self._end: torch.cuda.Event | None = None
         self._staging = staging
         self._replica = replica
         self._presum = presum
@@ -156,7 +162,8 @@ class EarlyPush:
         self._twice: set[int] = set()
         self._added: set[Key] = set()
         """Buckets that staging has this replica's part of already."""
-        self._offered: set[Key] = set()
+        self._early: set[Key] = set()
+        """Buckets that could leave during the backward pass."""
         self._begun = False
         self._closed = False
         self.error: Exception | None = None
@@ -189,12 +196,15 @@ class EarlyPush:
                 self._twice.add(number)
                 return
             self._gradients[number], self._versions[number] = gradient, gradient._version
+            if self._host is not None:
+                # The hook runs on the stream that completed the gradient.
+                self._marks[number] = self._host.mark()
             if number in self._once:
                 for key in self._homes[number]:
                     self._lacking[key] -= 1
                     if self._lacking[key] == 0:
                         ready.append(key)
-            self._offered.update(ready)
+            self._early.update(ready)
             first = bool(ready) and not self._begun
             self._begun = self._begun or bool(ready)
         try:
@@ -214,13 +224,15 @@ class EarlyPush:
             self._closed = True
         self._check_unchanged(gradients)
         self._gradients = dict(gradients)
+        if self._host is not None:
+            self._end = self._host.mark()
         if not self._begun:
             self._begun = True
             self._begin()
         empty: dict[int, list[int]] = {shard: [] for shard in self.payloads}
         offered: dict[int, list[int]] = {shard: [] for shard in self.payloads}
         for key in self._staging.keys:
-            if key not in self._offered:
+            if key not in self._early:
                 (offered if self._has_values(key, buffers) else empty)[key[0]].append(key[1])
         for shard, payloads in self.payloads.items():
             for bucket in offered[shard]:
@@ -236,12 +248,14 @@ class EarlyPush:
         if there and not is_buffer:
             return True
         # Buffers go back to what they were before the push has left, so these are copied now.
-        self._staging.add_bucket(key, self._replica, source, presum=self._presum, keep=False)
+        self._staging.add_bucket(
+            key, self._replica, source, presum=self._presum, keep=False, after=[self._end] if self._end else ()
+        )
         self._added.add(key)
         return there or not self._staging.is_empty(key, self.block)
 
     def _check_unchanged(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        left = [number for number in self._gradients if any(key in self._offered for key in self._homes[number])]
+        left = [number for number in self._gradients if any(key in self._early for key in self._homes[number])]
         for number in left:
             now, then = gradients.get(number), self._gradients[number]
             if now is not then or now._version != self._versions[number] or number in self._twice:
@@ -257,11 +271,20 @@ class EarlyPush:
         names: list[str] = []
         if key not in self._added:
             with torch.no_grad():
-                bad = self._staging.add_bucket(key, self._replica, self._gradients, presum=self._presum, keep=True)
+                bad = self._staging.add_bucket(
+                    key, self._replica, self._gradients, presum=self._presum, keep=True, after=self._after(key)
+                )
             names = [self._plan.tensors[number].name for number in bad]
         if names:
             self._on_nonfinite(names)
         return self._staging.payload(key, self.block, names)
+
+    def _after(self, key: Key) -> list[torch.cuda.Event]:
+        """On a GPU: what all gradients of a bucket are complete after."""
+        if key not in self._early and self._end is not None:
+            return [self._end]
+        slices = self._plan.shards[key[0]].buckets[key[1]].slices
+        return [self._marks[piece.tensor] for piece in slices if piece.tensor in self._marks]
 
     def drop(self) -> None:
         """Free gradients and payloads: they are acknowledged or given up."""

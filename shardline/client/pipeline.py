@@ -7,9 +7,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardline.client.exchange import Interrupted, Restart, Stopped
+from shardline.client.exchange import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.overlap import Expected
-from shardline.client.trainer import StepFigures
 from shardline.client.watching import StepAgain, StepWatch
 from shardline.client.workplace import Workplace
 from shardline.data import UNWATCHED, Watch

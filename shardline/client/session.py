@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from shardline.client.attachment import ScriptSettings, check_named, meter_step, script_spec
-from shardline.client.exchange import Interrupted, Restart, Stopped
+from shardline.client.exchange import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.optimizer import ShardlineOptimizer
 from shardline.client.overlap import Expected
 from shardline.client.pipeline import Pipeline, Sent
 from shardline.client.steps import StepFinder
-from shardline.client.trainer import StepFigures, Trainer
+from shardline.client.trainer import Trainer
 from shardline.client.workplace import Workplace
 from shardline.config import RoleConfig
 from shardline.data import Watch
@@ -330,9 +330,13 @@ class Session:
             self.contribute(replica, loss=loss or self._loss, hyper=hyper, keep=True)
         self._loss = None
         wait = self._place.gate is None or self.trainer.starting
+        figures: StepFigures | None = None
         while True:
             try:
-                figures = self.trainer.finish(wait=wait)
+                if wait:
+                    figures = self.trainer.finish()
+                else:
+                    self.trainer.send()
             except (Restart, Interrupted, Stopped) as error:
                 if not self._go_on(error):
                     self._contributed.clear()

@@ -6,13 +6,14 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from shardline.client.arrivals import Arrivals, Key
-from shardline.client.device import host_path
-from shardline.client.exchange import Exchange, Restart, Running, ShardOutcome, ShardTask
+from shardline.client.device import ON_HOST, host_path
+from shardline.client.exchange import Exchange, Restart, Running, ShardTask, StepFigures
+from shardline.client.finite import loss_names, stop_error
 from shardline.client.layout import BucketSink, ModelLayout
 from shardline.client.live import LivePayloads
 from shardline.client.overlap import (
@@ -31,7 +32,7 @@ from shardline.client.traffic import Traffic
 from shardline.client.zero_copy import ZeroCopy
 from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
-from shardline.errors import JobError, NonFiniteError, ProtocolError, UsageError
+from shardline.errors import JobError, ProtocolError, UsageError
 from shardline.lanes.base import Contribution, Lane, Payloads, Sender, Want, Whole
 from shardline.reduce import Block, cover
 from shardline.rpc.client import JobView
@@ -46,21 +47,12 @@ LONGEST_WAIT_S = 600.0
 """What a server holds a pull at most."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepFigures:
-    """One finished exchange, for metrics and reports."""
-
-    seconds: float
-    staleness: int
-    outcomes: Mapping[int, ShardOutcome]
-
-
 class Trainer:
     """Gradients in, parameters out, for one worker and all shards. Used by one thread.
 
     lanes: by shard. replicas: R of the job. The model's tensors are written by pulls.
-    overlap: gradients may leave during the backward pass (expect()), and finish(wait=False) returns before the next
-    parameters have come. credit_bytes: see SendQueue; 0 = derived from the buckets.
+    overlap: gradients may leave during the backward pass (expect()).
+    credit_bytes: see SendQueue; 0 = derived from the buckets.
     zero_copy: tensors may lie in shared memory, see shardline.client.zero_copy. Raises UsageError where they can't.
     """
 
@@ -84,9 +76,10 @@ class Trainer:
         self.is_sync = view.job.consistency.mode == "sync"
         self.layout = ModelLayout(view.plan, tensors)
         self.arrivals = Arrivals((s, b) for s, shard in enumerate(view.plan.shards) for b in range(len(shard.buckets)))
-        self._host = host_path(self.layout.tensors)
+        self._gpu = host_path(self.layout.tensors)
+        self._host = self._gpu or ON_HOST
         self.sinks = {
-            s: BucketSink(self.layout, s, view.job.codec, self.arrivals, host=self._host)
+            s: BucketSink(self.layout, s, view.job.codec, self.arrivals, host=self._gpu)
             for s in range(len(view.plan.shards))
         }
         self.exchange = Exchange(lanes, self.sinks, timeouts, index=index, on_retry=on_retry)
@@ -100,7 +93,7 @@ class Trainer:
             incarnation=incarnation,
         )
         self._staging = Staging(
-            view.plan, view.job.replicas if self.is_sync else 1, view.job.codec, self._allocate, self._host
+            view.plan, view.job.replicas if self.is_sync else 1, view.job.codec, self._allocate, self._gpu
         )
         self.step = 0
         """Synchronous: the step whose parameters the model holds, or will hold when what is under way has come."""
@@ -125,7 +118,7 @@ class Trainer:
         """By shard, made once: retries send the same."""
         self._running: Running | None = None
         self._finished = False
-        """finish() was called for the open step."""
+        """send() was called for the open step."""
         self._start_s = 0.0
         self._touched = False
         """A forward pass of the open step may have changed the model's buffers."""
@@ -235,15 +228,14 @@ class Trainer:
         self._arrived(None)
 
     def _pull_all(self, want: Want) -> None:
-        self._fence()
+        self._host.fence()
         self.arrivals.begin(hold=False)
         tasks = {shard: ShardTask(shard=shard, contributions=[], want=want) for shard in self.sinks}
         self.exchange.start(self._sender, tasks, self.arrivals.end).wait()
 
     def _arrived(self, step: int | None) -> None:
         """All buckets of a pull are in the model."""
-        if self._host is not None:
-            self._host.join(self.arrivals.keys)
+        self._host.join(self.arrivals.keys)
         with torch.no_grad():
             self.layout.settle()
         if self._zero is not None and step is not None:
@@ -286,7 +278,7 @@ class Trainer:
 
     @property
     def pending(self) -> bool:
-        """Whether finish(wait=False) has returned and settle() has not been called since."""
+        """Whether send() was called for a step that settle() has not ended."""
         return self._finished
 
     @property
@@ -323,18 +315,12 @@ class Trainer:
     @property
     def waiting(self) -> bool:
         """Whether wait_for() may have anything to do."""
-        on_device = self._host is not None and self._host.unjoined
-        return self._finished and (self.arrivals.waiting or self.layout.unsettled or on_device)
-
-    def _fence(self) -> None:
-        if self._host is not None:
-            self._host.fence()
+        return self._finished and (self.arrivals.waiting or self.layout.unsettled or self._host.unjoined)
 
     def _load(self, keys: Iterable[Key]) -> None:
         keys = list(keys)
         if self.arrivals.load(keys):
-            if self._host is not None:
-                self._host.join(keys)
+            self._host.join(keys)
             return
         if self._running is not None:
             self._running.wait()
@@ -359,10 +345,11 @@ class Trainer:
             return
         reason = why_not_early(self.job, expected, first=self._first)
         if reason:
-            self._tell_once(reason)
+            if reason not in self._told:
+                self._told.add(reason)
+                log.debug("step %d: gradients leave when the step ends: %s", self.step, reason)
             return
-        if expected.loss is not None:
-            self._judge(expected.replica, [] if _is_number(expected.loss) else ["loss"])
+        self._judge(expected.replica, loss_names(expected.loss))
         self._expected = expected
         self._staging.extras.samples[expected.replica] = expected.samples
         block = cover(expected.owned, self.job.replicas)[0] if self.is_sync else Block(0, 1)
@@ -378,14 +365,9 @@ class Trainer:
             begin=self._begin_early,
             on_nonfinite=functools.partial(self._judge, expected.replica, early=True, step=self.step),
             interrupted=self.exchange.refusal,
-            host=self._host,
+            host=self._gpu,
         )
         hooks.listen(self._early)
-
-    def _tell_once(self, reason: str) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
-            log.debug("step %d: gradients leave when the step ends: %s", self.step, reason)
 
     def _begin_early(self) -> None:
         """The first bucket is ready. Called by a hook, during the backward pass."""
@@ -422,10 +404,10 @@ class Trainer:
         takes_buffers = replica == 0 or not self.is_sync
         buffers = self.layout.changed_buffers() if takes_buffers else {}
         if self._early is not None:
-            self._judge(replica, [] if loss is None or _is_number(loss) else ["loss"], early=True)
+            self._judge(replica, loss_names(loss), early=True)
             self._close_early(numbers, buffers, hyper)
             return
-        bad = [] if loss is None or _is_number(loss) else ["loss"]
+        bad = loss_names(loss)
         # Rounding a sum is not summing rounded parts: a lossy codec would make the bits depend on who runs what.
         presum = self.is_sync and not self._first and self.job.codec == RAW.name
         self._staging.extras.samples[replica] = samples
@@ -468,21 +450,23 @@ class Trainer:
         if self.job.consistency.nan_policy == "stop":
             if not early:
                 self._staging.clear()
-            sent = "others of this step may have been sent and applied before" if early else "nothing was sent"
-            at = self.step if step is None else step
-            raise NonFiniteError(
-                f"step {at}, replica {replica}: {_names(bad)} has NaN or infinity; {sent}. "
-                f"Lower the learning rate, clip gradients (clip_norm), or set nan_policy='skip'"
-            )
+            raise stop_error(self.step if step is None else step, replica, bad, early=early)
         if not early:
             named = self._staging.extras.nonfinite
             named.extend(name for name in bad if name not in named)
 
-    def finish(self, *, clip_scale: float = 1.0, wait: bool = True) -> StepFigures | None:
-        """Send what was contributed, get the next parameters. Raises Restart, Stopped or Interrupted.
+    def finish(self, *, clip_scale: float = 1.0) -> StepFigures:
+        """Send what was contributed, get the next parameters. Raises Restart, Stopped or Interrupted."""
+        self._send(clip_scale)
+        return self._complete()
 
-        wait=False: return as soon as everything is on its way, None; wait_for() and settle() say when it has come.
-        """
+    def send(self) -> None:
+        """finish() without waiting: wait_for() and settle() say when the parameters of the next `step` have come."""
+        self._send(1.0)
+        self._finished = True
+        self.step += 1
+
+    def _send(self, clip_scale: float) -> None:
         if not self._pushes:
             self._make_pushes(clip_scale)
         with torch.no_grad():
@@ -491,13 +475,8 @@ class Trainer:
         if self._running is None:
             self._start(hold=False)
         if self.arrivals.holding:
-            self._fence()
+            self._host.fence()
             self.arrivals.release()
-        if not wait:
-            self._finished = True
-            self.step += 1
-            return None
-        return self._complete()
 
     def _make_pushes(self, clip_scale: float) -> None:
         """The pushes of gradients that were all computed before any left."""
@@ -557,7 +536,7 @@ class Trainer:
         self._have = None
         self._start_s = time.monotonic()
         if not hold:
-            self._fence()
+            self._host.fence()
         self.arrivals.begin(hold=hold)
         self._running = self.exchange.start(self._sender, tasks, self.arrivals.end)
 
@@ -613,11 +592,3 @@ class Trainer:
         if self._zero is not None:
             self._zero.release()
         self._close_step()
-
-
-def _is_number(value: float) -> bool:
-    return -float("inf") < value < float("inf")
-
-
-def _names(bad: Iterable[str]) -> str:
-    return ", ".join(name if name == "loss" else f"the gradient of {name!r}" for name in bad)

@@ -129,7 +129,7 @@ class Workplace:
             self._model,
             numbers,
             wait_for=self._wait_for,
-            waiting=lambda: trainer.pending and trainer.arrivals.waiting,
+            waiting=lambda: trainer.waiting,
         )
 
     def _count_retry(self, shard: int) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from shardline.client.trainer import StepFigures, Trainer
+from shardline.client.exchange import StepFigures
+from shardline.client.trainer import Trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.data import BatchSource, replica_gradients

@@ -56,7 +56,7 @@ class OverlapWorker(Worker):
             self.model,
             {id(tensor): number for number, tensor in enumerate(trainer.layout.tensors)},
             wait_for=self._wait_for,
-            waiting=lambda: trainer.pending and trainer.arrivals.waiting,
+            waiting=lambda: trainer.waiting,
         )
 
     def run(self, replicas: Sequence[int], steps: int) -> OverlapWorker:
@@ -102,9 +102,10 @@ class OverlapWorker(Worker):
 
     def send(self) -> None:
         """Close the step, or let it be on its way."""
-        figures = self.trainer.finish(wait=not self.per_layer or self.trainer.starting)
-        if figures is not None:
-            self.figures.append(figures)
+        if self.per_layer and not self.trainer.starting:
+            self.trainer.send()
+        else:
+            self.figures.append(self.trainer.finish())
 
     def settle(self) -> None:
         """Wait for what is on its way."""
