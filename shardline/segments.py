@@ -57,7 +57,7 @@ class Segment:
 
     @property
     def fd(self) -> int:
-        """To be passed on."""
+        """To be passed on, where it was made here; -1 where it was adopted: a mapping keeps a descriptor of its own."""
         return self._fd
 
     @classmethod
@@ -100,7 +100,8 @@ class Segment:
         except SegmentError:
             os.close(fd)
             raise
-        return cls(fd, nbytes, mapped)
+        os.close(fd)
+        return cls(-1, nbytes, mapped)
 
     def __del__(self) -> None:
         # The mapping ends with the last view of it; nobody has to wait for that to give the descriptor back.
@@ -185,6 +186,18 @@ def to_kernel(address: str) -> str:
     return "\0" + address[1:] if address.startswith("@") else address
 
 
+def connect(sock: socket.socket, address: str, *, timeout_s: float) -> None:
+    """Connect to a unix socket, waiting for room where many do. Raises SegmentError, or OSError where nobody listens."""
+    # A socket with Python's timeout is told at once that there is no room; a blocking one with the kernel's waits.
+    seconds, rest = divmod(max(timeout_s, 0.001), 1.0)
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(rest * 1e6)))
+    try:
+        sock.connect(to_kernel(address))
+    except BlockingIOError as error:
+        raise SegmentError(f"the server's socket took no connection within {timeout_s:.1f} s") from error
+
+
 def knock(sock: socket.socket, token: bytes, segment: Segment) -> None:
     """First and only message of a worker: its token and its segment."""
     message = _KNOCK.pack(_MAGIC, token, segment.nbytes)
@@ -193,11 +206,14 @@ def knock(sock: socket.socket, token: bytes, segment: Segment) -> None:
 
 
 def hear_knock(sock: socket.socket) -> tuple[bytes, int, list[int]]:
-    """(token, bytes of the segment, descriptors) of a worker that is there. Raises ProtocolError, BlockingIOError.
+    """(token, bytes of the segment, descriptors) of a worker that is there.
 
-    The descriptors are the caller's to close.
+    Raises ProtocolError, BlockingIOError, ConnectionError where it left without a word. The descriptors are the
+    caller's to close.
     """
     message, fds, truncated = _receive(sock, KNOCK_BYTES)
+    if not message and not fds:
+        raise ConnectionAbortedError("hung up without a word")
     try:
         if len(message) != KNOCK_BYTES or truncated:
             raise ProtocolError(f"a message of {len(message)} bytes where {KNOCK_BYTES} were expected")
@@ -231,7 +247,7 @@ def hear_welcome(sock: socket.socket) -> tuple[list[Segment], Segment | None]:
             raise SegmentError("the server hung up or said something else than expected")
         accepted, count, area_bytes, reply_bytes = _WELCOME.unpack(message)
         if not accepted:
-            raise SegmentError("the server refused the token")
+            raise SegmentError("the server refused the token or the segment; its log says why at level debug")
         if len(left) != count + bool(reply_bytes):
             raise SegmentError(
                 f"the server passed {len(left)} segments where {count + bool(reply_bytes)} were announced"

@@ -331,7 +331,11 @@ class Control:
 
 
 def _wire(traffic: Mapping[str, Traffic]) -> dict[str, tuple[int, int]]:
-    return {task: (both.push_wire_bytes, both.pull_wire_bytes) for task, both in traffic.items()}
+    # Within one host nothing is on a wire; then what moved through memory is the rate to show.
+    return {
+        task: (both.push_wire_bytes or both.push_raw_bytes, both.pull_wire_bytes or both.pull_raw_bytes)
+        for task, both in traffic.items()
+    }
 
 
 def _settle(future: Future[Any], result: Any = None, *, error: Exception | None = None) -> None:

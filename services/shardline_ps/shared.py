@@ -222,20 +222,33 @@ class ShmOffer:
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            if self._path is not None:
+            place = segments.to_kernel(self.address)
+            if self._path is None:
+                listener.bind(place)
+                listener.listen(MAX_VISITORS)
+            else:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 sweep(self._path.parent)
-            before = os.umask(0o177)
-            try:
-                listener.bind(segments.to_kernel(self.address))
-            finally:
-                os.umask(before)
-            listener.listen(MAX_VISITORS)
+                self._listen_in_folder(listener, self._path)
         except (OSError, SegmentError) as error:
             listener.close()
             raise UsageError(f"can't listen at {self.address} for lane shm: {error}; see --run-dir") from error
         listener.setblocking(False)
         return listener
+
+    @staticmethod
+    def _listen_in_folder(listener: socket.socket, path: Path) -> None:
+        """The path is there from the moment somebody answers: before, a neighbour that starts would sweep it away."""
+        early = path.with_suffix(".new")
+        try:
+            listener.bind(str(early))
+            # Nobody can connect yet. The process's mask would be all threads' mask.
+            early.chmod(0o600)
+            listener.listen(MAX_VISITORS)
+            early.rename(path)
+        except OSError:
+            early.unlink(missing_ok=True)
+            raise
 
     def open(self, holder: Holder, shard: Shard, loop: asyncio.AbstractEventLoop) -> Opening:
         """An attachment without the worker's segment, and the token that brings it."""
@@ -298,6 +311,10 @@ class ShmOffer:
         try:
             token, nbytes, fds = segments.hear_knock(guest.sock)
         except BlockingIOError:
+            return
+        except ConnectionError:
+            # A neighbour that starts looks whether somebody lives here; a worker may have died.
+            self._goes(guest)
             return
         except (OSError, ProtocolError) as error:
             self._leaves(guest, str(error))

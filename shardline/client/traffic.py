@@ -17,12 +17,12 @@ class Traffic:
         self._pushed = {shard: [0, 0] for shard in sinks}
         self._taken: dict[int, tuple[int, int, int, int]] = {}
 
-    def pushed(self, shard: int, pushes: Iterable[Contribution]) -> None:
-        """These pushes are acknowledged. A retry's bytes count once."""
+    def pushed(self, shard: int, pushes: Iterable[Contribution], *, lane: str) -> None:
+        """These pushes are acknowledged. A retry's bytes count once; in shared memory none were on a wire."""
         for push in pushes:
             if isinstance(push.payloads, LivePayloads):
                 self._pushed[shard][0] += push.payloads.raw_bytes
-                self._pushed[shard][1] += push.payloads.wire_bytes
+                self._pushed[shard][1] += push.payloads.wire_bytes if lane != "shm" else 0
 
     @property
     def total(self) -> tuple[int, int, int, int]:

@@ -559,7 +559,7 @@ class Trainer:
         finally:
             self._running = None
         for shard, pushes in self._pushes.items():
-            self.meter.pushed(shard, pushes)
+            self.meter.pushed(shard, pushes, lane=self.lane(shard))
         self._learn()
         target = self.step if self._finished else self.step + 1
         for shard in outcomes:

@@ -223,11 +223,10 @@ class ShmLane(ShardCalls):
     def _share(self, opened: Opened, sender: Sender, pushes: int, deadline_s: float) -> Mapped:
         gradients = Segment.create(pushes * self._length, name="shardline-gradients")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(max(0.1, deadline_s - time.monotonic()))
-            sock.connect(segments.to_kernel(opened.socket))
+            segments.connect(sock, opened.socket, timeout_s=max(0.1, deadline_s - time.monotonic()))
             segments.check_user(sock)
-            segments.knock(sock, opened.token, gradients)
             sock.settimeout(max(0.1, deadline_s - time.monotonic()))
+            segments.knock(sock, opened.token, gradients)
             areas, replies = segments.hear_welcome(sock)
         if self._cancelled:
             raise UnreachableError(f"{self._peer}: the exchange was given up while memory was shared")

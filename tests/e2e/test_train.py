@@ -127,7 +127,8 @@ def check_summary(found: dict[str, object], out: Path) -> None:
     assert isinstance(traffic, dict)
     for direction in ("push", "pull"):
         assert traffic[direction]["raw"] > 0
-        assert traffic[direction]["wire"] >= traffic[direction]["raw"] * 0.99
+        # All tasks are on one host, and what lies in shared memory is on no wire.
+        assert traffic[direction]["wire"] == 0
     scores = found["evaluation"]
     assert isinstance(scores, dict)
     assert scores["last"]["step"] == 20

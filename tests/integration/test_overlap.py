@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from shardline import schedule
+from shardline.client.arrivals import Key
+from shardline.client.layout import copy_each
 from shardline.client.live import LivePayloads
 from shardline.client.overlap import Expected
 from shardline.errors import JobError, NonFiniteError, UnreachableError
@@ -468,6 +470,26 @@ def test_the_next_forward_pass_runs_up_to_the_layer_that_has_not_come(late: str)
         assert all(ran == before for ran in waited)
 
 
+def test_nothing_is_written_to_the_model_while_a_backward_pass_may_still_read_it() -> None:
+    job = make_job("sgd", model=Middle, replicas=1, steps=4)
+    with Cluster(job, bucket_bytes=SMALL_BUCKETS) as cluster:
+        worker = OverlapWorker(cluster, 0)
+        cluster._workers.append(worker)
+        model, trainer = cast(Middle, worker.model), worker.trainer
+        seen: list[bool] = []
+
+        def look() -> None:
+            if trainer._early is not None:
+                before = model.last.weight.detach().clone()
+                wait_for(lambda: bool(trainer.sinks[0].arrived), "the last layer's next parameters")
+                seen.append(torch.equal(model.last.weight, before))
+
+        model.between = look
+        worker.run([0], job.steps)
+        assert seen == [True] * 3
+        assert_same_end(cluster.state(), reference(job))
+
+
 def test_gradients_are_freed_when_their_step_is_closed() -> None:
     job = make_job("sgd", model=Layers, replicas=1, steps=3)
     with Cluster(job) as cluster:
@@ -514,3 +536,115 @@ def test_a_gradient_that_changes_after_it_has_left_is_refused() -> None:
         # The first step after a start is not overlapped: what is done to gradients before the end is done to it.
         trainer.contribute(0, gradients)
         trainer.finish()
+
+
+class Channels(nn.Module):
+    """Weights that are not contiguous: what arrives for them is carried over when somebody reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, (1, 3)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.norm = nn.BatchNorm2d(4)
+        self.second = nn.Conv2d(4, 4, (1, 3)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.stack([x, x * x], dim=1)[:, :, None]
+        return cast(torch.Tensor, self.out(torch.tanh(self.second(self.norm(self.first(x)))).flatten(1)))
+
+
+def test_weights_that_are_not_contiguous_are_whole_when_they_are_read() -> None:
+    job = make_job("momentum", model=Channels)
+    assert not job.build_model().get_parameter("second.weight").is_contiguous()
+    with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS) as cluster:
+        train(cluster, [[0], [1], [2]])
+        assert_same_end(cluster.state(), reference(job))
+
+
+class LazyDevice:
+    """Stands for a GPU that begins nothing before somebody waits for it: see shardline.client.device.HostPath.
+
+    What is read too early is old, what is overwritten too early is wrong: both change the bits.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._loads: dict[Key, Callable[[], None]] = {}
+        self._marks = 0
+        self._fences = 0
+        self.loaded = 0
+
+    def pinned(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(elements, dtype=dtype)
+
+    def mark(self) -> int:
+        self._marks += 1
+        return self._marks
+
+    def copier(self, after: Sequence[int]) -> Callable[[list[torch.Tensor], list[torch.Tensor]], None]:
+        assert after
+        assert all(mark <= self._marks for mark in after)
+        return copy_each
+
+    def fence(self) -> None:
+        with self._lock:
+            assert not self._loads, "a load was not waited for when the model was given free again"
+        self._fences += 1
+
+    def load(self, key: Key, copy: Callable[[], None]) -> None:
+        assert self._fences
+        with self._lock:
+            assert key not in self._loads
+            self._loads[key] = copy
+
+    def await_host_memory(self, key: Key) -> None:
+        self.join([key])
+
+    @property
+    def unjoined(self) -> bool:
+        return bool(self._loads)
+
+    def join(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            with self._lock:
+                copy = self._loads.pop(key, None)
+                if copy is not None:
+                    copy()
+                    self.loaded += 1
+
+
+@pytest.mark.parametrize("per_layer", [True, False])
+def test_a_device_that_copies_late_is_waited_for_before_anybody_reads(
+    per_layer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[LazyDevice] = []
+
+    def lazy(tensors: Iterable[torch.Tensor]) -> LazyDevice:
+        devices.append(LazyDevice())
+        return devices[-1]
+
+    job = make_job("adam", model=Rich)
+    with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS) as cluster:
+        monkeypatch.setattr("shardline.client.trainer.host_path", lazy)
+        train(cluster, [[0, 1], [2]], per_layer=per_layer)
+        assert_same_end(cluster.state(), reference(job))
+    # Each of the two workers has one for the trainer that it doesn't use.
+    assert [device.loaded > 20 for device in devices] == [False, True] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device on this machine")
+@pytest.mark.parametrize("clip_norm", [0.0, 0.05], ids=["eager", "voted"])
+def test_a_gpu_ends_in_the_same_bits_with_and_without_overlap(clip_norm: float) -> None:
+    job = make_job("adam", model=lambda: Rich().cuda(), clip_norm=clip_norm, steps=8)
+    ends = []
+    for overlap in (True, False):
+        with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS) as cluster:
+            if overlap:
+                train(cluster, [[0, 1], [2]])
+            else:
+                cluster.train([[0, 1], [2]])
+            ends.append(cluster.state())
+    for name, value in ends[0].params.items():
+        assert torch.equal(value, ends[1].params[name]), name
+    for name, value in ends[0].buffers.items():
+        assert torch.equal(value, ends[1].buffers[name]), name
