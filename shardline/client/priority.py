@@ -36,14 +36,18 @@ def bucket_ranks(plan: Plan, uses: Sequence[int]) -> list[list[int]]:
     return ranks
 
 
-def pull_order(ranks: Sequence[int], sent: Sequence[int]) -> list[int]:
-    """A shard's buckets in the order in which to ask for them.
+def pull_order(ranks: Sequence[int], *, at_once: bool, sent: Sequence[int] = ()) -> list[int]:
+    """A shard's buckets in the order in which to ask for them; it answers in that order.
 
-    sent: in the order in which they left in the step before; a shard that applies bucket by bucket can answer those
-    first. () where it applies a whole step at once: then what the next forward pass needs first comes first.
+    at_once: the shard applies a whole step at once, so what the next forward pass needs first comes first. Otherwise
+    it applies bucket by bucket, and can answer first what is pushed first. sent: in the order in which they left in the
+    step before; () = not known, then last layers first, as a backward pass goes.
     """
+    by_rank = sorted(range(len(ranks)), key=ranks.__getitem__)
+    if at_once:
+        return by_rank
     known = set(sent)
-    return [*sent, *(bucket for bucket in sorted(range(len(ranks)), key=ranks.__getitem__) if bucket not in known)]
+    return [*sent, *(bucket for bucket in reversed(by_rank) if bucket not in known)]
 
 
 def default_credit(shard: ShardSpec) -> int:

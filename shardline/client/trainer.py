@@ -531,7 +531,7 @@ class Trainer:
             for push in pushes:
                 if isinstance(push.payloads, LivePayloads):
                     push.payloads.patience_s = patience_s or self._timeouts.rpc_s
-            want = replace(want, buckets=self._wanted(shard))
+            want = replace(want, buckets=self._wanted(shard, hold=hold))
             tasks[shard] = ShardTask(shard=shard, contributions=pushes, want=want, patience_s=patience_s)
         self._have = None
         self._start_s = time.monotonic()
@@ -540,13 +540,13 @@ class Trainer:
         self.arrivals.begin(hold=hold)
         self._running = self.exchange.start(self._sender, tasks, self.arrivals.end)
 
-    def _wanted(self, shard: int) -> list[int]:
+    def _wanted(self, shard: int, *, hold: bool) -> list[int]:
         """Buckets in the order in which to ask for them; [] = the plan's."""
         if self._hooks is None:
             return []
         terms = self.job.consistency
         eager = self.is_sync and terms.clip_norm == 0.0 and terms.nan_policy == "stop"
-        return pull_order(self._ranks[shard], self._sent_order.get(shard, ()) if eager else ())
+        return pull_order(self._ranks[shard], at_once=not eager or not hold, sent=self._sent_order.get(shard, ()))
 
     def _complete(self) -> StepFigures:
         """Wait for the running exchange, close the step. One that has failed before is made again, with the same."""

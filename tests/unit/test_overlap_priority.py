@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from shardline.client.priority import CREDIT_FLOOR_BYTES, SendQueue, bucket_ranks, default_credit
+from shardline.client.priority import CREDIT_FLOOR_BYTES, SendQueue, bucket_ranks, default_credit, pull_order
 from shardline.sharding import make_plan
 from shardline.spec import TensorKind, TensorSpec
 
@@ -64,6 +64,14 @@ def test_buckets_rank_by_the_first_use_of_their_earliest_tensor() -> None:
     assert firsts == sorted(firsts)
     assert len(order) >= 4
     assert len(set(firsts)) >= 3
+
+
+def test_what_is_pushed_first_is_asked_for_first_unless_a_step_is_applied_at_once() -> None:
+    ranks = [2, 0, 1, 3]
+    assert pull_order(ranks, at_once=True, sent=[3, 0]) == [1, 2, 0, 3]
+    assert pull_order(ranks, at_once=False, sent=[3, 0, 1]) == [3, 0, 1, 2]
+    # Before it is known, the way a backward pass goes.
+    assert pull_order(ranks, at_once=False) == [3, 0, 2, 1]
 
 
 def test_the_window_is_two_buckets_of_the_shard_at_least() -> None:
