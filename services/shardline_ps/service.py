@@ -20,6 +20,7 @@ from shardline.rpc.server import RpcServer
 from shardline.wire.codecs import RAW
 from shardline_ps.attachments import Attachments, LaneOffer
 from shardline_ps.bulk import TcpOffer
+from shardline_ps.configuration import PsConfiguration
 from shardline_ps.metering import Meter
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.shared import ShmOffer, publish
@@ -104,6 +105,7 @@ def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str,
         found.append(TcpOffer(host, context, timeout_s=config.timeouts.rpc_s, on_refused=on_refused))
     if config.lane in ("auto", "shm") and sys.platform == "linux" and store.device.type == "cpu":
         store.make_publication = publish
+        store.lane_bytes = reply_bytes
         found.append(
             ShmOffer(
                 lambda: store.configuration.codec if store.configuration is not None else RAW.name,
@@ -113,6 +115,16 @@ def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str,
             )
         )
     return found
+
+
+def reply_bytes(configuration: PsConfiguration) -> int:
+    """Bytes of shared memory for replies made for one worker each: asynchronous ones, and those a codec rounds.
+
+    For as many workers as there are replicas; how many an asynchronous job has, no ps is told, so it counts one.
+    """
+    if configuration.consistency.mode == "sync" and configuration.codec == RAW.name:
+        return 0
+    return configuration.replicas * sum(configuration.plan.shards[number].nbytes for number in configuration.shards)
 
 
 def run(config: RoleConfig) -> int:
