@@ -80,6 +80,8 @@ class Running:
         self._ended = threading.Event()
         self._results: dict[int, ShardOutcome] = {}
         self._errors: list[Exception] = []
+        self.ended_s = 0.0
+        """When the last part ended, by the monotonic clock."""
         if parts == 0:
             self._end()
 
@@ -101,6 +103,7 @@ class Running:
             self._end()
 
     def _end(self) -> None:
+        self.ended_s = time.monotonic()
         self._ended.set()
         self._on_end()
 

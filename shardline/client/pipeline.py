@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,8 @@ class Pipeline:
         self._still_ordered = still_ordered
         self._closed = closed
         self.sent: Sent | None = None
+        self.waited_s = 0.0
+        """Seconds that the body has waited for the step before; whoever begins a step sets it to 0."""
         self._unwound: StepAgain | None = None
         """The body of the loop was left in its middle."""
 
@@ -53,6 +56,17 @@ class Pipeline:
     def _place(self) -> Workplace:
         assert self.place is not None
         return self.place
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """What ended the exchange of the step before ends the body of this one."""
+        began_s = time.monotonic()
+        try:
+            yield
+        except (Restart, Interrupted, Stopped) as error:
+            raise StepAgain(error) from error
+        finally:
+            self.waited_s += time.monotonic() - began_s
 
     # In the body of the loop
 
@@ -84,12 +98,12 @@ class Pipeline:
 
     def wait_for(self, tensors: Iterable[int]) -> None:
         """Return when these tensors have come; StepAgain where they don't."""
-        with _unwinding():
+        with self._waiting():
             self._place.trainer.wait_for(tensors)
 
     def begin(self) -> None:
         """Before a replica's forward pass."""
-        with _unwinding():
+        with self._waiting():
             self._place.trainer.begin()
 
     def settle_in_body(self) -> None:
@@ -97,7 +111,7 @@ class Pipeline:
         if self.sent is None:
             return
         trainer = self._place.trainer
-        with _unwinding():
+        with self._waiting():
             figures = trainer.settle()
         self._close(figures)
         trainer.exchange.arm()
@@ -146,12 +160,3 @@ class Pipeline:
         if self._place.current is not None:
             self._place.current.give_up()
         return sent
-
-
-@contextlib.contextmanager
-def _unwinding() -> Iterator[None]:
-    """What ended the exchange of the step before ends the body of this one."""
-    try:
-        yield
-    except (Restart, Interrupted, Stopped) as error:
-        raise StepAgain(error) from error

@@ -256,6 +256,7 @@ class Session:
                         return
                     continue
                 self._step_began_s = time.monotonic()
+                self._pipeline.waited_s = 0.0
                 self._contributed.clear()
                 self._expect_by_itself()
                 yield number
@@ -307,7 +308,8 @@ class Session:
                 torch.nn.utils.clip_grad_norm_([v for v in self._values.values() if v.grad is not None], clip_norm)
             gradients = {name: v.grad for name, v in self._values.items() if v.grad is not None}
         self.trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=hyper, keep=keep)
-        compute_s = time.monotonic() - self._step_began_s - sum(item.compute_s for item in self._contributed)
+        compute_s = time.monotonic() - self._step_began_s - self._pipeline.waited_s
+        compute_s -= sum(item.compute_s for item in self._contributed)
         number = self._steps.leases.batch if self._steps.leases.held else self.trainer.step
         self._contributed.append(
             StepReport(
@@ -346,6 +348,7 @@ class Session:
             self._contributed.clear()
             self._steps.advance()
             self._step_began_s = time.monotonic()
+            self._pipeline.waited_s = 0.0
             if figures is None:
                 self._pipeline.sent = sent
             else:

@@ -555,6 +555,7 @@ class Trainer:
         assert self._running is not None
         try:
             outcomes = self._running.wait()
+            seconds = self._running.ended_s - self._start_s
             self._load(self.arrivals.keys)
         finally:
             self._running = None
@@ -568,7 +569,7 @@ class Trainer:
         self.step = target
         self._first = False
         lag = max((ack.staleness for outcome in outcomes.values() for ack in outcome.acks), default=0)
-        return StepFigures(seconds=time.monotonic() - self._start_s, staleness=lag, outcomes=outcomes)
+        return StepFigures(seconds=seconds, staleness=lag, outcomes=outcomes)
 
     def _learn(self) -> None:
         """After a step: what was seen in it of the order of things."""
