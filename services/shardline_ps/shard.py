@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -95,6 +96,7 @@ class Shard:
         """Bytes of sums that wait for more replicas, or for a verdict. No lock to read."""
         self.publication = PlainPublication(spec, settings.device) if publication is None else publication
         """Where the buckets' values live."""
+        held = self._weak_held()
         self.buckets = [
             Bucket(
                 number,
@@ -105,7 +107,7 @@ class Shard:
                 settings.schedule,
                 replicas=settings.replicas,
                 pub=self._areas(index),
-                on_held=self._held,
+                on_held=held,
             )
             for index, bucket in enumerate(spec.buckets)
         ]
@@ -135,6 +137,17 @@ class Shard:
         first = self.publication.tensor(0, bucket)
         two = num_areas(self.settings.plan.shards[self.number].buckets[bucket], sync=self.is_sync) == 2
         return first, self.publication.tensor(1, bucket) if two else first
+
+    def _weak_held(self) -> Callable[[int], None]:
+        """_held, without keeping the shard: its memory goes with its last user, and waits for no cycle to be found."""
+        weak = weakref.WeakMethod(self._held)
+
+        def held(difference: int) -> None:
+            method = weak()
+            if method is not None:
+                method(difference)
+
+        return held
 
     def _held(self, difference: int) -> None:
         with self._partial_lock:
