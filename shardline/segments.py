@@ -187,7 +187,7 @@ def to_kernel(address: str) -> str:
 
 
 def connect(sock: socket.socket, address: str, *, timeout_s: float) -> None:
-    """Connect to a unix socket, waiting for room where many do. Raises SegmentError, or OSError where nobody listens."""
+    """Connect to a unix socket; waits while it is full. Raises SegmentError when late, OSError where nobody listens."""
     # A socket with Python's timeout is told at once that there is no room; a blocking one with the kernel's waits.
     seconds, rest = divmod(max(timeout_s, 0.001), 1.0)
     sock.settimeout(None)

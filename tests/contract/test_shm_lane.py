@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
-import mmap
 import os
 import socket
 import stat
@@ -271,18 +270,6 @@ def test_a_reply_that_points_outside_of_an_area_is_refused(bench: Bench) -> None
         mapped.view(arrival(1, bench.length - 192))
     with pytest.raises(ProtocolError, match="area 2, which it has not passed"):
         mapped.view(arrival(2, 0))
-
-
-def test_a_worker_can_map_what_is_published_for_reading_only(bench: Bench) -> None:
-    bench.pull(0)
-    mapped = bench.lane.mapped
-    assert mapped is not None
-    for area in (0, 1):
-        fd = mapped._areas[area].fd
-        with pytest.raises(PermissionError):
-            mmap.mmap(fd, bench.length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        with pytest.raises(PermissionError):
-            os.pwrite(fd, b"x", 0)
 
 
 # Strangers

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import mmap
 import os
+import resource
 import socket
 import sys
 from collections.abc import Iterator
@@ -150,6 +152,16 @@ def test_a_segment_of_no_bytes_is_refused() -> None:
         Segment.adopt(unsealed(0, segments.FIXED), 0)
 
 
+def test_an_adopted_segment_costs_one_descriptor_and_a_made_one_two() -> None:
+    made = Segment.create(NBYTES, name="shardline-count")
+    assert descriptors("shardline-count") == 2
+    adopted = Segment.adopt(os.dup(made.fd), NBYTES)
+    assert descriptors("shardline-count") == 3
+    del made
+    gc.collect()
+    assert descriptors("shardline-count") == 1 and bytes(adopted.memory) == bytes(NBYTES)
+
+
 # Memory that is left
 
 
@@ -157,6 +169,33 @@ def test_more_than_the_memory_that_is_left_is_an_error_and_no_signal() -> None:
     with pytest.raises(SegmentError, match=r"1,125,899,906,842,624 bytes doesn't fit: [\d,]+ bytes of memory are left"):
         Segment.create(1 << 50, name="shardline-test")
     assert descriptors("shardline-test") == 0
+
+
+def test_a_limit_on_the_length_of_files_is_an_error_and_no_signal() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (mmap.PAGESIZE, before[1]))
+    try:
+        with pytest.raises(SegmentError, match=r"can't make a shared segment of [\d,]+ bytes: .*File too large"):
+            Segment.create(NBYTES, name="shardline-limit")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert descriptors("shardline-limit") == 0
+
+
+def test_memory_that_is_gone_when_it_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SegmentError, match=r"can't make a shared segment of [\d,]+ bytes: .*Cannot allocate memory"):
+        Segment.create(NBYTES, name="shardline-full")
+    assert descriptors("shardline-full") == 0
+
+
+def test_another_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SegmentError, match="shared segments need Linux, this is darwin"):
+        Segment.create(NBYTES, name="shardline-test")
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
@@ -253,6 +292,13 @@ def test_a_welcome_brings_what_is_published_and_the_replies(pair: tuple[socket.s
     assert reply is not None and (reply.memory[0], reply.nbytes) == (2, mmap.PAGESIZE)
     segments.welcome(ours, areas, None)
     assert segments.hear_welcome(theirs)[1] is None
+
+
+def test_who_hangs_up_without_a_word_said_nothing_wrong(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    ours.close()
+    with pytest.raises(ConnectionError):
+        segments.hear_knock(theirs)
 
 
 def test_a_refusal_and_a_server_that_hangs_up_are_told_apart(pair: tuple[socket.socket, socket.socket]) -> None:
