@@ -264,11 +264,12 @@ async def _pull(
                 yield end_message(store, shard, Outcome.STOPPED, outer, f"the job stops at step {shard.stop_step}")
                 return
             left_s = deadline_s - time.monotonic()
-            if left_s > 0 and attachment is not None and await signal.wait(waiter, left_s):
+            gathers = attachment is not None and attachment.borrowed
+            if left_s > 0 and gathers and await signal.wait(waiter, left_s):
                 # Those behind it mostly follow at once: a message for each would cost more than they do.
                 last = wanted[min(wanted.index(number) + STATES_PER_FRAME, len(wanted)) - 1]
                 await _published(store, shard, last, want)
-            elif left_s <= 0 or attachment is not None or not await signal.wait(waiter, left_s):
+            elif left_s <= 0 or gathers or not await signal.wait(waiter, left_s):
                 signal.disarm(waiter)
                 missing = numbers(shard.waiting_for())
                 reason = f"step {want.step} lacks replicas {missing} at shard {shard.number} after {wait_s:.1f} s"
