@@ -104,9 +104,11 @@ class Bucket:
         if differ and not changed:
             target.copy_(source)
         self.version += not skip
-        self.step += 1
         if changed:
-            self.changed_step = self.step
+            self.changed_step = self.step + 1
+        # Last of what a pull looks at: readers without the lock take what the step says as published, and would take
+        # a bucket that has just changed for unchanged.
+        self.step += 1
         self.hyper = None
         self.contributions.clear()
 
