@@ -48,6 +48,10 @@ class Bucket:
         self.version = 0
         self.oldest = 0
         """Step at which the values came by Init or Restore: what came before it was never published here."""
+        self.overwritten = -1
+        """Highest step whose values may be written over by now; read without the lock."""
+        self.restored = 0
+        """How often all values were replaced."""
         self.changed_step = 0
         """Lowest s with theta_s == ... == theta_step: a holder of theta_s or later needs no bytes."""
         self.initialized = False
@@ -98,6 +102,8 @@ class Bucket:
     def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False) -> None:
         """Make theta_{step+1} from theta_step and the mean gradient, and publish it. The commit point of the step."""
         source, target = self._pub[self.step & 1], self._pub[(self.step + 1) & 1]
+        # Before the first byte is written over theta_{step-1}.
+        self.overwritten = self.step - 1
         # Equal buffers need no copy; a rule that writes beside the values needs none either.
         differ = self.changed_step == self.step and target is not source
         changed = not skip and self._update(target, total, scale, source if differ else None)
@@ -169,11 +175,13 @@ class Bucket:
     def restore(self, image: BucketImage, rule: BucketRule | None) -> None:
         """Become what an image says; rule: from rule_of()."""
         self.rule = rule
+        self.restored += 1
         for buffer in self._pub:
             buffer.copy_(image.tensors[VALUE])
         self._zero_padding()
         self.step, self.version = image.step, image.version
         self.oldest = self.changed_step = image.step
+        self.overwritten = image.step - 1
         self.contributions.clear()
         self.hyper = None
         self.initialized = True

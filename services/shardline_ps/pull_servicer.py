@@ -99,6 +99,9 @@ def refer_bucket(shard: Shard, number: int, want: Want, attachment: Attachment |
     outcome = sync.serve_pull(want.step, bucket_step=step, oldest=bucket.oldest)
     if outcome is not Outcome.SERVED:
         return outcome
+    restored = bucket.restored
+    if want.step <= bucket.overwritten:
+        return Outcome.OVERTAKEN
     changed_step = bucket.changed_step
     state = bucket_state(bucket, want.step)
     if want.have is not None and changed_step <= want.have <= want.step:
@@ -110,7 +113,12 @@ def refer_bucket(shard: Shard, number: int, want: Want, attachment: Attachment |
         state.area, state.offset = place
         return Encoded(state, b"", bucket.spec.nbytes)
     payload = RAW.encode(bucket.values_at(want.step))
-    return Encoded(state, payload, bucket.spec.nbytes, lambda: bucket.step <= state.step + 1)
+    return Encoded(
+        state,
+        payload,
+        bucket.spec.nbytes,
+        lambda: state.step > bucket.overwritten and bucket.restored == restored,
+    )
 
 
 def may_refer(shard: Shard, want: Want, codec_name: str) -> bool:

@@ -211,8 +211,6 @@ class PushReceiver:
             raise ProtocolError(f"shard {push.shard.number}: bucket {number} comes twice in one push")
         return buckets[number].spec
 
-    # Room in staging
-
     async def _reserve_push(self) -> None:
         """Room for an asynchronous push, which is held whole until its commit."""
         push = self._push
@@ -303,6 +301,8 @@ class PushReceiver:
                 f"bucket {slot.number}: chunk of {len(chunk.payload)} bytes at {chunk.offset}, expected one at "
                 f"{slot.filled} within {slot.size}; chunks neither overlap, repeat nor leave gaps"
             )
+        if slot.size and not len(chunk.payload):
+            raise ProtocolError(f"bucket {slot.number}: a chunk without bytes of a bucket that has some")
         slot.parts.append(chunk.payload)
         slot.filled = end
         slot.chunks += 1
@@ -400,12 +400,15 @@ class PushReceiver:
     async def _count_slots(self, push: _Push, slots: Sequence[_Slot]) -> None:
         def count() -> None:
             for slot in slots:
-                try:
-                    push.decisions[slot.number] = self._count(push, slot.number, opened(slot), slot.nonfinite)
-                finally:
-                    slot.release()
+                push.decisions[slot.number] = self._count(push, slot.number, opened(slot), slot.nonfinite)
+                slot.release()
 
-        await self._store.work(count)
+        try:
+            await self._store.work(count)
+        finally:
+            # Cancelled before the pool took it, or ended by the error of one: none keeps its room.
+            for slot in slots:
+                slot.release()
 
     async def _stage(self, push: _Push, slots: Sequence[_Slot]) -> None:
         def stage() -> None:
@@ -462,6 +465,13 @@ class PushReceiver:
         if push.draining is not None:
             await push.draining
         self._push = None
+        try:
+            return await self._counted(push, commit)
+        finally:
+            push.release()
+
+    async def _counted(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
+        """What a push that is whole comes to."""
         header, shard = push.header, push.shard
         if header.kind != data_pb2.PUSH_KIND_INIT and not shard.is_sync:
             return await self._commit_async(push, commit)

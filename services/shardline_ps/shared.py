@@ -127,8 +127,9 @@ class ShmAttachment:
                 f"{self._pushes} pushes"
             )
         segment = Segment.adopt(fd, nbytes)
-        segments.welcome(sock, self._publication.areas if self._by_reference else [], self._replies)
+        # First: a worker that was welcomed pushes at once.
         self._gradients = segment
+        segments.welcome(sock, self._publication.areas if self._by_reference else [], self._replies)
 
     def expect(self, offset: int, nbytes: int) -> ShmTicket:
         """A view of the worker's gradients. Raises ProtocolError where it isn't within them, or at a crooked place."""

@@ -36,6 +36,7 @@ class NegotiatedLane:
         self._expected = tuple(expected)
         self._on_fallback = on_fallback
         self._lock = threading.Lock()
+        self._cancelled = threading.Event()
         self._broken = 0
         self._said = False
 
@@ -54,6 +55,7 @@ class NegotiatedLane:
         self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         """Push and pull by the best lane; see Lane.exchange."""
+        self._cancelled.clear()
         while True:
             lane = self.current
             try:
@@ -61,6 +63,9 @@ class NegotiatedLane:
             except LaneUnavailable as reason:
                 self._leave(lane, str(reason))
             except UnreachableError as error:
+                if self._cancelled.is_set():
+                    # Given up by this side, which says nothing of the lane.
+                    raise
                 self._broken += 1
                 if self._broken >= BREAKS and len(self._left) > 1 and self._answers(lane, sender, timeout_s):
                     self._leave(lane, f"it broke {self._broken} times in a row, last: {error}")
@@ -108,6 +113,7 @@ class NegotiatedLane:
 
     def cancel(self) -> None:
         """End a running exchange early."""
+        self._cancelled.set()
         self.current.cancel()
 
     def close(self) -> None:

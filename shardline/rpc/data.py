@@ -267,9 +267,11 @@ class PullReader:
         if frame.chunk is not None:
             self._chunk(frame.chunk)
         if frame.end is not None:
-            if self._arrival is not None:
-                raise ProtocolError(f"the answer to a pull ended within bucket {self._arrival.bucket}")
             end = frame.end
+            if self._arrival is not None and end.outcome == common_pb2.OUTCOME_SERVED:
+                raise ProtocolError(f"the answer to a pull ended within bucket {self._arrival.bucket}")
+            # Any other outcome says why the bucket is not whole.
+            self._arrival = None
             self.end = End(
                 outcome=outcome_from_proto(end.outcome),
                 reason=end.reason,

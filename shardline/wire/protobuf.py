@@ -7,8 +7,8 @@ generated stubs reads and writes the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
@@ -21,6 +21,8 @@ ALIGNMENT = 16
 """Offset of a large payload within its message is a multiple of this, as is the memory of a bytes object's content."""
 ALIGNED_FROM = 4096
 """Smaller payloads are not worth the padding."""
+MAX_REFERENCES = 1 << 16
+"""In one frame; a shard of 64 GB has a quarter of that in buckets."""
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Wire types that proto3 uses."""
 
@@ -102,7 +104,7 @@ class PushFrameView:
     chunk: ChunkView | None = None
     bucket_commit: data_pb2.BucketCommit | None = None
     commit: data_pb2.Commit | None = None
-    refs: Sequence[data_pb2.BucketRef] = ()
+    refs: list[data_pb2.BucketRef] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -112,7 +114,7 @@ class PullFrameView:
     bucket: data_pb2.BucketState | None = None
     chunk: ChunkView | None = None
     end: data_pb2.PullEnd | None = None
-    buckets: Sequence[data_pb2.BucketState] = ()
+    buckets: list[data_pb2.BucketState] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -219,6 +221,12 @@ def _once(present: object, what: str) -> None:
         raise ProtocolError(f"frame with two of {what}")
 
 
+def _add(found: list[Any], item: Any) -> None:
+    if len(found) >= MAX_REFERENCES:
+        raise ProtocolError(f"frame with more than {MAX_REFERENCES} references; send several")
+    found.append(item)
+
+
 def read_push(data: memoryview) -> PushFrameView:
     """A PushFrame; the chunk's payload is a view of `data`."""
     frame = PushFrameView()
@@ -241,7 +249,7 @@ def read_push(data: memoryview) -> PushFrameView:
             _once(frame.commit, "commit")
             frame.commit = _message(data_pb2.Commit, value, "commit")
         elif number == 6:
-            frame.refs = [*frame.refs, _message(data_pb2.BucketRef, value, "reference")]
+            _add(frame.refs, _message(data_pb2.BucketRef, value, "reference"))
     return frame
 
 
@@ -261,7 +269,7 @@ def read_pull(data: memoryview) -> PullFrameView:
             _once(frame.end, "end")
             frame.end = _message(data_pb2.PullEnd, value, "end")
         elif number == 4:
-            frame.buckets = [*frame.buckets, _message(data_pb2.BucketState, value, "bucket state")]
+            _add(frame.buckets, _message(data_pb2.BucketState, value, "bucket state"))
     return frame
 
 

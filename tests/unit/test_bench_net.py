@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -17,7 +18,7 @@ from shardline.cli.bench import Figures, headline, table
 from shardline.cli.bench_lane import LaneFigures
 from shardline.cli.bench_link import LINE_BYTES, MAGIC, LinkClient, LinkFigures, LinkServer, check_request, is_local
 from shardline.cli.main import main
-from shardline.errors import ClusterSpecError, ProtocolError, UnreachableError, UsageError
+from shardline.errors import ClusterSpecError, ProtocolError, ShardlineError, UnreachableError, UsageError
 
 
 @contextmanager
@@ -37,7 +38,10 @@ def serving() -> Iterator[tuple[str, list[Any]]]:
     try:
         yield server.address, found
     finally:
-        LinkClient(server.address, where="it").ask("lane", budget_s=1.0) if thread.is_alive() else None
+        if thread.is_alive():
+            # It may be ending by itself at this moment, and hang up.
+            with contextlib.suppress(ShardlineError):
+                LinkClient(server.address, where="it").ask("lane", budget_s=1.0)
         thread.join(timeout=15.0)
         assert not thread.is_alive()
 

@@ -371,6 +371,7 @@ def test_a_stranger_that_says_nothing_is_sent_away_in_time(server: Server, monke
     with call(server, b"SHLB") as sock:
         # Its own time does not begin again with each byte.
         assert refusal(sock) == bulk.REFUSED
+    until(lambda: bool(server.told), "the refusal to be told")
     assert "no token within" in str(server.told[0])
 
 
