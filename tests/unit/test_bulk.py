@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import shutil
 import socket
@@ -289,7 +290,9 @@ def test_bytes_that_were_overwritten_while_they_left_are_not_taken_as_whole(serv
     async def send() -> None:
         await attachment.send(bytes(1000), lambda: False)
 
-    server.run(send())
+    # The sending thread may find it out before send() returns.
+    with contextlib.suppress(UnreachableError):
+        server.run(send())
     with pytest.raises(ConnectionError, match="closed"):
         bulk.receive(down, memoryview(bytearray(1000)))
     assert "overwritten" in attachment.failure
