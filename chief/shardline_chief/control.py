@@ -79,7 +79,12 @@ class Control:
         reporter: Reporter,
         metrics: Metrics,
         out: Path,
+        on_status: Callable[[ChiefStatus], None] | None = None,
     ) -> None:
+        """on_status: called with the newest status some times a second, for the page; it must not block."""
+        self.page = ""
+        """Address of the chief's own page, for those who ask for the status."""
+        self._on_status = on_status
         self.program = program
         self._journal = journal
         self._commander = commander
@@ -135,7 +140,10 @@ class Control:
 
     def status(self) -> Future[ChiefStatus]:
         """The job at a glance."""
-        return self.call(lambda now_s: overview(self.program, self._reporter, self._out, now_s))
+        return self.call(self._overview)
+
+    def _overview(self, now_s: float) -> ChiefStatus:
+        return overview(self.program, self._reporter, self._out, now_s, page=self.page)
 
     def request_stop(self, reason: str) -> Future[int]:
         """End the job with a checkpoint."""
@@ -276,6 +284,8 @@ class Control:
 
     def _saved(self, saved: Saved, now_s: float) -> None:
         self._reporter.checkpoint(saved.step, saved.seconds, saved.nbytes, failed=bool(saved.error))
+        if saved.path:
+            self._reporter.shelf.put(saved.step, Path(saved.path))
         self.program.saved(saved, now_s)
 
     def _mark_best(self, mark: MarkBest) -> None:
@@ -294,11 +304,15 @@ class Control:
                 timeline=state.timeline,
                 first_step=state.first_step,
             )
-        if now_s < self._next_rates_s or state.ended:
+        if now_s < self._next_rates_s:
             return
         self._next_rates_s = now_s + RATES_S
-        if state.running_s is not None:
-            self._reporter.rates(state.step, _wire(state.traffic), now_s)
+        if state.running_s is not None and not state.ended:
+            steps = {member.task: state.steps.get(member.task, 0) for member in state.trainers()}
+            self._reporter.rates(state.step, _wire(state.traffic), steps, now_s)
+        self._show(now_s)
+        if state.ended:
+            return
         counts: dict[tuple[str, str], int] = {}
         for member in state.members:
             for life in Life:
@@ -307,6 +321,10 @@ class Control:
         for (role, life_name), count in counts.items():
             self._metrics.gauge("shardline_tasks", role=role, state=life_name).set(count)
 
+    def _show(self, now_s: float) -> None:
+        if self._on_status is not None:
+            self._on_status(self._overview(now_s))
+
     # The end
 
     def _finish(self, finish: Finish) -> None:
@@ -314,6 +332,7 @@ class Control:
         # takes its time with a large model.
         self._push_orders()
         self._commander.stop_all(finish.reason)
+        self._show(time.monotonic())
         store: CheckpointStore = self._checkpointer.store
         digest = ""
         if self.program.state.checkpoint_step >= 0:

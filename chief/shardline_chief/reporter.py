@@ -11,13 +11,15 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from shardline.metrics import Metrics
 from shardline.rpc.link import StepReport
+from shardline.rpc.status import CheckpointStatus, EventStatus
+from shardline_chief.page.history import TIME, History
 
 log = logging.getLogger("shardline_chief")
 
@@ -26,6 +28,10 @@ EVENTS_SHOWN = 50
 OPEN_STEPS = 64
 """A step whose reports are not complete is written anyway when one this much newer is."""
 WINDOW_S = 5.0
+RATE_WIDTH_S = 0.5
+"""Width of a bin of the curves that run along time, at first."""
+LAST_STEPS = 50
+"""Steps whose mean stands for a task's present."""
 
 
 class Rate:
@@ -95,6 +101,63 @@ class StepBoard:
         return rest
 
 
+class Pace:
+    """Speed and last steps of one task that trains."""
+
+    def __init__(self) -> None:
+        self.rate = Rate()
+        self._last: deque[StepReport] = deque(maxlen=LAST_STEPS)
+
+    def add(self, report: StepReport) -> None:
+        """Note a finished step."""
+        self._last.append(report)
+
+    @property
+    def staleness(self) -> float:
+        """Mean of the last steps, in versions; 0 before the first."""
+        return mean([report.staleness for report in self._last])
+
+    @property
+    def compute_s(self) -> float:
+        """Mean seconds of computing in the last steps."""
+        return mean([report.compute_s for report in self._last])
+
+    @property
+    def exchange_s(self) -> float:
+        """Mean seconds of push, barrier wait and pull in the last steps."""
+        return mean([report.exchange_s for report in self._last])
+
+
+def mean(values: Collection[float]) -> float:
+    """Mean of some values; 0 of none."""
+    return sum(values) / len(values) if values else 0.0
+
+
+class Shelf:
+    """The committed checkpoints that are still on disk, for people to see."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Path, int, float]] = {}
+
+    def put(self, step: int, path: Path) -> None:
+        """A checkpoint is there; which of the others retention has left is looked up."""
+        nbytes, written = 0, time.time()
+        try:
+            files = [file.stat() for file in path.iterdir()]
+            nbytes, written = sum(file.st_size for file in files), path.stat().st_mtime
+        except OSError as error:
+            log.debug("%s can't be measured: %s", path, error)
+        self._found[step] = (path, nbytes, written)
+        self._found = {step: item for step, item in self._found.items() if item[0].is_dir()}
+
+    def list(self, now: float) -> tuple[CheckpointStatus, ...]:
+        """All of them, ascending; now: Unix time."""
+        return tuple(
+            CheckpointStatus(step=step, path=str(path), bytes=nbytes, age_s=max(0.0, now - written))
+            for step, (path, nbytes, written) in sorted(self._found.items())
+        )
+
+
 class Reporter:
     """Files under out/logs, metrics and the figures of `shardline status`. Used by the control thread."""
 
@@ -106,12 +169,22 @@ class Reporter:
         self._board: Any = None
         self.steps: StepBoard | None = None
         self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
+        self.said: deque[EventStatus] = deque(maxlen=EVENTS_SHOWN)
+        self.history = History()
+        self.shelf = Shelf()
         self.loss = math.nan
         self.step_rate = Rate()
         self.byte_rate = Rate()
+        self.push_rate, self.pull_rate = Rate(), Rate()
         self.task_rates: dict[str, tuple[Rate, Rate]] = {}
+        self.paces: dict[str, Pace] = {}
         self._timeline = 0
         self._staleness = deque[float](maxlen=100)
+
+    @property
+    def staleness(self) -> float:
+        """Mean of the last steps, in versions."""
+        return mean(self._staleness)
 
     # Events
 
@@ -119,6 +192,7 @@ class Reporter:
         """One thing that happened."""
         now = datetime.now(UTC)
         self.events.append(f"{now.astimezone():%H:%M:%S} {sentence}")
+        self.said.append(EventStatus(time=now.timestamp(), level=level, sentence=sentence))
         log.log(LEVELS[level], "%s", sentence)
         stamp = now.isoformat(timespec="milliseconds")
         self._write("events", {"time": stamp, "kind": kind, "level": level, "message": sentence, **fields})
@@ -130,6 +204,7 @@ class Reporter:
         """A timeline begins to train at first_step: TensorBoard forgets what an earlier one drew beyond it."""
         self.steps = StepBoard(replicas, joined=sync)
         self._timeline = timeline
+        self.history.forget(first_step)
         try:
             # Imported here: it takes a second or two, and nothing needs it before training.
             from torch.utils.tensorboard import SummaryWriter
@@ -144,7 +219,9 @@ class Reporter:
         """Finished steps of one task."""
         if self.steps is None:
             return
+        pace = self.paces.setdefault(task, Pace())
         for report in reports:
+            pace.add(report)
             self._metrics.counter("shardline_examples_total").inc(report.samples)
             self._metrics.histogram("shardline_step_seconds").observe(report.compute_s + report.exchange_s)
             for step, group in self.steps.add(report):
@@ -171,19 +248,29 @@ class Reporter:
         if len(group) == 1:
             line["task"] = task
         self._write("steps", line)
+        self.history.add("loss", step, self.loss)
+        self.history.add("staleness", step, staleness)
         self._scalar("train/loss", self.loss, step)
         self._scalar("train/staleness", staleness, step)
 
-    def rates(self, step: int, traffic: Mapping[str, tuple[int, int]], now_s: float) -> None:
-        """Readings of the job's step and of each task's wire bytes (pushed, pulled); those of ps make the total."""
+    def rates(self, step: int, traffic: Mapping[str, tuple[int, int]], steps: Mapping[str, int], now_s: float) -> None:
+        """Readings: the job's step, each task's wire bytes (pushed, pulled) and steps. Those of ps make the total."""
         self.step_rate.add(step, now_s)
+        for task, done in steps.items():
+            self.paces.setdefault(task, Pace()).rate.add(done, now_s)
         self._metrics.gauge("shardline_step").set(step)
         for task, (pushed, pulled) in traffic.items():
             push, pull = self.task_rates.setdefault(task, (Rate(), Rate()))
             push.add(pushed, now_s)
             pull.add(pulled, now_s)
-        total = sum(sum(both) for task, both in traffic.items() if task.startswith("ps/"))
-        self.byte_rate.add(total, now_s)
+        through = [both for task, both in traffic.items() if task.startswith("ps/")]
+        pushed, pulled = sum(push for push, _ in through), sum(pull for _, pull in through)
+        self.push_rate.add(pushed, now_s)
+        self.pull_rate.add(pulled, now_s)
+        self.byte_rate.add(pushed + pulled, now_s)
+        now = time.time()
+        for name, rate in (("push", self.push_rate), ("pull", self.pull_rate), ("steps", self.step_rate)):
+            self.history.add(name, now, rate.per_second, axis=TIME, width=RATE_WIDTH_S)
         self._scalar("train/steps_per_second", self.step_rate.per_second, step)
         self._scalar("traffic/bytes_per_second", self.byte_rate.per_second, step)
 
@@ -191,6 +278,7 @@ class Reporter:
         """Metrics of a checkpoint."""
         for name, value in metrics.items():
             self._metrics.gauge("shardline_evaluation_metric", metric=name).set(value)
+            self.history.add(f"evaluation/{name}", step, value)
             self._scalar(f"evaluation/{name}", value, step)
 
     def checkpoint(self, step: int, seconds: float, nbytes: int, *, failed: bool) -> None:

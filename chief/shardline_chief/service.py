@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 
 from shardline.checkpoint import Checkpoint, CheckpointStore, committed_steps
+from shardline.checkpoint.manifest import step_folder
 from shardline.config import RoleConfig
 from shardline.errors import UsageError
 from shardline.job import load_job
@@ -21,6 +22,7 @@ from shardline_chief.checkpointer import Checkpointer, ResumePoint
 from shardline_chief.commands import Commander
 from shardline_chief.control import Control
 from shardline_chief.journal import Journal
+from shardline_chief.places_servicer import PLACES, register_places
 from shardline_chief.program import Program
 from shardline_chief.reporter import Reporter
 from shardline_chief.servicer import SERVICES, ChiefServicer, register
@@ -104,6 +106,8 @@ class ChiefProcess:
         self._reporter = Reporter(out / "logs", self._metrics)
         keep = spec.checkpoint_keep if spec is not None else JobSpec.checkpoint_keep
         store = CheckpointStore(out / "checkpoints", keep or KEEP_ALL)
+        for step in store.list():
+            self._reporter.shelf.put(step, store.dir / step_folder(step))
         self._commander = Commander(timeouts, term=term, chief_uuid=chief_uuid, resume=resume, security=config.security)
         self._checkpointer = Checkpointer(store, self._commander.connect, term=term)
         settings = Settings(
@@ -133,10 +137,11 @@ class ChiefProcess:
         servicer = ChiefServicer(self._control, store, timeouts, term=term)
         self._server = RpcServer(
             config.cluster.chief,
-            register=[register(servicer)],
-            service_names=SERVICES,
+            register=[register(servicer), register_places(self._control)],
+            service_names=(*SERVICES, PLACES),
             name="chief",
             security=config.security,
+            bind=config.bind,
         )
         self._trainer: Trainer | None = None
 

@@ -8,11 +8,12 @@ import json
 import math
 import operator
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardline.rpc.status import ChiefStatus, Traffic
+from shardline.rpc.status import ChiefStatus, TaskStatus, Traffic
 from shardline_chief.program import Program
 from shardline_chief.reporter import Reporter
 
@@ -84,20 +85,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def overview(program: Program, reporter: Reporter, out: Path, now_s: float) -> ChiefStatus:
-    """The job as it is now."""
+def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, page: str = "") -> ChiefStatus:
+    """The job as it is now. page: address of the chief's own page."""
     state = program.state
-    rows = []
-    for row in program.rows(now_s):
-        push, pull = reporter.task_rates.get(row.task, (None, None))
-        rows.append(
-            dataclasses.replace(
-                row,
-                push_bytes_per_s=push.per_second if push is not None else 0.0,
-                pull_bytes_per_s=pull.per_second if pull is not None else 0.0,
-            )
-        )
-    last = max(state.metrics, default=None)
+    rows = tuple(_with_rates(row, reporter) for row in program.rows(now_s))
+    last = max((step for step, metrics in state.metrics.items() if metrics), default=None)
+    now = time.time()
     return ChiefStatus(
         job=state.job.name if state.job is not None else "",
         phase=state.phase.name.lower(),
@@ -108,13 +101,57 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float) -> C
         steps_per_s=reporter.step_rate.per_second,
         bytes_per_s=reporter.byte_rate.per_second,
         seconds=state.seconds(now_s),
-        tasks=tuple(rows),
+        tasks=rows,
         last_metrics=dict(state.metrics[last]) if last is not None else {},
+        last_metrics_step=-1 if last is None else last,
+        best_step=-1 if state.best is None else state.best[0],
+        best_metrics={} if state.best is None else dict(state.best[1]),
         checkpoint_step=state.checkpoint_step,
         checkpoint_path=state.checkpoint_path,
+        checkpoints=reporter.shelf.list(now),
         events=tuple(reporter.events),
+        said=tuple(reporter.said),
         exit_code=state.exit_code,
         reason=state.reason,
         out_dir=str(out),
         consistency=state.job.consistency.mode if state.job is not None else "",
+        rule=state.job.rule.name if state.job is not None else "",
+        replicas=state.job.replicas if state.job is not None else 0,
+        time=now,
+        missing=_missing(program, rows),
+        staleness=reporter.staleness,
+        staleness_max=max((shard.staleness_max for shard in state.shards.values()), default=0),
+        push_bytes_per_s=reporter.push_rate.per_second,
+        pull_bytes_per_s=reporter.pull_rate.per_second,
+        dead_s=state.timeouts.dead_s,
+        shard_bytes=tuple(shard.nbytes for shard in state.plan.shards) if state.plan is not None else (),
+        page=page,
     )
+
+
+def _with_rates(row: TaskStatus, reporter: Reporter) -> TaskStatus:
+    push, pull = reporter.task_rates.get(row.task, (None, None))
+    pace = reporter.paces.get(row.task)
+    return dataclasses.replace(
+        row,
+        push_bytes_per_s=push.per_second if push is not None else 0.0,
+        pull_bytes_per_s=pull.per_second if pull is not None else 0.0,
+        steps_per_s=pace.rate.per_second if pace is not None else 0.0,
+        staleness=pace.staleness if pace is not None else 0.0,
+        compute_s=pace.compute_s if pace is not None else 0.0,
+        exchange_s=pace.exchange_s if pace is not None else 0.0,
+    )
+
+
+def _missing(program: Program, rows: Sequence[TaskStatus]) -> tuple[str, ...]:
+    """Tasks of the cluster spec that have never joined."""
+    settings = program.state.settings
+    counts = {
+        "chief": int(settings.chief_trains),
+        "ps": len(settings.ps),
+        "worker": settings.workers,
+        "evaluator": settings.evaluators,
+    }
+    there = {row.task for row in rows}
+    names = (f"{role}/{index}" for role, count in counts.items() for index in range(count))
+    return tuple(name for name in names if name not in there)

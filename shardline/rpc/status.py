@@ -197,6 +197,13 @@ class TaskStatus:
     push_bytes_per_s: float = 0.0
     pull_bytes_per_s: float = 0.0
     shards: tuple[ShardStatus, ...] = ()
+    steps_per_s: float = 0.0
+    staleness: float = 0.0
+    """Mean of its last steps, in versions."""
+    compute_s: float = 0.0
+    """Seconds of computing in one of its last steps, on average."""
+    exchange_s: float = 0.0
+    """The same of push, barrier wait and pull."""
 
     @classmethod
     def from_proto(cls, message: chief_pb2.TaskStatus) -> TaskStatus:
@@ -214,6 +221,10 @@ class TaskStatus:
             push_bytes_per_s=message.push_bytes_per_s,
             pull_bytes_per_s=message.pull_bytes_per_s,
             shards=tuple(ShardStatus.from_proto(shard) for shard in message.shards),
+            steps_per_s=message.steps_per_s,
+            staleness=message.staleness,
+            compute_s=message.compute_s,
+            exchange_s=message.exchange_s,
         )
 
     def to_proto(self) -> chief_pb2.TaskStatus:
@@ -231,7 +242,33 @@ class TaskStatus:
             push_bytes_per_s=self.push_bytes_per_s,
             pull_bytes_per_s=self.pull_bytes_per_s,
             shards=[shard.to_proto() for shard in self.shards],
+            steps_per_s=self.steps_per_s,
+            staleness=self.staleness,
+            compute_s=self.compute_s,
+            exchange_s=self.exchange_s,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventStatus:
+    """One sentence of the chief's."""
+
+    time: float
+    """Unix time."""
+    level: str
+    """"info", "warning" or "error"."""
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointStatus:
+    """A committed checkpoint that is still on disk."""
+
+    step: int
+    path: str
+    bytes: int
+    age_s: float
+    """Seconds since it was committed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +298,32 @@ class ChiefStatus:
     reason: str = ""
     out_dir: str = ""
     consistency: str = "sync"
+    time: float = 0.0
+    """Unix time of the chief when it answered."""
+    missing: tuple[str, ...] = ()
+    """Tasks of the cluster spec that have never joined."""
+    said: tuple[EventStatus, ...] = ()
+    """`events` with their time and level."""
+    checkpoints: tuple[CheckpointStatus, ...] = ()
+    last_metrics_step: int = -1
+    best_step: int = -1
+    best_metrics: Mapping[str, float] = field(default_factory=dict)
+    staleness: float = 0.0
+    """Mean of the last steps, in versions."""
+    staleness_max: int = 0
+    """Highest of the run."""
+    push_bytes_per_s: float = 0.0
+    """Through all parameter servers."""
+    pull_bytes_per_s: float = 0.0
+    replicas: int = 0
+    rule: str = ""
+    """Name of the update rule."""
+    dead_s: float = 0.0
+    """Silence after which a task is dead."""
+    page: str = ""
+    """Address of the chief's own page; empty where it serves none."""
+    shard_bytes: tuple[int, ...] = ()
+    """Bytes of the values in each shard, by its number."""
 
     @classmethod
     def from_proto(cls, message: chief_pb2.ChiefStatusReply) -> ChiefStatus:
@@ -284,6 +347,24 @@ class ChiefStatus:
             reason=message.reason,
             out_dir=message.out_dir,
             consistency=message.consistency,
+            time=message.time,
+            missing=tuple(message.missing),
+            said=tuple(EventStatus(time=e.time, level=e.level, sentence=e.sentence) for e in message.said),
+            checkpoints=tuple(
+                CheckpointStatus(step=c.step, path=c.path, bytes=c.bytes, age_s=c.age_s) for c in message.checkpoints
+            ),
+            last_metrics_step=message.last_metrics_step,
+            best_step=message.best_step,
+            best_metrics=dict(message.best_metrics),
+            staleness=message.staleness,
+            staleness_max=message.staleness_max,
+            push_bytes_per_s=message.push_bytes_per_s,
+            pull_bytes_per_s=message.pull_bytes_per_s,
+            replicas=message.replicas,
+            rule=message.rule,
+            dead_s=message.dead_s,
+            page=message.page,
+            shard_bytes=tuple(message.shard_bytes),
         )
 
     def to_proto(self) -> chief_pb2.ChiefStatusReply:
@@ -307,4 +388,23 @@ class ChiefStatus:
             reason=self.reason,
             out_dir=self.out_dir,
             consistency=self.consistency,
+            time=self.time,
+            missing=self.missing,
+            said=[chief_pb2.EventStatus(time=e.time, level=e.level, sentence=e.sentence) for e in self.said],
+            checkpoints=[
+                chief_pb2.CheckpointStatus(step=c.step, path=c.path, bytes=c.bytes, age_s=c.age_s)
+                for c in self.checkpoints
+            ],
+            last_metrics_step=self.last_metrics_step,
+            best_step=self.best_step,
+            best_metrics=self.best_metrics,
+            staleness=self.staleness,
+            staleness_max=self.staleness_max,
+            push_bytes_per_s=self.push_bytes_per_s,
+            pull_bytes_per_s=self.pull_bytes_per_s,
+            replicas=self.replicas,
+            rule=self.rule,
+            dead_s=self.dead_s,
+            page=self.page,
+            shard_bytes=self.shard_bytes,
         )

@@ -658,6 +658,10 @@ class TaskStatus(_message.Message):
     PUSH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     PULL_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    STEPS_PER_S_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
+    EXCHANGE_S_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     state: _builtins.str
     incarnation: _builtins.int
@@ -667,6 +671,11 @@ class TaskStatus(_message.Message):
     step: _builtins.int
     push_bytes_per_s: _builtins.float
     pull_bytes_per_s: _builtins.float
+    steps_per_s: _builtins.float
+    """Steps of this task in the last seconds; mean staleness, seconds of computing and of exchange of its last steps."""
+    staleness: _builtins.float
+    compute_s: _builtins.float
+    exchange_s: _builtins.float
     @_builtins.property
     def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -688,14 +697,78 @@ class TaskStatus(_message.Message):
         push_bytes_per_s: _builtins.float = ...,
         pull_bytes_per_s: _builtins.float = ...,
         shards: _abc.Iterable[_parameter_server_pb2.ShardStatus] | None = ...,
+        steps_per_s: _builtins.float = ...,
+        staleness: _builtins.float = ...,
+        compute_s: _builtins.float = ...,
+        exchange_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "state", b"state", "step", b"step", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "compute_s", b"compute_s", "exchange_s", b"exchange_s", "incarnation", b"incarnation", "last_heard_s", b"last_heard_s", "metrics_address", b"metrics_address", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "replicas", b"replicas", "shards", b"shards", "staleness", b"staleness", "state", b"state", "step", b"step", "steps_per_s", b"steps_per_s", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TaskStatus: _TypeAlias = TaskStatus  # noqa: Y015
+
+@_typing.final
+class EventStatus(_message.Message):
+    """One sentence of the chief's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    SENTENCE_FIELD_NUMBER: _builtins.int
+    time: _builtins.float
+    """Unix time."""
+    level: _builtins.str
+    """"info", "warning" or "error"."""
+    sentence: _builtins.str
+    def __init__(
+        self,
+        *,
+        time: _builtins.float = ...,
+        level: _builtins.str = ...,
+        sentence: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "sentence", b"sentence", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EventStatus: _TypeAlias = EventStatus  # noqa: Y015
+
+@_typing.final
+class CheckpointStatus(_message.Message):
+    """A committed checkpoint that is still on disk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    path: _builtins.str
+    bytes: _builtins.int
+    age_s: _builtins.float
+    """Seconds since it was committed."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        path: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "bytes", b"bytes", "path", b"path", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointStatus: _TypeAlias = CheckpointStatus  # noqa: Y015
 
 @_typing.final
 class ChiefStatusReply(_message.Message):
@@ -703,6 +776,26 @@ class ChiefStatusReply(_message.Message):
 
     @_typing.final
     class LastMetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class BestMetricsEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         KEY_FIELD_NUMBER: _builtins.int
@@ -739,6 +832,22 @@ class ChiefStatusReply(_message.Message):
     OUT_DIR_FIELD_NUMBER: _builtins.int
     CONSISTENCY_FIELD_NUMBER: _builtins.int
     FIRST_STEP_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    SAID_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    LAST_METRICS_STEP_FIELD_NUMBER: _builtins.int
+    BEST_STEP_FIELD_NUMBER: _builtins.int
+    BEST_METRICS_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
+    STALENESS_MAX_FIELD_NUMBER: _builtins.int
+    PUSH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    PULL_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    DEAD_S_FIELD_NUMBER: _builtins.int
+    PAGE_FIELD_NUMBER: _builtins.int
+    SHARD_BYTES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     phase: Global___Phase.ValueType
     step: _builtins.int
@@ -754,12 +863,47 @@ class ChiefStatusReply(_message.Message):
     out_dir: _builtins.str
     consistency: _builtins.str
     first_step: _builtins.int
+    time: _builtins.float
+    """Unix time of the chief when it answered."""
+    last_metrics_step: _builtins.int
+    """Step that `last_metrics` were measured at; -1 = none."""
+    best_step: _builtins.int
+    """Best evaluation so far; -1 = none."""
+    staleness: _builtins.float
+    """Mean of the last steps, and the highest of the run, in versions."""
+    staleness_max: _builtins.int
+    push_bytes_per_s: _builtins.float
+    """Through all parameter servers."""
+    pull_bytes_per_s: _builtins.float
+    replicas: _builtins.int
+    rule: _builtins.str
+    """Name of the update rule, such as "SGD"."""
+    dead_s: _builtins.float
+    """Silence after which a task is dead."""
+    page: _builtins.str
+    """Address of the chief's own page; empty = it serves none."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskStatus]: ...
     @_builtins.property
     def last_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
     def events(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tasks of the cluster spec that have never joined."""
+
+    @_builtins.property
+    def said(self) -> _containers.RepeatedCompositeFieldContainer[Global___EventStatus]:
+        """`events` with their time and level."""
+
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckpointStatus]: ...
+    @_builtins.property
+    def best_metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def shard_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes of the values in each shard, by its number."""
+
     def __init__(
         self,
         *,
@@ -781,10 +925,26 @@ class ChiefStatusReply(_message.Message):
         out_dir: _builtins.str = ...,
         consistency: _builtins.str = ...,
         first_step: _builtins.int = ...,
+        time: _builtins.float = ...,
+        missing: _abc.Iterable[_builtins.str] | None = ...,
+        said: _abc.Iterable[Global___EventStatus] | None = ...,
+        checkpoints: _abc.Iterable[Global___CheckpointStatus] | None = ...,
+        last_metrics_step: _builtins.int = ...,
+        best_step: _builtins.int = ...,
+        best_metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        staleness: _builtins.float = ...,
+        staleness_max: _builtins.int = ...,
+        push_bytes_per_s: _builtins.float = ...,
+        pull_bytes_per_s: _builtins.float = ...,
+        replicas: _builtins.int = ...,
+        rule: _builtins.str = ...,
+        dead_s: _builtins.float = ...,
+        page: _builtins.str = ...,
+        shard_bytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "consistency", b"consistency", "events", b"events", "exit_code", b"exit_code", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "loss", b"loss", "out_dir", b"out_dir", "phase", b"phase", "reason", b"reason", "seconds", b"seconds", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "consistency", b"consistency", "dead_s", b"dead_s", "events", b"events", "exit_code", b"exit_code", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "staleness", b"staleness", "staleness_max", b"staleness_max", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

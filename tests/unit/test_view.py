@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from shardline.rpc.status import CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus
+from shardline.view import as_json, cluster_view
+
+TASKS = (
+    TaskStatus(
+        task="worker/1",
+        state="dead",
+        incarnation=1 << 32 | 4,
+        step=38,
+        push_bytes_per_s=5e6,
+        steps_per_s=9.0,
+        compute_s=0.02,
+        exchange_s=0.01,
+        staleness=1.5,
+    ),
+    TaskStatus(task="worker/0", state="alive", last_heard_s=0.4, step=40, push_bytes_per_s=3e6, steps_per_s=10.0),
+    TaskStatus(
+        task="ps/0",
+        state="alive",
+        shards=(ShardStatus(shard=1, version=40, bytes=900, pushes=80, staleness_sum=40, waiting_for=(1,)),),
+    ),
+)
+STATUS = ChiefStatus(
+    job="digits",
+    phase="running",
+    step=40,
+    steps=100,
+    first_step=20,
+    loss=0.5,
+    steps_per_s=10.0,
+    seconds=4.0,
+    tasks=TASKS,
+    missing=("evaluator/0",),
+    last_metrics={"accuracy": 0.9},
+    last_metrics_step=30,
+    best_step=20,
+    best_metrics={"accuracy": 0.95},
+    checkpoints=(
+        CheckpointStatus(step=20, path="/out/20", bytes=5, age_s=9.0),
+        CheckpointStatus(step=30, path="/out/30", bytes=5, age_s=3.0),
+    ),
+    said=(EventStatus(time=1000.0, level="error", sentence="worker/1 is dead"),),
+    shard_bytes=(400, 300),
+)
+
+
+def test_tasks_stand_in_the_order_of_cluster_specs_and_those_that_never_joined_are_missing() -> None:
+    view = cluster_view(STATUS)
+    assert [task.name for task in view.tasks] == ["ps/0", "worker/0", "worker/1", "evaluator/0"]
+    missing = view.tasks[-1]
+    assert (missing.state, missing.heard_s, missing.step, missing.incarnation) == ("missing", None, None, "")
+
+
+def test_what_a_dead_task_did_last_is_no_rate_of_now() -> None:
+    dead = cluster_view(STATUS).tasks[2]
+    assert (dead.push_bytes_per_s, dead.steps_per_s) == (0.0, 0.0)
+    assert (dead.state, dead.step, dead.incarnation, dead.staleness) == ("dead", 38, "1.4", 1.5)
+
+
+def test_time_left_follows_the_last_seconds_and_the_whole_run_and_is_unknown_while_nothing_moves() -> None:
+    # 60 steps are left; 10 steps/s now, 20 in 4 s so far.
+    assert cluster_view(STATUS).left_s == pytest.approx(60 / 7.5)
+    assert cluster_view(replace(STATUS, steps_per_s=0.0)).left_s is None
+    assert cluster_view(replace(STATUS, phase="waiting")).left_s is None
+    assert cluster_view(replace(STATUS, steps=0)).left_s is None
+    assert cluster_view(replace(STATUS, step=100)).left_s == 0.0
+
+
+def test_progress_is_a_share_or_unknown_where_a_script_ends_the_job() -> None:
+    assert cluster_view(STATUS).progress == pytest.approx(0.4)
+    view = cluster_view(replace(STATUS, steps=0))
+    assert (view.progress, view.steps) == (None, None)
+
+
+def test_shards_have_their_size_beside_the_largest_and_who_holds_them() -> None:
+    (shard,) = cluster_view(STATUS).shards
+    assert (shard.shard, shard.ps, shard.bytes, shard.held_bytes) == (1, "ps/0", 300, 900)
+    assert (shard.share, shard.staleness, shard.waiting_for) == (0.75, 0.5, (1,))
+
+
+def test_checkpoints_come_newest_first_and_the_best_is_marked() -> None:
+    assert [(c.step, c.best) for c in cluster_view(STATUS).checkpoints] == [(30, False), (20, True)]
+
+
+def test_who_is_waited_for_is_named() -> None:
+    view = cluster_view(replace(STATUS, phase="waiting"))
+    assert view.doing == "waiting for evaluator/0, worker/1"
+    assert cluster_view(STATUS).doing == "training"
+
+
+def test_a_view_is_json_without_nan() -> None:
+    view = cluster_view(replace(STATUS, loss=math.nan, last_metrics={"loss": math.inf}))
+    text = json.dumps(as_json(view), allow_nan=False)
+    found = json.loads(text)
+    assert found["loss"] is None
+    assert found["evaluation"] == {"step": 30, "metrics": {"loss": None}}
+
+
+def test_a_job_that_nothing_is_known_of_has_a_view() -> None:
+    view = cluster_view(ChiefStatus())
+    assert (view.loss, view.evaluation, view.best, view.tasks, view.left_s) == (None, None, None, (), None)
+
+
+def test_a_status_is_the_same_after_its_way_over_the_wire() -> None:
+    status = replace(
+        STATUS, time=7.5, rule="SGD", replicas=2, staleness=0.5, staleness_max=3, dead_s=20.0, page="http://x/"
+    )
+    assert ChiefStatus.from_proto(status.to_proto()) == status
