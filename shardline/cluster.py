@@ -2,11 +2,13 @@
 
 cluster.json has TensorFlow's shape, {"chief": ["host:port"], "ps": [...], "worker": [...], "evaluator": [...]}, and so
 the "cluster" of a TF_CONFIG. Port 0 means: take a free port and tell the chief at Join. IPv6 hosts are in brackets.
+A role may have a number instead of a list, {"worker": 2}: so many tasks, which tell their addresses at Join.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,12 @@ from shardline.errors import ClusterSpecError
 ROLES = ("chief", "ps", "worker", "evaluator")
 
 MAX_PORT = 65_535
+MAX_TASKS = 4096
+"""Of one role, where a number stands for them."""
+UNNAMED = "*:0"
+"""Address of a task that tells it at Join: its machine's own name, and a free port unless --address says which."""
+ANY = "any"
+"""Instead of an index: the chief hands one out."""
 
 
 def parse_address(text: object, where: str = "the address") -> tuple[str, int]:
@@ -52,6 +60,8 @@ def format_address(host: str, port: int) -> str:
 def parse_task(text: str) -> tuple[str, int]:
     """Role and index of a task's name, such as "ps/0"."""
     role, slash, index = text.partition("/")
+    if index == ANY and role in ROLES:
+        raise ClusterSpecError(f"{text!r} leaves the index to the chief, which only a task that starts can do")
     if not slash or role not in ROLES or not (index.isascii() and index.isdigit()):
         raise ClusterSpecError(f'{text!r} is no task; a task is role/index, such as "ps/0", with role {_one_of(ROLES)}')
     return role, int(index)
@@ -137,6 +147,20 @@ class ClusterSpec:
         else:
             self.address(task)
             addresses[index] = address
+        return self._with_role(role, addresses)
+
+    def with_place(self, task: str, address: str) -> ClusterSpec:
+        """The same cluster with the address of a task that the chief gave an index, beyond the spec or not.
+
+        Tasks between are UNNAMED: they exist, but this one need not know them.
+        """
+        role, index = parse_task(task)
+        addresses = list(self.addresses(role))
+        addresses += [UNNAMED] * (index + 1 - len(addresses))
+        addresses[index] = address
+        return self._with_role(role, addresses)
+
+    def _with_role(self, role: str, addresses: list[str]) -> ClusterSpec:
         tasks = {**self.tasks, role: tuple(addresses)}
         return ClusterSpec({name: tasks[name] for name in ROLES if name in tasks})
 
@@ -153,6 +177,23 @@ class Membership:
     def task(self) -> str:
         """Name, such as "worker/3"."""
         return f"{self.role}/{self.index}"
+
+
+def own_address(address: str, hostname: str = "") -> str:
+    """The address with this machine's own name where it has no host of its own: ":2222" and "*:2222".
+
+    hostname: that name, by default the system's. Raises ClusterSpecError.
+    """
+    if address.startswith(":"):
+        address = f"*{address}"
+    host, port = parse_address(address, "--address")
+    return format_address(hostname or socket.gethostname(), port) if host == "*" else address
+
+
+def wants_place(task: str | None) -> str | None:
+    """Role of "worker/any", for a task that asks the chief for its index; None for other tasks."""
+    role, _, index = (task or "").partition("/")
+    return role if index == ANY and role in ROLES else None
 
 
 def from_tf_config(text: str, *, host: str = "127.0.0.1") -> Membership:
@@ -244,6 +285,10 @@ def _tf_task(task: object) -> tuple[str, int]:
 
 
 def _addresses(role: object, entries: object, source: str) -> tuple[str, ...]:
+    if isinstance(entries, int) and not isinstance(entries, bool):
+        if not 1 <= entries <= MAX_TASKS:
+            raise ClusterSpecError(f'{source}: "{role}" is {entries}; as a number of tasks use 1 to {MAX_TASKS}')
+        return (UNNAMED,) * entries
     if isinstance(entries, Mapping):
         try:
             entries = [entries[str(index)] for index in range(len(entries))]

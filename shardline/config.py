@@ -72,7 +72,9 @@ class RoleConfig:
     metrics_port: int = 0
     """0 = a free port."""
     host: str = "127.0.0.1"
-    """Interface the metrics bind to; the service binds to the host of its address in the cluster spec."""
+    """Interface the metrics bind to."""
+    bind: str | None = None
+    """Interface the services bind to; None = the host of the task's address in the cluster spec."""
     chief_trains: bool = False
     inexact: bool = False
     """Allow machines whose gradients differ in the last bits in one synchronous job."""

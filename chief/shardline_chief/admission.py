@@ -11,6 +11,8 @@ from shardline_chief.messages import TRAINERS, Join
 from shardline_chief.state import State, as_in_cluster
 
 ROLES = ("ps", "worker", "chief", "evaluator")
+PLACED = ("ps", "worker", "evaluator")
+"""Roles whose tasks may ask for an index."""
 SPARE_EVALUATORS = 8
 """Evaluators may stand outside of the cluster spec (TF_CONFIG's rule); so many at most."""
 
@@ -38,6 +40,13 @@ def refusal(state: State, join: Join) -> Refused | None:
     if join.role in TRAINERS:
         return _job_refusal(state, join) or _machine_refusal(state, join)
     return _job_refusal(state, join) if join.role == "evaluator" else None
+
+
+def place_refusal(role: str) -> Refused | None:
+    """Why a role gets no index handed out."""
+    if role in PLACED:
+        return None
+    return Refused(reason=f"role {role!r} gets no index from the chief; those that do are {', '.join(PLACED)}")
 
 
 def _job_refusal(state: State, join: Join) -> Refused | None:

@@ -86,6 +86,8 @@ class Membership:
         self._dead_s = dead_s
         self._counter = 0
         self._members: dict[str, Member] = {}
+        self._kept: dict[str, tuple[str, float]] = {}
+        """Places handed out to tasks that have not joined yet: task -> (address, until when)."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(sorted(self._members.values(), key=lambda m: (m.role, m.index)))
@@ -106,9 +108,9 @@ class Membership:
 
     def join(self, now_s: float, join: Join, *, limit: int) -> Admitted | Refused:
         """Admit a task, or say why not. `limit`: indices of the role are [0, limit)."""
-        index = self._free_index(join.role, limit) if join.index is None else join.index
+        index = self._free_index(join.role, limit, now_s) if join.index is None else join.index
         if index is None:
-            return Refused(reason=f"all {limit} places for {join.role}s are taken by living tasks", retry=True)
+            return _full(join.role, limit)
         if index >= limit:
             return Refused(reason=f"{join.role}/{index} is outside this cluster, which has room for {limit}")
         old = self._members.get(f"{join.role}/{index}")
@@ -129,11 +131,37 @@ class Membership:
             last_heard_s=now_s,
         )
         self._members[member.task] = member
+        self._kept.pop(member.task, None)
         return Admitted(member=member, replaced=old if old is not None and old.living else None)
 
-    def _free_index(self, role: str, limit: int) -> int | None:
+    def place(self, now_s: float, role: str, address: str, *, limit: int, keep_s: float) -> int | Refused:
+        """An index for a task that is about to join, kept for its address for keep_s seconds.
+
+        Who was here before from the same address gets its index again: a container or pod that was started again
+        takes its own place, without waiting until its former life is declared dead.
+        """
+        free = self._free_index(role, limit, now_s)
+        # Port 0 is no address yet: several tasks of one machine may say that.
+        before = None if address.endswith(":0") else self._index_from(role, address, limit)
+        index = free if before is None else before
+        if index is None:
+            return _full(role, limit)
+        self._kept[f"{role}/{index}"] = (address, now_s + keep_s)
+        return index
+
+    def _index_from(self, role: str, address: str, limit: int) -> int | None:
+        for index in range(limit):
+            task = f"{role}/{index}"
+            member, kept = self._members.get(task), self._kept.get(task)
+            holder = kept[0] if kept is not None else member.address if member is not None else ""
+            if holder == address:
+                return index
+        return None
+
+    def _free_index(self, role: str, limit: int, now_s: float) -> int | None:
+        self._kept = {task: kept for task, kept in self._kept.items() if now_s < kept[1]}
         taken = {m.index for m in self._members.values() if m.role == role and m.living}
-        return next((i for i in range(limit) if i not in taken), None)
+        return next((i for i in range(limit) if i not in taken and f"{role}/{i}" not in self._kept), None)
 
     def heard(self, task: str, incarnation: int, now_s: float) -> bool:
         """Note a heartbeat. False: that incarnation is fenced or unknown."""
@@ -182,3 +210,7 @@ class Membership:
                 self._members[member.task] = changed
                 changes.append(Change(member=changed, sentence=text))
         return changes
+
+
+def _full(role: str, limit: int) -> Refused:
+    return Refused(reason=f"all {limit} places for {role}s are taken by living tasks", retry=True)

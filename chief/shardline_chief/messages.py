@@ -45,6 +45,15 @@ class JoinAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlaceAnswer:
+    """The index of a task that asked for one, such as "worker/1"; empty: `reason` and `retry` as for a JoinAnswer."""
+
+    task: str = ""
+    reason: str = ""
+    retry: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Beat:
     """What a task tells with each heartbeat."""
 

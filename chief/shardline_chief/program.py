@@ -25,7 +25,7 @@ from shardline_chief.assignment import replicas_of
 from shardline_chief.ending import Ending
 from shardline_chief.membership import Member, Refused
 from shardline_chief.membership import State as Life
-from shardline_chief.messages import Beat, Join, JoinAnswer, LeaseAnswer
+from shardline_chief.messages import Beat, Join, JoinAnswer, LeaseAnswer, PlaceAnswer
 from shardline_chief.running import Running
 from shardline_chief.setup import Setup, reassign
 from shardline_chief.state import Settings, State
@@ -72,6 +72,19 @@ class Program:
         if decision.replaced is not None:
             state.say("replaced", f"{member.task}: a new process takes the place of a silent one, which is fenced")
         self._admitted(ticket, join, member, decision.replaced, now_s)
+
+    def place(self, role: str, address: str, now_s: float) -> PlaceAnswer:
+        """An index for a task that is about to join from this address, kept for it for the time to join."""
+        state = self.state
+        refused = admission.place_refusal(role)
+        if refused is None:
+            found = state.members.place(
+                now_s, role, address, limit=admission.limit(state, role), keep_s=state.timeouts.join_s
+            )
+            if not isinstance(found, Refused):
+                return PlaceAnswer(task=f"{role}/{found}")
+            refused = found
+        return PlaceAnswer(reason=refused.reason, retry=refused.retry)
 
     def _ps_again(self, join: Join, now_s: float) -> Refused | None:
         """A ps joins after the start: the same process is welcome back, a new one holds nothing."""

@@ -35,7 +35,9 @@ def run(config: RoleConfig) -> int:
     metrics = Metrics("evaluator", config.task)
     metrics_address = metrics.serve(config.host, config.metrics_port)
     # Nobody calls an evaluator; it serves health and reflection, as every task does.
-    server = RpcServer(config.cluster.address(config.task), name=config.task, security=config.security)
+    server = RpcServer(
+        config.cluster.address(config.task), name=config.task, security=config.security, bind=config.bind
+    )
     address = server.start()
     tell_ready(config, address)
     link = ChiefLink(

@@ -69,6 +69,7 @@ class PsProcess:
             service_names=SERVICES,
             name=config.task,
             security=config.security,
+            bind=config.bind,
         )
 
     def _stop(self, reason: str) -> None:
@@ -102,7 +103,7 @@ def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str,
     if config.lane in ("auto", "tcp"):
         host, _ = parse_address(config.cluster.address(config.task))
         context = config.security.server_context()
-        found.append(TcpOffer(host, context, timeout_s=config.timeouts.rpc_s, on_refused=on_refused))
+        found.append(TcpOffer(config.bind or host, context, timeout_s=config.timeouts.rpc_s, on_refused=on_refused))
     if config.lane in ("auto", "shm") and sys.platform == "linux" and store.device.type == "cpu":
         store.make_publication = publish
         store.lane_bytes = reply_bytes

@@ -14,6 +14,7 @@ import click
 from shardline import errors
 from shardline.cli.bench import bench
 from shardline.cli.cluster_commands import export, status, stop
+from shardline.cli.health import health
 from shardline.cli.options import JOB_ARGS
 from shardline.cli.roles import COMMANDS
 from shardline.cli.train import train
@@ -46,7 +47,7 @@ def cli() -> None:
     """
 
 
-for command in (train, *COMMANDS, status, stop, export, bench):
+for command in (train, *COMMANDS, status, stop, export, health, bench):
     cli.add_command(command)
 
 

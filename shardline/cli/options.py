@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
-from shardline.cluster import Membership, locate, parse_address
+from shardline.cluster import Membership, locate, own_address, parse_address, parse_task, read_spec, wants_place
 from shardline.config import LANES, RoleConfig, Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
 from shardline.security import Security
@@ -166,19 +166,24 @@ def existing_job(path: Path | None) -> Path | None:
 
 def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> RoleConfig:
     """Settings of a role's process from its parsed flags; TF_CONFIG is taken from `environ`."""
-    place = locate(
-        role,
-        cluster=flags["cluster"],
-        task=flags["task"],
-        tf_config=environ.get("TF_CONFIG") or None,
-        host=flags["host"],
-    )
+    job, secured_by = existing_job(flags["job"]), security(flags)
+    if wants_place(flags["task"]):
+        place = _take_place(role, flags, secured_by)
+    else:
+        place = locate(
+            role,
+            cluster=flags["cluster"],
+            task=flags["task"],
+            tf_config=environ.get("TF_CONFIG") or None,
+            host=flags["host"],
+        )
+    place = _with_own_address(place, flags["address"])
     _check_chief_port(place, ready_fd=flags["ready_fd"])
     return RoleConfig(
         role=role,
         index=place.index,
         cluster=place.spec,
-        job=existing_job(flags["job"]),
+        job=job,
         out=flags["out"],
         resume=flags["resume"],
         timeouts=Timeouts(total_s=flags["timeout"]),
@@ -191,11 +196,34 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
         overrides=overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
         ready_fd=flags["ready_fd"],
         life_fd=flags["life_fd"],
-        security=security(flags),
+        security=secured_by,
+        bind=flags["bind"],
         lane=flags["lane"],
         overlap=flags["overlap"],
         run_dir=flags["run_dir"],
     )
+
+
+def _take_place(role: str, flags: Mapping[str, Any], secured_by: Security) -> Membership:
+    """The place that the chief hands out for --task ROLE/any."""
+    if wants_place(flags["task"]) != role:
+        task = flags["task"]
+        raise ClusterSpecError(f"task {task} is no {role}; start it with: shardline {wants_place(task)}")
+    if flags["cluster"] is None:
+        raise ClusterSpecError(f"--task {flags['task']} needs --cluster FILE or SHARDLINE_CLUSTER")
+    spec = read_spec(flags["cluster"])
+    _check_chief_port(Membership(spec, role, 0), ready_fd=None)
+    address = own_address(flags["address"] or ":0")
+    # Imports torch, which --help must not.
+    from shardline.rpc.place import take_place
+
+    task = take_place(spec.chief, role, address, Timeouts(total_s=flags["timeout"]), secured_by)
+    return Membership(spec.with_place(task, address), *parse_task(task))
+
+
+def _with_own_address(place: Membership, given: str | None) -> Membership:
+    address = own_address(given or place.spec.address(place.task))
+    return Membership(place.spec.with_place(place.task, address), place.role, place.index)
 
 
 def _check_chief_port(place: Membership, *, ready_fd: int | None) -> None:

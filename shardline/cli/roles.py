@@ -11,7 +11,7 @@ import click
 
 from shardline import lifeline, log
 from shardline.cli import options
-from shardline.cluster import ROLES
+from shardline.cluster import ROLES, wants_place
 from shardline.config import RoleConfig
 from shardline.errors import UsageError
 
@@ -28,7 +28,19 @@ Run = Callable[[RoleConfig], int]
 
 role_options = options.together(
     options.cluster,
-    options.option("--task", metavar="ROLE/INDEX", help="This task, such as ps/0; may be left out where there is one."),
+    options.option(
+        "--task",
+        metavar="ROLE/INDEX",
+        help="This task, such as ps/0; may be left out where there is one. ps/any: the chief hands out the index.",
+    ),
+    options.option(
+        "--address",
+        metavar="HOST:PORT",
+        help="Where others find this task, if not at its address in the cluster spec. :PORT = at this machine's name.",
+    ),
+    options.option(
+        "--bind", metavar="HOST", help="Interface that the services bind to. Default: the host of the task's address."
+    ),
     options.option("--job", type=click.Path(path_type=Path), metavar="JOB.py", help="File that defines the job."),
     options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Checkpoints, logs and metrics."),
     options.resume,
@@ -58,6 +70,9 @@ def find_role(role: str) -> Run:
 
 def run_role(role: str, flags: dict[str, Any]) -> int:
     """Run one task until the job ends; returns its exit code."""
+    if wants_place(flags["task"]):
+        # Until its index is known, it tells what it waits for by its role.
+        log.setup(role)
     config = options.role_config(role, flags)
     if config.life_fd is not None:
         lifeline.watch(config.life_fd)

@@ -63,6 +63,7 @@ def connect(
         device=device or environment("device") or "cpu",
         metrics_port=int(_number("metrics_port", 0)),
         host=environment("host") or "127.0.0.1",
+        bind=environment("bind"),
         life_fd=int(life_fd) if life_fd else None,
         security=environment_security(),
         lane=environment("lane") or "auto",

@@ -74,7 +74,9 @@ class Session:
             checkpoint_keep=checkpoint_keep,
             workers=max(1, config.cluster.num("worker")),
         )
-        self._server = RpcServer(config.cluster.address(config.task), name=config.task, security=config.security)
+        self._server = RpcServer(
+            config.cluster.address(config.task), name=config.task, security=config.security, bind=config.bind
+        )
         self.metrics = Metrics("worker", config.task)
         self._pipeline = Pipeline(go_on=self._go_on, still_ordered=self._still_ordered, closed=self._account)
         self._place = Workplace(

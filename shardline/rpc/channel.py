@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -171,14 +172,15 @@ class Peer:
             raise self.failure(error, what=what, waited_s=waited_s) from error
 
     def failure(self, error: grpc.RpcError, *, what: str, waited_s: float, connecting: bool = False) -> ShardlineError:
-        """The error of a failed call. Where there was no connection, looks whether TLS is why (a second or two).
+        """The error of a failed call. Where there was no connection, looks whether name or TLS is why (some seconds).
 
         connecting: the call waited for a connection, so that its deadline may have ended there.
         """
         found = from_status(error, peer=str(self), what=what, waited_s=waited_s)
         code = error.code() if isinstance(error, grpc.Call) else None
         if code is grpc.StatusCode.UNAVAILABLE or (connecting and code is grpc.StatusCode.DEADLINE_EXCEEDED):
-            reason = self.security.diagnose(*parse_address(self.address))
+            host, port = parse_address(self.address)
+            reason = unknown_name(host) or self.security.diagnose(host, port)
             if reason:
                 return UnreachableError(f"{self} can't be asked ({what}): {reason}")
         return found
@@ -186,6 +188,16 @@ class Peer:
     def close(self) -> None:
         """Close the channel; running calls end with CANCELLED."""
         self.channel.close()
+
+
+def unknown_name(host: str) -> str:
+    """Why a host's name leads nowhere; empty where it has an address."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (socket.gaierror, UnicodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is no host name"
+        return f"the name {host!r} has no address ({cause}); is it right in the cluster spec, and is that host up?"
+    return ""
 
 
 def is_retried(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from shardline.cluster import format_address
 from shardline.errors import InternalError, UsageError
 from shardline.security import PLAIN, Security
 
@@ -73,6 +74,7 @@ class RpcServer:
     register: functions that add their servicer to the grpc.aio server, called on the loop.
     service_names: full names for health and reflection, such as "shardline.rpc.v1.Chief".
     security: TLS and job token; with a token every call must bring it but those of the health service.
+    bind: interface to listen on where it is not the host of the address, such as 0.0.0.0 in a container.
     The health service answers NOT_SERVING until set_serving(True).
     """
 
@@ -84,8 +86,10 @@ class RpcServer:
         service_names: Sequence[str] = (),
         name: str = "rpc",
         security: Security = PLAIN,
+        bind: str | None = None,
     ) -> None:
         self._requested = address
+        self._bind = bind
         self._register = tuple(register)
         self._names = tuple(service_names)
         self._security = security
@@ -130,11 +134,12 @@ class RpcServer:
             server,
         )
         host, _, port = self._requested.rpartition(":")
+        listen = self._requested if self._bind is None else format_address(self._bind, int(port))
         try:
             if credentials is None:
-                bound = server.add_insecure_port(self._requested)
+                bound = server.add_insecure_port(listen)
             else:
-                bound = server.add_secure_port(self._requested, credentials)
+                bound = server.add_secure_port(listen, credentials)
         except RuntimeError as error:
             bound = 0
             cause = str(error)
@@ -142,8 +147,8 @@ class RpcServer:
             cause = "bind failed"
         if bound == 0:
             raise UsageError(
-                f"can't listen on {self._requested} ({cause}): is another process using port {port}, "
-                f"and does {host} belong to this machine?"
+                f"can't listen on {listen} ({cause}): is another process using port {port}, "
+                f"and does {self._bind or host} belong to this machine?"
             )
         await server.start()
         self._server = server

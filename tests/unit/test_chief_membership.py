@@ -137,3 +137,76 @@ def test_living_members_come_by_role_as_asked_then_by_index() -> None:
     for role, index in (("worker", 2), ("worker", 0), ("chief", 0), ("ps", 0)):
         admit(members, ask(index, role=role))
     assert [m.task for m in members.living("chief", "worker")] == ["chief/0", "worker/0", "worker/2"]
+
+
+# Indices that the chief hands out
+
+
+def place(members: Membership, address: str, now_s: float = 0.0, *, limit: int = 2, role: str = "worker") -> object:
+    return members.place(now_s, role, address, limit=limit, keep_s=60.0)
+
+
+def at(address: str, index: int, *, stable_id: str = "a") -> Join:
+    return Join(role="worker", index=index, stable_id=stable_id, address=address)
+
+
+def test_places_are_handed_out_in_order_and_each_only_once() -> None:
+    members = table()
+    assert place(members, "a:1") == 0
+    assert place(members, "b:1") == 1
+    full = place(members, "c:1")
+    assert isinstance(full, Refused)
+    assert full.retry
+    assert "all 2 places" in full.reason
+
+
+def test_who_asks_again_before_joining_gets_the_same_place() -> None:
+    members = table()
+    assert place(members, "a:1") == 0
+    assert place(members, "b:1") == 1
+    assert place(members, "a:1", 59.0) == 0
+    assert place(members, "b:1", 59.0) == 1
+
+
+def test_place_of_a_task_that_never_joined_is_given_away_after_its_time() -> None:
+    members = table()
+    assert place(members, "a:1", limit=1) == 0
+    assert isinstance(place(members, "b:1", 59.9, limit=1), Refused)
+    assert place(members, "b:1", 60.0, limit=1) == 0
+    assert isinstance(place(members, "a:1", 61.0, limit=1), Refused)
+
+
+def test_task_started_again_takes_its_own_place_before_it_is_declared_dead() -> None:
+    members = table()
+    for index, address in enumerate(("a:1", "b:1")):
+        assert place(members, address) == index
+        admit(members, at(address, index))
+    members.stream_broken("worker/1", members.get("worker/1").incarnation)  # type: ignore[union-attr]
+    members.tick(1.0)
+    assert place(members, "b:1", 1.0, limit=4) == 1
+    assert place(members, "c:1", 1.0, limit=4) == 2
+    again = members.join(2.0, at("b:1", 1, stable_id="new"), limit=4)
+    assert isinstance(again, Admitted)
+    assert again.replaced is not None
+
+
+def test_place_of_a_dead_task_goes_to_a_stranger_and_stays_his() -> None:
+    members = table()
+    assert place(members, "a:1", limit=1) == 0
+    admit(members, at("a:1", 0))
+    members.declare_dead("worker/0")
+    assert place(members, "b:1", 30.0, limit=1) == 0
+    admit(members, at("b:1", 0, stable_id="b"), 31.0)
+    assert isinstance(place(members, "a:1", 32.0, limit=1), Refused)
+
+
+def test_port_0_tells_two_tasks_of_one_machine_apart_from_no_other() -> None:
+    members = table()
+    assert place(members, "a:0") == 0
+    assert place(members, "a:0") == 1
+
+
+def test_join_without_an_index_leaves_places_that_were_handed_out() -> None:
+    members = table()
+    assert place(members, "a:1") == 0
+    assert admit(members, ask(None, stable_id="c")).task == "worker/1"

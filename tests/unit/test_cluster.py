@@ -9,12 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.cluster import (
+    UNNAMED,
     ClusterSpec,
     format_address,
     from_tf_config,
     locate,
+    own_address,
     parse_address,
     parse_task,
+    wants_place,
 )
 from shardline.errors import ClusterSpecError
 
@@ -242,3 +245,45 @@ def test_any_valid_spec_survives_json_and_tf_config(pool: list[str], data: st.Da
         text = json.dumps({"cluster": json.loads(spec.to_json()), "task": {"type": role, "index": index}})
         place = from_tf_config(text)
         assert (place.task, place.spec) == (task, spec)
+
+
+# Tasks that tell their addresses themselves
+
+
+def test_number_stands_for_so_many_tasks_without_an_address() -> None:
+    spec = ClusterSpec.from_mapping({"chief": ["c:1"], "ps": 2, "worker": 3})
+    assert (spec.num("ps"), spec.num("worker"), spec.num("evaluator")) == (2, 3, 0)
+    assert spec.address("ps/1") == UNNAMED
+    assert ClusterSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize("number", [0, -1, 5000])
+def test_number_of_tasks_out_of_range_is_named(number: int) -> None:
+    said = refusal(json.dumps({"chief": ["c:1"], "ps": number}))
+    assert f'"ps" is {number}' in said
+
+
+def test_switch_is_no_number_of_tasks() -> None:
+    assert "must be a list" in refusal('{"chief": ["c:1"], "ps": true}')
+
+
+def test_place_beyond_the_spec_leaves_those_between_without_an_address() -> None:
+    spec = ClusterSpec.from_mapping({"chief": ["c:1"], "ps": 1, "worker": 1}).with_place("worker/3", "w:9")
+    assert spec.addresses("worker") == (UNNAMED, UNNAMED, UNNAMED, "w:9")
+
+
+@pytest.mark.parametrize(
+    ("address", "own"),
+    [(":2222", "here:2222"), (UNNAMED, "here:0"), ("*:7", "here:7"), ("10.0.0.7:2222", "10.0.0.7:2222")],
+)
+def test_address_without_a_host_is_at_this_machines_name(address: str, own: str) -> None:
+    assert own_address(address, "here") == own
+
+
+def test_index_left_to_the_chief_is_no_index_elsewhere() -> None:
+    assert wants_place("worker/any") == "worker"
+    assert wants_place("worker/0") is None
+    assert wants_place(None) is None
+    assert wants_place("cook/any") is None
+    with pytest.raises(ClusterSpecError, match="leaves the index to the chief"):
+        parse_task("worker/any")

@@ -1,0 +1,42 @@
+"""The gRPC face of handing out indices: see places.proto."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from shardline.cluster import parse_address
+from shardline.errors import ProtocolError
+from shardline.rpc import errors as rpc_errors
+from shardline.rpc.v1 import places_pb2, places_pb2_grpc
+from shardline_chief.control import Control
+
+PLACES = "shardline.rpc.v1.Places"
+MAX_NAME = 256
+
+
+class PlacesServicer(places_pb2_grpc.PlacesServicer):
+    """Serves Places over one Control."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    @rpc_errors.unary
+    async def Take(self, request: places_pb2.PlaceRequest, context: Any) -> places_pb2.PlaceReply:
+        """An index, or why there is none."""
+        for what, text in (("role", request.role), ("address", request.address)):
+            if len(text) > MAX_NAME:
+                raise ProtocolError(f"Take: {what} has {len(text)} characters; the limit is {MAX_NAME}")
+        parse_address(request.address, "Take: the address")
+        answer = await asyncio.wrap_future(
+            self._control.call(lambda now_s: self._control.program.place(request.role, request.address, now_s))
+        )
+        return places_pb2.PlaceReply(task=answer.task, reason=answer.reason, retry=answer.retry)
+
+
+def register_places(control: Control) -> Callable[[grpc.aio.Server], None]:
+    """For RpcServer."""
+    return lambda server: places_pb2_grpc.add_PlacesServicer_to_server(PlacesServicer(control), server)

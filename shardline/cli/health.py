@@ -1,0 +1,29 @@
+"""shardline health: is the task at an address well? What HEALTHCHECK of the image runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shardline.cli import options
+from shardline.cluster import own_address
+from shardline.errors import UnreachableError
+
+
+@click.command(short_help="Ask one task whether it is well.")
+@options.option(
+    "--address", default="127.0.0.1:2222", metavar="HOST:PORT", help="The task's. :PORT = at this machine's name."
+)
+@click.option("--within", type=click.FloatRange(0.1, 3600.0), default=5.0, show_default=True, help="Seconds.")
+@options.secured
+def health(address: str, within: float, **files: Path | None) -> int:
+    """Ask the gRPC health service of one task; the exit code is 0 where it serves, 3 where it does not."""
+    from shardline.rpc.health import check
+
+    asked = own_address(address)
+    found = check(asked, timeout_s=within, security=options.security(files))
+    if found != "SERVING":
+        raise UnreachableError(f"the task at {asked} is not serving: it starts or ends")
+    click.echo(f"{asked} serves")
+    return 0

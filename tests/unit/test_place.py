@@ -1,0 +1,166 @@
+"""Tasks that get their index from the chief, listen on one interface and are found under another name."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+import grpc
+import pytest
+
+from shardline.cli import options
+from shardline.cli.main import main
+from shardline.config import RoleConfig, Timeouts
+from shardline.errors import ClusterSpecError, MismatchError, UnreachableError, UsageError
+from shardline.rpc.place import take_place
+from shardline.rpc.server import RpcServer
+from shardline.rpc.v1 import places_pb2, places_pb2_grpc
+from shardline.security import Security
+
+T = Timeouts(total_s=2.0)
+Answer = Callable[[Any], places_pb2.PlaceReply]
+
+
+class Giver(places_pb2_grpc.PlacesServicer):
+    """A chief that answers as it is told to."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.asked: list[tuple[str, str]] = []
+
+    async def Take(self, request: places_pb2.PlaceRequest, context: Any) -> places_pb2.PlaceReply:
+        self.asked.append((request.role, request.address))
+        return self.answer(request)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], tuple[str, Giver]]]:
+    servers: list[RpcServer] = []
+
+    def start(answer: Answer) -> tuple[str, Giver]:
+        giver = Giver(answer)
+
+        def register(server: grpc.aio.Server) -> None:
+            places_pb2_grpc.add_PlacesServicer_to_server(giver, server)
+
+        servers.append(RpcServer("127.0.0.1:0", register=[register], name="giver"))
+        return servers[-1].start(), giver
+
+    yield start
+    for server in servers:
+        server.close(grace_s=0.0)
+
+
+def parse(role: str, *arguments: str) -> RoleConfig:
+    found: list[RoleConfig] = []
+
+    def keep(**flags: Any) -> None:
+        found.append(options.role_config(role, flags, environ={}))
+
+    from shardline.cli.roles import role_options
+
+    click.command(role)(role_options(keep)).main(list(arguments), standalone_mode=False)
+    return found[0]
+
+
+def cluster(chief: str, **roles: int) -> str:
+    return json.dumps({"chief": [chief], "ps": 1, **roles})
+
+
+def test_role_with_any_becomes_the_task_that_the_chief_names(serve: Callable[[Answer], tuple[str, Giver]]) -> None:
+    chief, giver = serve(lambda request: places_pb2.PlaceReply(task="worker/3"))
+    config = parse(
+        "worker",
+        "--cluster",
+        cluster(chief, worker=2),
+        "--task",
+        "worker/any",
+        "--address",
+        ":2222",
+        "--bind",
+        "0.0.0.0",
+    )
+    here = f"{socket.gethostname()}:2222"
+    assert giver.asked == [("worker", here)]
+    assert config.task == "worker/3"
+    assert config.cluster.address("worker/3") == here
+    assert config.bind == "0.0.0.0"
+
+
+def test_place_that_is_not_free_yet_is_waited_for(serve: Callable[[Answer], tuple[str, Giver]]) -> None:
+    replies = [places_pb2.PlaceReply(reason="all 1 places are taken", retry=True), places_pb2.PlaceReply(task="ps/0")]
+    chief, giver = serve(lambda request: replies.pop(0))
+    assert take_place(chief, "ps", "a:1", T) == "ps/0"
+    assert len(giver.asked) == 2
+
+
+def test_place_that_stays_taken_is_given_up_with_the_chiefs_reason(
+    serve: Callable[[Answer], tuple[str, Giver]],
+) -> None:
+    chief, _ = serve(lambda request: places_pb2.PlaceReply(reason="all 1 places are taken", retry=True))
+    with pytest.raises(UnreachableError, match="no index within 1 s: all 1 places are taken"):
+        take_place(chief, "ps", "a:1", Timeouts(total_s=1.0))
+
+
+def test_role_that_gets_no_index_is_told_so_at_once(serve: Callable[[Answer], tuple[str, Giver]]) -> None:
+    chief, _ = serve(lambda request: places_pb2.PlaceReply(reason="role 'chief' gets no index"))
+    with pytest.raises(MismatchError, match="role 'chief' gets no index"):
+        take_place(chief, "chief", "a:1", T)
+
+
+def test_chief_whose_name_is_not_known_is_waited_for_and_named() -> None:
+    with pytest.raises(UnreachableError, match=r"the name 'nowhere\.invalid' has no address"):
+        take_place("nowhere.invalid:2222", "ps", "a:1", Timeouts(total_s=1.0))
+
+
+def test_any_of_another_role_and_any_without_a_cluster_are_refused() -> None:
+    with pytest.raises(ClusterSpecError, match="start it with: shardline ps"):
+        parse("worker", "--cluster", cluster("127.0.0.1:1"), "--task", "ps/any")
+    with pytest.raises(ClusterSpecError, match="needs --cluster"):
+        parse("worker", "--task", "worker/any")
+
+
+def test_task_with_an_index_in_a_numbered_role_answers_at_its_machines_name() -> None:
+    config = parse("ps", "--cluster", cluster("127.0.0.1:1"), "--task", "ps/0")
+    assert config.cluster.address("ps/0") == f"{socket.gethostname()}:0"
+
+
+# Listening, and health
+
+
+def test_server_listens_on_the_interface_and_tells_the_name() -> None:
+    server = RpcServer("somewhere.invalid:0", name="x", bind="127.0.0.1")
+    try:
+        address = server.start()
+        assert address.startswith("somewhere.invalid:")
+        assert main(["health", "--address", f"127.0.0.1:{address.rpartition(':')[2]}"]) == 0
+    finally:
+        server.close(grace_s=0.0)
+
+
+def test_interface_that_is_not_there_is_named() -> None:
+    server = RpcServer("somewhere:0", name="x", bind="192.0.2.1")
+    with pytest.raises(UsageError, match=r"does 192\.0\.2\.1 belong to this machine"):
+        server.start()
+
+
+def test_health_of_nobody_is_a_sentence_and_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["health", "--address", address, "--within", "0.5"]) == 3
+    assert f"nothing at {address} says within 0.5 s that it is well" in capsys.readouterr().err
+
+
+def test_health_of_a_task_that_ends_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+    server = RpcServer("127.0.0.1:0", name="x", security=Security())
+    try:
+        address = server.start()
+        server.run(server._set(False), timeout_s=5.0)
+        assert main(["health", "--address", address]) == 3
+        assert "is not serving" in capsys.readouterr().err
+    finally:
+        server.close(grace_s=0.0)
