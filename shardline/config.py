@@ -75,6 +75,8 @@ class RoleConfig:
     """Interface the metrics bind to."""
     bind: str | None = None
     """Interface the services bind to; None = the host of the task's address in the cluster spec."""
+    exit_with_job: bool = False
+    """End with the job's exit code where the chief ends a job that failed; otherwise with 0, having done as told."""
     chief_trains: bool = False
     inexact: bool = False
     """Allow machines whose gradients differ in the last bits in one synchronous job."""

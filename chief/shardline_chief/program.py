@@ -77,6 +77,8 @@ class Program:
         """An index for a task that is about to join from this address, kept for it for the time to join."""
         state = self.state
         refused = admission.place_refusal(role)
+        if refused is None and state.ended and state.exit_code:
+            refused = Refused(reason=f"the job has ended: {state.reason}", retry=True)
         if refused is None:
             found = state.members.place(
                 now_s, role, address, limit=admission.limit(state, role), keep_s=state.timeouts.join_s

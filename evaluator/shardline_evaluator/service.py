@@ -56,7 +56,8 @@ def run(config: RoleConfig) -> int:
             log.info("asked to end before the chief admitted this evaluator")
             return 0
         log.info("joined as %s, metrics at http://%s/metrics", link.task, metrics_address)
-        return Evaluator(link, job, model.to(device), metrics, termination).run()
+        code = Evaluator(link, job, model.to(device), metrics, termination).run()
+        return (code or link.orders.exit_code) if config.exit_with_job else code
     finally:
         link.close()
         server.close(grace_s=0.5)

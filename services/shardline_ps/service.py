@@ -183,7 +183,7 @@ def _serve(config: RoleConfig, process: PsProcess, termination: Termination, add
         if failure:
             raise failure[0]
         log.info("the job has ended: %s", process.end_reason or "done")
-        return 0
+        return link.orders.exit_code if config.exit_with_job else 0
     finally:
         link.close()
 

@@ -198,6 +198,7 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
         life_fd=flags["life_fd"],
         security=secured_by,
         bind=flags["bind"],
+        exit_with_job=flags["exit_with_job"],
         lane=flags["lane"],
         overlap=flags["overlap"],
         run_dir=flags["run_dir"],

@@ -49,6 +49,11 @@ role_options = options.together(
     options.gpu_memory_fraction,
     options.option("--metrics-port", type=click.IntRange(0, 65_535), default=0, help="0 = a free one."),
     options.option("--host", default="127.0.0.1", help="Interface that the metrics page binds to."),
+    options.option(
+        "--exit-with-job",
+        is_flag=True,
+        help="End with the exit code of a job that failed, for supervisors that start failed tasks again.",
+    ),
     options.chief_trains,
     options.inexact,
     options.job_fields,

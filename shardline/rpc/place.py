@@ -35,20 +35,28 @@ def take_place(chief: str, role: str, address: str, timeouts: Timeouts, security
             try:
                 reply = stub.Take(request, timeout=max(0.1, deadline_s - start_s), wait_for_ready=True)
             except grpc.RpcError as error:
-                waited_s = time.monotonic() - start_s
-                raise peer.failure(error, what="Take", waited_s=waited_s, connecting=True) from error
-            if reply.task:
-                return str(reply.task)
-            if not reply.retry:
-                raise MismatchError(f"{peer} gives this {role} no index: {reply.reason}")
+                now_s = time.monotonic()
+                # A chief that goes away while it is asked may be followed by another.
+                if not (is_unavailable(error) and now_s < deadline_s):
+                    raise peer.failure(error, what="Take", waited_s=now_s - start_s, connecting=True) from error
+                reason = f"{peer} went away"
+            else:
+                if reply.task:
+                    return str(reply.task)
+                if not reply.retry:
+                    raise MismatchError(f"{peer} gives this {role} no index: {reply.reason}")
+                reason = reply.reason
             if time.monotonic() >= deadline_s:
-                raise UnreachableError(
-                    f"{peer} gave this {role} no index within {timeouts.join_s:.0f} s: {reply.reason}"
-                )
-            if reply.reason != told:
-                told = reply.reason
-                log.info("waiting for an index: %s", reply.reason)
+                raise UnreachableError(f"{peer} gave this {role} no index within {timeouts.join_s:.0f} s: {reason}")
+            if reason != told:
+                told = reason
+                log.info("waiting for an index: %s", reason)
             # Jitter, so that those who wait do not ask all at once.
             threading.Event().wait(0.2 + 0.3 * random.random())
     finally:
         peer.close()
+
+
+def is_unavailable(error: grpc.RpcError) -> bool:
+    """Whether the chief was lost in the middle of a call."""
+    return isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE

@@ -32,7 +32,7 @@ def run(config: RoleConfig) -> int:
         raise
     finally:
         session.shutdown()
-    return 0
+    return session.link.orders.exit_code if config.exit_with_job else 0
 
 
 def train(session: Session, job: Job, config: RoleConfig) -> None:
