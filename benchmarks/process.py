@@ -16,14 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from shardline.allocator import ALLOCATOR
+
 ROOT = Path(__file__).resolve().parent.parent
 Prefix = tuple[str, ...]
 """What stands before a command to run it elsewhere, such as ("ip", "netns", "exec", "bench")."""
 HERE: Prefix = ()
 
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-# glibc must see these before the first allocation, as the launcher does it for real tasks.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 
 
 class ContenderError(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -16,33 +15,6 @@ from shardline.config import RoleConfig
 from shardline.errors import UsageError
 
 log = logging.getLogger("shardline.process")
-
-KEPT_BYTES = 1 << 30
-"""Blocks up to this size are kept when they are freed, as the launcher's MALLOC_* ask of the tasks it starts."""
-# Names of glibc's malloc.h.
-M_TRIM_THRESHOLD = -1
-M_MMAP_THRESHOLD = -3
-
-
-def tune_allocator() -> bool:
-    """Let glibc keep freed blocks of some megabytes instead of giving them back to the system each time.
-
-    Every message of a chunk's size would otherwise fault its pages in anew, at 20-40 % of its processor time. For
-    tasks that no launcher started, whose environment can't be set any more. Returns whether the allocator obeyed;
-    another libc's is left alone.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        log.debug("the allocator is not glibc's and is left as it is")
-        return False
-    mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    # Both, always: setting the one ends glibc's own adapting of the other.
-    refused = [name for name in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD) if mallopt(name, KEPT_BYTES) != 1]
-    if refused:
-        log.debug("the allocator refused %s = %d", refused, KEPT_BYTES)
-    return not refused
-
 
 class Termination:
     """SIGTERM and SIGINT as an event. A second signal changes nothing: ending has its own deadlines."""

@@ -21,10 +21,10 @@ from typing import Any
 
 from shardline import lifeline
 from shardline import log as logs
+from shardline.allocator import tune_allocator
 from shardline.cluster import ClusterSpec, format_address, parse_address
 from shardline.config import RoleConfig, Timeouts
 from shardline.errors import ShardlineError, UsageError
-from shardline.process import tune_allocator
 from shardline.security import Security
 
 log = logging.getLogger("shardline_chief.trainer")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardline.allocator import ALLOCATOR
 from shardline.cli import options
 from shardline.cli.bench_link import MAX_SECONDS, LinkClient, LinkFigures, LinkServer, is_local
 from shardline.cluster import ClusterSpec, format_address, locate, parse_address, parse_task
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from shardline.cli.bench_lane import LaneFigures
 
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 START_S = 60.0
 """A server that this command starts itself may take this long to import torch on a busy machine."""
 

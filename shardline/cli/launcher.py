@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from shardline.allocator import ALLOCATOR
 from shardline.cli.roles import COMMANDS
 from shardline.cluster import ClusterSpec, parse_task
 from shardline.config import Timeouts
@@ -47,8 +48,6 @@ LAST_WORDS = re.compile(r"(?:shardline: |\d\d:\d\d:\d\d \S+ (?:step \d+ )?(?:ERR
 LIFE_FD = "SHARDLINE_LIFE_FD"
 """How a script learns of the pipe that ends with the launcher; tasks get --life-fd."""
 
-# glibc gives multi-megabyte messages back to the system at every free unless told otherwise; that costs 20-40 %.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 # A task's flags come from its command line alone: SHARDLINE_METRICS_PORT and the like were the launcher's to read.
 NOT_INHERITED = {"TF_CONFIG", LIFE_FD} | {
     str(parameter.envvar) for command in COMMANDS for parameter in command.params if parameter.envvar
@@ -82,6 +81,8 @@ class LaunchOptions:
     lane: str = "auto"
     overlap: bool = True
     run_dir: Path | None = None
+    page: str | None = None
+    """Where the chief serves its page; None = nowhere."""
 
     def __post_init__(self) -> None:
         if self.ps < 1:
@@ -126,6 +127,8 @@ def task_command(options: LaunchOptions, task: str, *, ready_fd: int | None, lif
         command.append("--resume")
     if role == "chief" and options.chief_trains:
         command.append("--chief-trains")
+    if role == "chief":
+        command += ["--page", options.page] if options.page is not None else ["--no-page"]
     if options.inexact:
         command.append("--inexact")
     for name, value in options.overrides:

@@ -58,6 +58,7 @@ role_options = options.together(
     options.inexact,
     options.job_fields,
     options.lanes,
+    options.page,
     options.secured,
     click.option("--ready-fd", type=int, hidden=True),
     click.option("--life-fd", type=int, hidden=True),
@@ -84,7 +85,7 @@ def run_role(role: str, flags: dict[str, Any]) -> int:
     json_path = config.out / "logs" / f"{role}-{config.index}.jsonl" if config.out is not None else None
     log.setup(config.task, json_path=json_path)
     # Imports torch, as the role is about to; the allocator is told before either takes memory of any size.
-    from shardline.process import tune_allocator
+    from shardline.allocator import tune_allocator
 
     tune_allocator()
     return find_role(role)(config)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shardline import lifeline, log
+from shardline.allocator import tune_allocator
 from shardline.client.session import Session
 from shardline.cluster import locate
 from shardline.config import (
@@ -21,7 +22,7 @@ from shardline.config import (
     environment_switch,
 )
 from shardline.errors import JobError, ShardlineError, UsageError
-from shardline.process import Termination, tune_allocator
+from shardline.process import Termination
 from shardline.spec import ConsistencySpec
 
 
