@@ -92,6 +92,8 @@ class RoleConfig:
     """One of LANES."""
     overlap: bool = True
     """Gradients leave while backward still runs, and the next forward waits for each layer, not for all."""
+    page: str | None = None
+    """Where the chief serves its page, "host:port"; None = nowhere."""
     run_dir: Path | None = None
     """Folder for the unix sockets of the shm lane; None = the kernel's abstract namespace."""
 

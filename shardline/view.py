@@ -71,6 +71,7 @@ class TaskView:
     heard_s: float | None
     """Seconds since its last heartbeat."""
     step: int | None
+    """Of a ps: the lowest its shards have reached; versions in asynchronous mode."""
     replicas: tuple[int, ...]
     shards: tuple[int, ...]
     push_bytes_per_s: float
@@ -173,6 +174,7 @@ class ClusterView:
 def cluster_view(status: ChiefStatus) -> ClusterView:
     """What to show of a chief's status."""
     started = status.step > status.first_step
+    ended = status.phase == "ended"
     tasks = _tasks(status)
     return ClusterView(
         time=status.time,
@@ -190,9 +192,10 @@ def cluster_view(status: ChiefStatus) -> ClusterView:
         progress=min(1.0, status.step / status.steps) if status.steps else None,
         seconds=status.seconds,
         left_s=left_s(status),
-        steps_per_s=status.steps_per_s,
-        push_bytes_per_s=status.push_bytes_per_s,
-        pull_bytes_per_s=status.pull_bytes_per_s,
+        # After the end nothing moves any more; then the speed of the whole run says more.
+        steps_per_s=_whole_rate(status) if ended else status.steps_per_s,
+        push_bytes_per_s=0.0 if ended else status.push_bytes_per_s,
+        pull_bytes_per_s=0.0 if ended else status.pull_bytes_per_s,
         loss=_finite(status.loss),
         staleness=_finite(status.staleness) if started else None,
         staleness_max=status.staleness_max,
@@ -227,9 +230,13 @@ def left_s(status: ChiefStatus) -> float | None:
         return None
     if left <= 0:
         return 0.0
-    trained = status.step - status.first_step
-    whole = trained / status.seconds if status.seconds > 0 and trained > 0 else status.steps_per_s
+    whole = _whole_rate(status) or status.steps_per_s
     return left / ((status.steps_per_s + whole) / 2)
+
+
+def _whole_rate(status: ChiefStatus) -> float:
+    """Steps/s of the whole run; 0 before the first."""
+    return max(0, status.step - status.first_step) / status.seconds if status.seconds > 0 else 0.0
 
 
 def as_json(view: ClusterView) -> dict[str, Any]:
@@ -244,14 +251,23 @@ def incarnation_text(incarnation: int) -> str:
 
 
 def _tasks(status: ChiefStatus) -> tuple[TaskView, ...]:
-    found = [_task(task) for task in status.tasks]
-    found += [_task(TaskStatus(task=name, state=MISSING)) for name in status.missing]
+    rows = [*status.tasks, *(TaskStatus(task=name, state=MISSING) for name in status.missing)]
+    found = [_task(task, status.consistency, status.phase) for task in rows]
     return tuple(sorted(found, key=lambda task: (ROLES.index(task.role), task.index)))
 
 
-def _task(task: TaskStatus) -> TaskView:
+def _step(task: TaskStatus, mode: str) -> int | None:
+    """Steps of a trainer, or what all shards of a ps have reached."""
+    if task.state == MISSING:
+        return None
+    if not task.task.startswith("ps/"):
+        return task.step
+    return min((shard.version if mode == "async" else shard.step_min for shard in task.shards), default=None)
+
+
+def _task(task: TaskStatus, mode: str, phase: str) -> TaskView:
     role, index = parse_task(task.task)
-    moving = task.state not in (MISSING, *GONE)
+    moving = task.state not in (MISSING, *GONE) and phase != "ended"
     trains = role in ("chief", "worker") and task.state != MISSING
     stepped = trains and task.compute_s > 0
     return TaskView(
@@ -263,7 +279,7 @@ def _task(task: TaskStatus) -> TaskView:
         address=task.address,
         metrics_address=task.metrics_address,
         heard_s=None if task.state == MISSING else task.last_heard_s,
-        step=None if task.state == MISSING else task.step,
+        step=_step(task, mode),
         replicas=task.replicas,
         shards=tuple(shard.shard for shard in task.shards),
         # What a dead task did in its last seconds is no rate of now.
@@ -293,7 +309,7 @@ def _shards(status: ChiefStatus) -> tuple[ShardView, ...]:
             pushes=shard.pushes,
             staleness=shard.staleness_sum / shard.pushes if shard.pushes else None,
             staleness_max=shard.staleness_max,
-            waiting_for=shard.waiting_for,
+            waiting_for=shard.waiting_for if status.phase in ("running", "stopping") else (),
         )
         for task in status.tasks
         for shard in task.shards

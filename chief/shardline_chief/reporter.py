@@ -161,7 +161,7 @@ class Shelf:
 class Reporter:
     """Files under out/logs, metrics and the figures of `shardline status`. Used by the control thread."""
 
-    def __init__(self, folder: Path, metrics: Metrics) -> None:
+    def __init__(self, folder: Path, metrics: Metrics, history: History | None = None) -> None:
         self._folder = folder
         self._metrics = metrics
         self._files: dict[str, TextIO] = {}
@@ -170,7 +170,7 @@ class Reporter:
         self.steps: StepBoard | None = None
         self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         self.said: deque[EventStatus] = deque(maxlen=EVENTS_SHOWN)
-        self.history = History()
+        self.history = history or History()
         self.shelf = Shelf()
         self.loss = math.nan
         self.step_rate = Rate()

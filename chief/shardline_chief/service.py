@@ -22,6 +22,8 @@ from shardline_chief.checkpointer import Checkpointer, ResumePoint
 from shardline_chief.commands import Commander
 from shardline_chief.control import Control
 from shardline_chief.journal import Journal
+from shardline_chief.page.history import History
+from shardline_chief.page.server import PageServer
 from shardline_chief.places_servicer import PLACES, register_places
 from shardline_chief.program import Program
 from shardline_chief.reporter import Reporter
@@ -41,6 +43,8 @@ def run(config: RoleConfig) -> int:
     termination.install()
     spec = _job_spec(config)
     out = (config.out or DEFAULT_OUT).absolute()
+    # Before the folder is taken: a page that can't be served must not make an earlier run of this one.
+    page = PageServer(config.page, config.security, History()) if config.page is not None else None
     with Journal(out / "chief") as journal:
         resume = _resume(config, out)
         if resume is not None and spec is not None:
@@ -49,7 +53,7 @@ def run(config: RoleConfig) -> int:
         term = journal.begin_term()
         chief_uuid = uuid.uuid4().hex
         journal.write("chief", uuid=chief_uuid, resume=resume.step if resume is not None else None)
-        process = ChiefProcess(config, out, journal, spec, resume, term=term, chief_uuid=chief_uuid)
+        process = ChiefProcess(config, out, journal, spec, resume, term=term, chief_uuid=chief_uuid, page=page)
         try:
             return process.run(termination)
         finally:
@@ -99,11 +103,13 @@ class ChiefProcess:
         *,
         term: int,
         chief_uuid: str,
+        page: PageServer | None = None,
     ) -> None:
         self._config = config
         timeouts = config.timeouts
         self._metrics = Metrics("chief", config.task)
-        self._reporter = Reporter(out / "logs", self._metrics)
+        self._page = page
+        self._reporter = Reporter(out / "logs", self._metrics, page.history if page is not None else None)
         keep = spec.checkpoint_keep if spec is not None else JobSpec.checkpoint_keep
         store = CheckpointStore(out / "checkpoints", keep or KEEP_ALL)
         for step in store.list():
@@ -133,6 +139,7 @@ class ChiefProcess:
             reporter=self._reporter,
             metrics=self._metrics,
             out=out,
+            on_status=page.show if page is not None else None,
         )
         servicer = ChiefServicer(self._control, store, timeouts, term=term)
         self._server = RpcServer(
@@ -152,6 +159,9 @@ class ChiefProcess:
         program.state.settings = dataclasses.replace(self._settings, chief_address=address)
         # Importing torch and the job took its time; the others' time to join begins now.
         program.state.started_s = time.monotonic()
+        if self._page is not None:
+            self._control.page = self._page.start()
+            log.info("page at %s", self._control.page)
         tell_ready(self._config, address)
         metrics_address = self._metrics.serve(self._config.host, self._config.metrics_port)
         log.info("serves at %s, metrics at http://%s/metrics", address, metrics_address)
@@ -171,5 +181,7 @@ class ChiefProcess:
         self._server.close(grace_s=0.5)
         self._checkpointer.close()
         self._commander.close()
+        if self._page is not None:
+            self._page.close()
         self._reporter.close()
         self._metrics.close()

@@ -136,6 +136,25 @@ lanes = together(
     ),
 )
 
+page = together(
+    option(
+        "--page",
+        metavar="HOST:PORT",
+        default="127.0.0.1:0",
+        help='The chief\'s own page, 0 = a free port; beyond this machine it needs --token-file; "off": none. (chief)',
+    ),
+    click.option("--no-page", is_flag=True, help="No page. (chief)"),
+)
+
+
+def page_address(flags: Mapping[str, Any]) -> str | None:
+    """Address of the chief's page, None for no page; refuses what is no address."""
+    text: str = flags["page"]
+    if flags["no_page"] or text.lower() in ("off", "none", ""):
+        return None
+    parse_address(text, "--page")
+    return text
+
 
 def security(flags: Mapping[str, Any]) -> Security:
     """TLS files and job token of parsed flags; the files are read."""
@@ -202,6 +221,7 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
         lane=flags["lane"],
         overlap=flags["overlap"],
         run_dir=flags["run_dir"],
+        page=page_address(flags),
     )
 
 

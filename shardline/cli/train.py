@@ -58,6 +58,7 @@ EPILOG = "What follows -- is passed on: to the script, or to the job file as SHA
 @options.chief_trains
 @options.inexact
 @options.lanes
+@options.page
 @options.secured
 @options.timeout
 @click.option("--restart/--no-restart", default=True, help="Start tasks that died again, 3 times each.  [default: on]")
@@ -105,6 +106,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         lane=flags["lane"],
         overlap=flags["overlap"],
         run_dir=flags["run_dir"],
+        page=options.page_address(flags),
     )
 
 
@@ -275,6 +277,8 @@ class _Run:
                 display.say("ending with a checkpoint; press Ctrl-C again to end at once")
                 self._cluster.interrupt()
             elif isinstance(event, Polled):
+                if event.status.page and self._last is None:
+                    display.say(f"page: {event.status.page}")
                 self._last = event.status
                 display.update(event.status)
                 if self._hopeless is not None:

@@ -72,8 +72,8 @@ class Curve:
             self._put(number // 2, item)
 
     def forget(self, x: float, changed: int) -> None:
-        """Take away what lies at x or beyond."""
-        beyond = [number for number, item in self.bins.items() if item.x >= x]
+        """Take away what lies beyond x."""
+        beyond = [number for number, item in self.bins.items() if item.x > x]
         for number in beyond:
             del self.bins[number]
         if beyond:
@@ -115,7 +115,7 @@ class History:
             curve.add(x, y, self._changed)
 
     def forget(self, step: int) -> None:
-        """A timeline begins at this step: what an earlier one drew beyond it goes."""
+        """A timeline begins at this step: what an earlier one drew beyond it goes. What was measured at it still holds."""
         with self._lock:
             self._changed += 1
             for curve in self._curves.values():

@@ -1,0 +1,90 @@
+"""What the page shows now: written by the control thread, read by the page's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+from shardline.rpc.status import ChiefStatus
+from shardline.view import as_json, cluster_view
+from shardline_chief.page.history import History
+
+
+class Board:
+    """The newest status, as JSON made when somebody asks, and those who wait for a newer one."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._lock = threading.Lock()
+        self._status = ChiefStatus()
+        self._number = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Of the loop's thread alone.
+        self._waiting: set[asyncio.Event] = set()
+        self._view: tuple[int, str] = (-1, "")
+        self._changes: tuple[int, str, dict[str, Any]] = (-1, "", {})
+
+    # The control thread
+
+    def show(self, status: ChiefStatus) -> None:
+        """Put up a newer status; costs the caller next to nothing."""
+        with self._lock:
+            self._status = status
+            self._number += 1
+            loop = self._loop
+        if loop is not None:
+            self._call(loop)
+
+    def _call(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            loop.call_soon_threadsafe(self.wake)
+        except RuntimeError:
+            # The page has been closed; nobody waits any more.
+            self.bind(None)
+
+    # The page's loop
+
+    def bind(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Whose waiters to wake; None: nobody's."""
+        with self._lock:
+            self._loop = loop
+
+    @property
+    def number(self) -> int:
+        """Number of the newest status; 0 = none yet."""
+        return self._number
+
+    def view(self) -> str:
+        """The newest status as JSON text of a ClusterView."""
+        with self._lock:
+            status, number = self._status, self._number
+        if self._view[0] != number:
+            self._view = (number, json.dumps(as_json(cluster_view(status)), allow_nan=False, separators=(",", ":")))
+        return self._view[1]
+
+    def changes(self, cursor: str) -> dict[str, Any]:
+        """What changed in the curves since a cursor; readers that keep pace share one answer per status."""
+        if self._changes[:2] != (self._number, cursor):
+            self._changes = (self._number, cursor, self._history.since(cursor))
+        return self._changes[2]
+
+    async def newer(self, number: int, timeout_s: float) -> bool:
+        """Wait for a status after that number, or for wake(); False when the timeout ran out."""
+        if self._number > number:
+            return True
+        event = asyncio.Event()
+        self._waiting.add(event)
+        try:
+            await asyncio.wait_for(event.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        finally:
+            self._waiting.discard(event)
+        return True
+
+    def wake(self) -> None:
+        """Wake all that wait."""
+        for event in self._waiting:
+            event.set()

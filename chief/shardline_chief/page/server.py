@@ -1,0 +1,152 @@
+"""The page's HTTP server in a thread and an event loop of its own: the chief's work never waits for a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from shardline.cluster import format_address, parse_address
+from shardline.errors import InternalError, UsageError
+from shardline.rpc.status import ChiefStatus
+from shardline.security import Security
+from shardline_chief.page.access import Access, check_exposure
+from shardline_chief.page.app import Page
+from shardline_chief.page.board import Board
+from shardline_chief.page.history import History
+
+log = logging.getLogger("shardline_chief.page")
+
+CONNECTIONS = 128
+"""Most connections; who comes beyond them is told 503."""
+HEAD_BYTES = 16_384
+"""Longest head of a request."""
+IDLE_S = 10.0
+"""A connection on which no request comes is closed after one to two times this long."""
+START_S = 10.0
+CLOSE_S = 2.0
+
+
+class PageServer:
+    """Serves the page of one chief. show() is safe from any thread."""
+
+    def __init__(self, address: str, security: Security, history: History) -> None:
+        """address: "host:port", port 0 = a free one.
+
+        Raises UsageError where others could reach it without a token, and where it can't be bound.
+        """
+        exposed = check_exposure(address, security)
+        self.history = history
+        self._board = Board(history)
+        self._page = Page(self._board, Access(security, exposed))
+        self._socket = _bind(address)
+        host, _ = parse_address(address)
+        tls = exposed and security.tls_cert is not None
+        self.address = format_address(host, int(self._socket.getsockname()[1]))
+        self.url = f"{'https' if tls else 'http'}://{self.address}/"
+        settings: dict[str, Any] = {}
+        if tls:
+            settings = {"ssl_certfile": str(security.tls_cert), "ssl_keyfile": str(security.tls_key)}
+        config = uvicorn.Config(
+            self._page.application,
+            http=_Patient,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=CONNECTIONS,
+            h11_max_incomplete_event_size=HEAD_BYTES,
+            timeout_graceful_shutdown=1,
+            **settings,
+        )
+        self._server = uvicorn.Server(config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="page", daemon=True)
+
+    def start(self) -> str:
+        """Serve; returns the page's address as a URL. Raises InternalError where the server doesn't come up."""
+        self._thread.start()
+        if not self._ready.wait(START_S) or self._loop is None:
+            raise InternalError(f"the page at {self.url} did not start within {START_S:g} s")
+        return self.url
+
+    def show(self, status: ChiefStatus) -> None:
+        """Put up a newer status; never blocks."""
+        self._board.show(status)
+
+    def close(self) -> None:
+        """Tell every browser the last state, then end. May be called twice."""
+        if not self._thread.is_alive():
+            self._socket.close()
+            return
+        loop = self._loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._page.close)
+            except RuntimeError:
+                log.debug("the page has ended by itself")
+        self._server.should_exit = True
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            log.warning("the page's server did not end within %.0f s", CLOSE_S)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception:
+            # A page less is no reason to lose a run.
+            log.exception("the page at %s failed; training goes on without it", self.url)
+        finally:
+            self._board.bind(None)
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._board.bind(self._loop)
+        # The socket listens already: who connects now is answered as soon as the server accepts.
+        self._loop.call_soon(self._ready.set)
+        await self._server.serve(sockets=[self._socket])
+
+
+def _bind(address: str) -> socket.socket:
+    host, port = parse_address(address, "--page")
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(where[:2], family=family, backlog=CONNECTIONS)
+    except OSError as error:
+        raise UsageError(
+            f"the chief can't serve its page at {address}: {error.strerror or error}; use another --page HOST:PORT "
+            "(port 0 = a free one), or --no-page"
+        ) from None
+
+
+class _Patient(H11Protocol):
+    """Closes connections on which no request comes: uvicorn waits for the first one, and for its rest, for ever."""
+
+    _idle = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(IDLE_S, self._look)
+
+    def _look(self) -> None:
+        if self.transport.is_closing():
+            return
+        busy = self.cycle is not None and not self.cycle.response_complete
+        idle = not busy and self.conn.their_state is h11.IDLE
+        if idle and self._idle:
+            self.transport.close()
+            return
+        self._idle = idle
+        self.loop.call_later(IDLE_S, self._look)

@@ -1,0 +1,203 @@
+// The chief's page: takes what the chief says and writes it down; decides nothing.
+import { Curves } from "./curves.js";
+import { Feed } from "./feed.js";
+import { NONE, bytes, clock, count, figure, plural, rate, seconds } from "./format.js";
+import { fill } from "./tables.js";
+
+const at = (id) => document.getElementById(id);
+
+function put(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function show(view) {
+  head(view);
+  progress(view);
+  figures(view);
+  tasks(view);
+  shards(view);
+  checkpoints(view);
+  events(view);
+  put(at("out"), view.out_dir);
+}
+
+function head(view) {
+  const name = view.job || "Shardline";
+  const share = view.progress == null ? "" : `${Math.floor(view.progress * 100)} % `;
+  document.title = `${share}${name} – Shardline`;
+  put(at("job"), name);
+  const mode = { sync: "synchronous", async: "asynchronous" }[view.mode];
+  const replicas = view.mode === "sync" && view.replicas ? plural(view.replicas, "replica") : "";
+  put(at("about"), [mode, view.rule, replicas].filter(Boolean).join(" · "));
+}
+
+function progress(view) {
+  put(at("doing"), view.doing);
+  put(at("step"), count(view.step));
+  put(at("steps"), view.steps ? ` of ${plural(view.steps, "step")}` : " steps");
+  const bar = at("bar");
+  bar.hidden = view.progress == null;
+  if (!bar.hidden) bar.value = view.progress;
+  const left = view.left_s == null ? "" : `${seconds(view.left_s)} left`;
+  put(at("left"), view.phase === "ended" ? `took ${seconds(view.seconds)}` : left);
+  const reason = at("reason");
+  reason.hidden = !view.reason || (view.phase === "ended" && view.exit_code === 0 && view.reason === "done");
+  reason.classList.toggle("bad", view.exit_code !== 0);
+  put(reason, view.reason);
+}
+
+function figures(view) {
+  const found = [
+    ["Loss", figure(view.loss)],
+    ...Object.entries(view.evaluation?.metrics ?? {}).map(([name, value]) => [
+      `Evaluated ${name}`,
+      figure(value),
+      `step ${count(view.evaluation.step)}`,
+    ]),
+    ["Steps/s", figure(view.steps_per_s || null, 3)],
+    ["Push", rate(view.push_bytes_per_s)],
+    ["Pull", rate(view.pull_bytes_per_s)],
+    ["Staleness", figure(view.staleness, 3), view.staleness ? `at most ${count(view.staleness_max)}` : ""],
+    ["Trained for", view.seconds ? seconds(view.seconds) : NONE],
+  ];
+  const list = at("figures");
+  found.forEach(([name, value, note = ""], index) => {
+    const group = list.children[index] ?? list.appendChild(document.createElement("div"));
+    if (!group.children.length) {
+      group.append(document.createElement("dt"), document.createElement("dd"));
+      group.lastChild.append(document.createTextNode(""), " ", document.createElement("small"));
+    }
+    put(group.firstChild, name);
+    const [text, , small] = group.lastChild.childNodes;
+    if (text.data !== value) text.data = value;
+    put(small, note);
+  });
+  while (list.children.length > found.length) list.lastChild.remove();
+}
+
+function number(text) {
+  return { text, kind: "number" };
+}
+
+function tasks(view) {
+  const alive = view.tasks.filter((task) => task.state === "alive").length;
+  put(at("tasks-count"), view.tasks.length ? `${alive} of ${view.tasks.length} alive` : "");
+  fill(
+    at("tasks"),
+    view.tasks.map((task) => ({
+      key: task.name,
+      cells: [
+        task.name,
+        { text: task.state, kind: "chips", chip: task.state },
+        number(task.heard_s == null ? NONE : `${seconds(Math.max(0.1, task.heard_s))} ago`),
+        number(count(task.step)),
+        number(figure(task.steps_per_s || null, 3)),
+        number(rate(task.push_bytes_per_s)),
+        number(rate(task.pull_bytes_per_s)),
+        {
+          ...number(task.compute_s == null ? NONE : seconds(task.compute_s + task.exchange_s)),
+          title: task.compute_s == null ? "" : `computing ${seconds(task.compute_s)}, exchange ${seconds(task.exchange_s)}`,
+        },
+        number(figure(task.staleness, 3)),
+        has(task),
+        { text: task.incarnation, kind: "soft" },
+        { text: task.address, kind: "soft" },
+      ],
+    })),
+  );
+}
+
+function has(task) {
+  if (task.shards.length) return `${task.shards.length === 1 ? "shard" : "shards"} ${ranges(task.shards)}`;
+  return task.replicas.length ? `${task.replicas.length === 1 ? "replica" : "replicas"} ${ranges(task.replicas)}` : "";
+}
+
+// [0, 1, 2, 5] as "0–2, 5".
+function ranges(numbers) {
+  const parts = [];
+  for (const item of numbers) {
+    const last = parts.at(-1);
+    if (last && item === last[1] + 1) last[1] = item;
+    else parts.push([item, item]);
+  }
+  return parts.map(([first, last]) => (first === last ? `${first}` : `${first}–${last}`)).join(", ");
+}
+
+function shards(view) {
+  fill(
+    at("shards"),
+    view.shards.map((shard) => ({
+      key: String(shard.shard),
+      cells: [
+        `shard ${shard.shard}`,
+        shard.state === "alive" ? shard.ps : { text: `${shard.ps} ${shard.state}`, chip: shard.state },
+        { text: bytes(shard.bytes), share: shard.share },
+        number(bytes(shard.held_bytes)),
+        number(count(shard.version)),
+        number(shard.staleness ? `${figure(shard.staleness, 3)}, at most ${count(shard.staleness_max)}` : figure(shard.staleness, 3)),
+        { text: shard.waiting_for.length ? `replica ${ranges(shard.waiting_for)}` : "", kind: "soft" },
+      ],
+    })),
+  );
+}
+
+function checkpoints(view) {
+  at("no-checkpoints").hidden = view.checkpoints.length > 0;
+  at("checkpoints").hidden = view.checkpoints.length === 0;
+  fill(
+    at("checkpoints"),
+    view.checkpoints.map((item) => ({
+      key: String(item.step),
+      cells: [
+        item.best ? `${count(item.step)} (best)` : count(item.step),
+        number(bytes(item.bytes)),
+        number(seconds(item.age_s)),
+        { text: within(item.path, view.out_dir), kind: "soft path", title: item.path },
+      ],
+    })),
+  );
+}
+
+// A path as seen from the results' folder.
+function within(path, folder) {
+  return path.startsWith(`${folder}/`) ? path.slice(folder.length + 1) : path;
+}
+
+let newest = "";
+
+function events(view) {
+  const last = view.events.at(-1);
+  const mark = last ? `${last.time} ${last.sentence}` : "";
+  if (mark === newest) return;
+  newest = mark;
+  at("events").replaceChildren(
+    ...view.events.toReversed().map((event) => {
+      const item = document.createElement("li");
+      const time = document.createElement("time");
+      const text = document.createElement("span");
+      item.className = event.level;
+      time.dateTime = new Date(event.time * 1000).toISOString();
+      time.textContent = clock(event.time);
+      text.textContent = event.sentence;
+      item.append(time, text);
+      return item;
+    }),
+  );
+}
+
+function contact(state, since) {
+  const when = since.toLocaleTimeString([], { hour12: false });
+  put(
+    at("contact"),
+    {
+      live: "live",
+      lost: `lost contact with the chief since ${when}`,
+      ended: `the chief has ended at ${when}; this is its last word`,
+    }[state],
+  );
+  at("contact").className = `contact ${state}`;
+  document.body.classList.toggle("lost", state === "lost");
+}
+
+const curves = new Curves(at("curves"));
+new Feed({ onView: show, onHistory: (news) => curves.take(news), onContact: contact });

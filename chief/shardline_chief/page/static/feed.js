@@ -1,0 +1,82 @@
+// News of the chief: by server-sent events; where those are refused, by asking each second. Both with growing pauses
+// while the chief is not there.
+
+const SILENCE_MS = 5000; // The chief speaks twice a second; longer silence is told.
+const ASK_MS = 1000;
+const LONGEST_PAUSE_MS = 10000;
+
+export class Feed {
+  // onView(view), onHistory(news), onContact("live" | "lost" | "ended", since as Date)
+  constructor({ onView, onHistory, onContact }) {
+    Object.assign(this, { onView, onHistory, onContact });
+    this.cursor = "";
+    this.heard = null;
+    this.since = new Date();
+    this.pause = ASK_MS;
+    this.ended = false;
+    this.watch = setInterval(() => this.look(), 500);
+    this.listen();
+  }
+
+  listen() {
+    const source = new EventSource(`api/stream?since=${encodeURIComponent(this.cursor)}`);
+    source.addEventListener("view", (event) => this.viewed(JSON.parse(event.data)));
+    source.addEventListener("history", (event) => this.changed(JSON.parse(event.data)));
+    source.addEventListener("end", () => {
+      source.close();
+      this.ended = true;
+      this.onContact("ended", this.heard);
+      this.later(() => this.listen());
+    });
+    source.onerror = () => {
+      // The browser would come again by itself, but at its own pace and without the cursor.
+      source.close();
+      this.look();
+      this.ask();
+    };
+  }
+
+  // Says what is wrong with the stream: no chief, no token, or too many readers; then a view is there all the same.
+  async ask() {
+    try {
+      const options = { signal: AbortSignal.timeout(SILENCE_MS) };
+      const answer = await fetch("api/view", options);
+      if (answer.status === 401) {
+        location.reload();
+        return;
+      }
+      if (!answer.ok) throw new Error(`the chief answered ${answer.status}`);
+      this.viewed(await answer.json());
+      const news = await fetch(`api/history?since=${encodeURIComponent(this.cursor)}`, options);
+      if (news.ok) this.changed(await news.json());
+      this.pause = ASK_MS;
+      setTimeout(() => this.listen(), ASK_MS);
+    } catch {
+      this.later(() => this.listen());
+    }
+  }
+
+  later(what) {
+    setTimeout(what, this.pause);
+    this.pause = Math.min(LONGEST_PAUSE_MS, this.pause * 1.6);
+  }
+
+  viewed(view) {
+    this.heard = new Date();
+    this.pause = ASK_MS;
+    this.ended = false;
+    this.onContact("live", this.heard);
+    this.onView(view);
+  }
+
+  changed(news) {
+    this.cursor = news.cursor;
+    this.onHistory(news);
+  }
+
+  look() {
+    if (this.ended) return;
+    const since = this.heard ?? this.since;
+    if (Date.now() - since > SILENCE_MS) this.onContact("lost", since);
+  }
+}
