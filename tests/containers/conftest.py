@@ -1,0 +1,29 @@
+"""Tests with a real Docker engine and Compose v2: `make e2e`. Left out of every other run, since each takes minutes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.containers import stack
+
+collect_ignore_glob = [] if os.environ.get("SHARDLINE_E2E") else ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.containers)
+            item.add_marker(pytest.mark.timeout(420))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def image() -> str:
+    """The image, built from this tree unless SHARDLINE_E2E_IMAGE names one."""
+    assert stack.has_engine(), "no Docker engine with Compose v2 answers; see: docker info; docker compose version"
+    if not os.environ.get("SHARDLINE_E2E_IMAGE"):
+        environment = {**os.environ, "SHARDLINE_IMAGE": stack.IMAGE}
+        stack.run("docker", "compose", "build", "chief", timeout_s=400.0, env=environment)
+    return stack.IMAGE
