@@ -65,6 +65,20 @@ def test_what_a_dead_task_did_last_is_no_rate_of_now() -> None:
     assert (dead.state, dead.step, dead.incarnation, dead.staleness) == ("dead", 38, "1.4", 1.5)
 
 
+def test_the_step_of_a_ps_is_what_all_its_shards_have_reached() -> None:
+    shards = (ShardStatus(shard=0, step_min=7, version=9), ShardStatus(shard=1, step_min=6, version=12))
+    status = replace(STATUS, tasks=(TaskStatus(task="ps/0", state="alive", shards=shards),))
+    assert cluster_view(status).tasks[0].step == 6
+    assert cluster_view(replace(status, consistency="async")).tasks[0].step == 9
+
+
+def test_after_the_end_nothing_moves_and_the_speed_is_that_of_the_whole_run() -> None:
+    view = cluster_view(replace(STATUS, phase="ended", push_bytes_per_s=9.0))
+    assert (view.steps_per_s, view.push_bytes_per_s, view.left_s) == (5.0, 0.0, None)
+    assert view.shards[0].waiting_for == ()
+    assert {task.steps_per_s for task in view.tasks} == {0.0}
+
+
 def test_time_left_follows_the_last_seconds_and_the_whole_run_and_is_unknown_while_nothing_moves() -> None:
     # 60 steps are left; 10 steps/s now, 20 in 4 s so far.
     assert cluster_view(STATUS).left_s == pytest.approx(60 / 7.5)
