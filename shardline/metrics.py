@@ -55,10 +55,14 @@ class MetricSpec:
     help: str
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, in its unit."""
+    known: tuple[str, ...] = ()
+    """Values of the one label that are there from the start, at 0: the first time must show as a rise."""
 
 
-def _counter(name: str, unit: str, roles: Iterable[str], labels: Iterable[str], text: str) -> MetricSpec:
-    return MetricSpec(name, "counter", unit, tuple(roles), tuple(labels), text)
+def _counter(
+    name: str, unit: str, roles: Iterable[str], labels: Iterable[str], text: str, known: tuple[str, ...] = ()
+) -> MetricSpec:
+    return MetricSpec(name, "counter", unit, tuple(roles), tuple(labels), text, known=known)
 
 
 def _gauge(name: str, unit: str, roles: Iterable[str], labels: Iterable[str], text: str) -> MetricSpec:
@@ -79,8 +83,20 @@ TABLE: tuple[MetricSpec, ...] = (
     _counter("shardline_push_wire_bytes_total", "bytes", _DATA, _WIRE, "Gradients pushed, as sent after the codec"),
     _counter("shardline_pull_raw_bytes_total", "bytes", _DATA, _WIRE, "Parameters pulled, as held in memory"),
     _counter("shardline_pull_wire_bytes_total", "bytes", _DATA, _WIRE, "Parameters pulled, as sent after the codec"),
-    _histogram("shardline_push_seconds", "seconds", _DATA, ["peer"], "One push of a shard, first byte to last reply"),
-    _histogram("shardline_pull_seconds", "seconds", _DATA, ["peer"], "One pull of a shard, request to last byte"),
+    _histogram(
+        "shardline_push_seconds",
+        "seconds",
+        _DATA,
+        ["peer"],
+        "One push of a shard. ps: first byte to last reply. worker: from the end of backward to the last reply",
+    ),
+    _histogram(
+        "shardline_pull_seconds",
+        "seconds",
+        _DATA,
+        ["peer"],
+        "One pull of a shard. ps: request to last byte. worker: what follows push and barrier wait",
+    ),
     _counter("shardline_pushes_total", "pushes", _DATA, ["peer", "outcome"], "Pushes by what became of them"),
     _histogram(
         "shardline_staleness_updates",
@@ -95,7 +111,7 @@ TABLE: tuple[MetricSpec, ...] = (
         "seconds",
         _DATA,
         ["shard"],
-        "ps: from the first contribution to a step until the last. worker: pulls held until their step was complete",
+        "ps: from the first contribution to a step until the last. worker: from its push until the pull's first byte",
     ),
     _histogram("shardline_apply_seconds", "seconds", ["ps"], ["shard"], "Update rule on one bucket"),
     _gauge("shardline_shard_version", "updates", ["ps"], ["shard"], "Optimizer applications of a shard"),
@@ -107,7 +123,16 @@ TABLE: tuple[MetricSpec, ...] = (
         "shardline_staging_wait_seconds", "seconds", ["ps"], [], "How long contributions waited for room in staging"
     ),
     _gauge("shardline_lane_attachments", "attachments", _DATA, ["lane"], "Bulk sockets and shared segments in use"),
-    _counter("shardline_lane_fallbacks_total", "fallbacks", _DATA, ["lane"], "Times that a lane gave way to the next"),
+    _counter(
+        "shardline_lane_fallbacks_total", "fallbacks", _DATA, ["lane"], "Times that a lane gave way", ("shm", "tcp")
+    ),
+    _gauge(
+        "shardline_link_bytes_per_second",
+        "bytes/s",
+        _DATA,
+        [],
+        "Line rate, each way, of the interface with this task's address, where it is known",
+    ),
     _counter("shardline_duplicate_mismatches_total", "pushes", ["ps"], [], "Repeated pushes with other bits"),
     _counter("shardline_refused_messages_total", "messages", ["ps", "chief"], ["method"], "Invalid messages refused"),
     _counter("shardline_fenced_messages_total", "messages", ["ps", "chief"], ["peer"], "Messages of replaced tasks"),
@@ -118,18 +143,44 @@ TABLE: tuple[MetricSpec, ...] = (
     _counter("shardline_examples_total", "examples", ["worker", "chief"], [], "Training samples done"),
     _gauge("shardline_loss", "loss", ["worker", "chief"], [], "Training loss of the last step"),
     _counter(
-        "shardline_nonfinite_total", "values", _DATA, ["what"], "NaN or infinity found: a loss, or a tensor's name"
+        "shardline_nonfinite_total",
+        "values",
+        _DATA,
+        ["what"],
+        "NaN or infinity found: a loss, or a tensor's name; at a ps: a gradient",
+        ("loss", "gradient"),
     ),
     _counter("shardline_skipped_steps_total", "steps", ["ps", "chief"], [], "Steps that advanced without an update"),
     _histogram("shardline_checkpoint_seconds", "seconds", ["chief"], [], "Writing one checkpoint", LONG_SECONDS),
     _gauge("shardline_checkpoint_bytes", "bytes", ["chief"], [], "Size of the last checkpoint"),
     _gauge("shardline_checkpoint_step", "steps", ["chief"], [], "Step of the last checkpoint"),
-    _counter("shardline_checkpoints_total", "checkpoints", ["chief"], ["outcome"], "Checkpoints written and failed"),
+    _gauge(
+        "shardline_checkpoint_timestamp_seconds",
+        "seconds",
+        ["chief"],
+        [],
+        "Unix time of the last checkpoint; before the first, of the chief's start",
+    ),
+    _counter(
+        "shardline_checkpoints_total",
+        "checkpoints",
+        ["chief"],
+        ["outcome"],
+        "Checkpoints written and failed",
+        ("written", "failed"),
+    ),
     _counter("shardline_cuts_skipped_total", "cuts", ["ps"], [], "Cuts left out: the ones before not yet saved"),
     _gauge("shardline_tasks", "tasks", ["chief"], ["role", "state"], "Tasks by role and state"),
     _gauge("shardline_evaluation_metric", "any", ["evaluator", "chief"], ["metric"], "Last evaluation, by metric"),
     _histogram("shardline_evaluation_seconds", "seconds", ["evaluator"], [], "Scoring one checkpoint", LONG_SECONDS),
-    _counter("shardline_evaluations_total", "evaluations", ["evaluator"], ["outcome"], "Checkpoints scored and failed"),
+    _counter(
+        "shardline_evaluations_total",
+        "evaluations",
+        ["evaluator"],
+        ["outcome"],
+        "Checkpoints scored and failed",
+        ("scored", "failed"),
+    ),
     _counter("shardline_heartbeats_total", "heartbeats", ALL, ["peer"], "Heartbeats sent; at the chief, received"),
     _counter("shardline_rpc_retries_total", "calls", ALL, ["peer"], "Calls made again after a failure"),
 )
@@ -177,6 +228,19 @@ class Metrics:
         self._lock = threading.Lock()
         self._server: WSGIServer | None = None
         self._thread: threading.Thread | None = None
+        self.address = ""
+        """Where serve() answers; empty before."""
+        self._show_zeros()
+
+    def _show_zeros(self) -> None:
+        """Counts whose labels are known beforehand begin at 0: a rise from nothing is none to Prometheus."""
+        for spec in TABLE:
+            if spec.name not in self._families or spec.kind == "gauge":
+                continue
+            if not spec.labels:
+                self._families[spec.name].labels(task=self.task)
+            for value in spec.known:
+                self._families[spec.name].labels(**{"task": self.task, spec.labels[0]: value})
 
     def _family(self, spec: MetricSpec) -> MetricWrapperBase:
         labels = ("task", *spec.labels)
@@ -232,7 +296,8 @@ class Metrics:
                 "use another --metrics-port (0 = a free one) or --host"
             ) from None
         self._server, self._thread = server, thread
-        return format_address(host, int(server.server_port))
+        self.address = format_address(host, int(server.server_port))
+        return self.address
 
     def close(self) -> None:
         """Stop serving and free the port. May be called twice."""

@@ -44,6 +44,7 @@ from shardline_chief.messages import Beat, Join, JoinAnswer
 from shardline_chief.program import Program
 from shardline_chief.reporter import Reporter
 from shardline_chief.summary import overview, summary, write_json
+from shardline_chief.targets import Targets
 
 log = logging.getLogger("shardline_chief.control")
 T = TypeVar("T")
@@ -102,6 +103,9 @@ class Control:
         self._begun = False
         self._goodbye_s: float | None = None
         self._ended = threading.Event()
+        self._targets: Targets | None = None
+        # A first checkpoint that never comes grows old too.
+        metrics.gauge("shardline_checkpoint_timestamp_seconds").set(time.time())
 
     # From any thread
 
@@ -284,6 +288,8 @@ class Control:
 
     def _saved(self, saved: Saved, now_s: float) -> None:
         self._reporter.checkpoint(saved.step, saved.seconds, saved.nbytes, failed=bool(saved.error))
+        if not saved.error:
+            self._metrics.gauge("shardline_checkpoint_timestamp_seconds").set(time.time())
         if saved.path:
             self._reporter.shelf.put(saved.step, Path(saved.path))
         self.program.saved(saved, now_s)
@@ -313,6 +319,10 @@ class Control:
         self._show(now_s)
         if state.ended:
             return
+        if self._targets is None:
+            chief = state.settings.chief_address
+            self._targets = Targets(self._out, chief=chief, chief_metrics=self._metrics.address)
+        self._targets.show(state.members)
         counts: dict[tuple[str, str], int] = {}
         for member in state.members:
             for life in Life:
@@ -333,6 +343,8 @@ class Control:
         self._push_orders()
         self._commander.stop_all(finish.reason)
         self._show(time.monotonic())
+        if self._targets is not None:
+            self._targets.clear()
         store: CheckpointStore = self._checkpointer.store
         digest = ""
         if self.program.state.checkpoint_step >= 0:

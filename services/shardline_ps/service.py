@@ -13,6 +13,7 @@ import torch
 from shardline.cluster import parse_address
 from shardline.config import RoleConfig
 from shardline.errors import InternalError, ShardlineError
+from shardline.line_rate import meter_line
 from shardline.metrics import Metrics
 from shardline.process import Termination, memory_limit, resolve_device, tell_ready
 from shardline.rpc.link import ChiefLink, Orders, Phase
@@ -137,6 +138,7 @@ def run(config: RoleConfig) -> int:
         address = process.start()
         tell_ready(config, address)
         metrics_address = process.metrics.serve(config.host, config.metrics_port)
+        meter_line(process.metrics, address)
         log.info("serves at %s on %s, metrics at http://%s/metrics", address, process.store.device, metrics_address)
         return _serve(config, process, termination, address, metrics_address)
     finally:

@@ -109,10 +109,10 @@ def meter_step(
             labels = {"peer": peer, "codec": trainer.job.codec, "lane": trainer.lane(shard)}
             metrics.counter(f"shardline_{kind}_raw_bytes_total", **labels).inc(raw)
             metrics.counter(f"shardline_{kind}_wire_bytes_total", **labels).inc(wire)
-        metrics.histogram("shardline_push_seconds", peer=peer).observe(outcome.push_s)
-        metrics.histogram("shardline_pull_seconds", peer=peer).observe(outcome.seconds)
-        if outcome.waits:
-            metrics.histogram("shardline_barrier_wait_seconds", shard=shard).observe(outcome.seconds)
+        parts = outcome.parts(figures.computed_s)
+        metrics.histogram("shardline_push_seconds", peer=peer).observe(parts.push_s)
+        metrics.histogram("shardline_barrier_wait_seconds", shard=shard).observe(parts.wait_s)
+        metrics.histogram("shardline_pull_seconds", peer=peer).observe(parts.pull_s)
         for ack in outcome.acks:
             name = ack.outcome.name.lower()
             metrics.counter("shardline_pushes_total", peer=peer, outcome=name).inc()

@@ -51,10 +51,29 @@ class ShardOutcome:
     """What became of it."""
 
     acks: tuple[Ack, ...]
-    seconds: float
+    began_s: float
+    """This and the others: by the monotonic clock."""
+    pushed_s: float
+    """When the last push was acknowledged; began_s where nothing was pushed."""
+    first_s: float
+    """When the first pulled bucket began to come; 0 where none did."""
+    ended_s: float
+
+    def parts(self, computed_s: float) -> Parts:
+        """How long push, barrier wait and pull took of what came after computed_s, when the gradients were whole."""
+        began = max(self.began_s, computed_s)
+        pushed = max(self.pushed_s, began)
+        first = max(self.first_s, pushed)
+        return Parts(push_s=pushed - began, wait_s=first - pushed, pull_s=max(self.ended_s, first) - first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Seconds of one exchange with one shard."""
+
     push_s: float
-    """Until the pushes were acknowledged, or the whole exchange where nothing was pushed."""
-    waits: int
+    wait_s: float
+    pull_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +81,8 @@ class StepFigures:
     """One finished exchange, for metrics and reports."""
 
     seconds: float
+    computed_s: float
+    """When the last gradient had been computed, by the monotonic clock."""
     staleness: int
     outcomes: Mapping[int, ShardOutcome]
 
@@ -218,12 +239,13 @@ class Exchange:
         start_s = heard_s = time.monotonic()
         pending = list(task.contributions)
         acks: list[Ack] = []
-        want, waits, pause_s, push_s = task.want, 0, 0.05, 0.0
+        want, pause_s, pushed_s = task.want, 0.05, start_s
         while pending or want is not None:
             if self._interrupted.is_set():
                 raise Interrupted
             try:
                 timeout_s = self._deadline_s(sink, pending) + task.patience_s
+                call_s = time.monotonic()
                 done = lane.exchange(sender, pending, want, sink, timeout_s=timeout_s)
             except Unready:
                 # Nobody's fault: a call is made again when there is something to send.
@@ -247,7 +269,7 @@ class Exchange:
             for ack in done.acks:
                 check_ack(ack, task.shard)
             if pending:
-                push_s = done.push_s
+                pushed_s = call_s + done.push_s
             acks.extend(done.acks)
             pending = []
             if done.end is None or done.end.outcome is Outcome.SERVED:
@@ -255,11 +277,12 @@ class Exchange:
             check_end(done.end, task.shard)
             if not self.still_ordered():
                 raise Interrupted
-            waits += 1
             self._tell_waiting(task.shard, done.end, time.monotonic() - start_s)
             assert want is not None
             want = self._rest(want, sink)
-        return ShardOutcome(acks=tuple(acks), seconds=time.monotonic() - start_s, push_s=push_s, waits=waits)
+        return ShardOutcome(
+            acks=tuple(acks), began_s=start_s, pushed_s=pushed_s, first_s=sink.first_s, ended_s=time.monotonic()
+        )
 
     def _deadline_s(self, sink: BucketSink, pending: Sequence[Contribution]) -> float:
         """Deadline of one call: a third of the timeout, and time for its bytes on a very slow link.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -236,9 +237,12 @@ class BucketSink:
         """(step, version) of what came of each bucket, whatever pull brought it."""
         self.raw_bytes = 0
         self.wire_bytes = 0
+        self.first_s = 0.0
+        """When the running pull's first bucket began to come, by the monotonic clock; 0 = none has."""
 
     def begin(self) -> None:
         """Start a new pull."""
+        self.first_s = 0.0
         self.arrived.clear()
         self._in_place.clear()
 
@@ -257,6 +261,7 @@ class BucketSink:
 
     def buffer(self, arrival: Arrival) -> memoryview:
         """Where one bucket's bytes go: the model itself, or memory reused from step to step. See lanes.base.Sink."""
+        self.first_s = self.first_s or time.monotonic()
         direct = self._direct(arrival)
         if direct is not None:
             self._in_place.add(arrival.bucket)
@@ -276,6 +281,7 @@ class BucketSink:
 
     def done(self, arrival: Arrival) -> None:
         """Load a whole bucket. See lanes.base.Sink."""
+        self.first_s = self.first_s or time.monotonic()
         load: Callable[[], None] = _nothing
         if not arrival.unchanged:
             spec = self._spec(arrival)
@@ -295,6 +301,7 @@ class BucketSink:
 
         Waits while the model must not be written to: a copy in between would cost more than it gains.
         """
+        self.first_s = self.first_s or time.monotonic()
         if not self._arrivals.await_release(self._hold_s):
             raise UnreachableError(f"shard {self._shard}: what it published was not taken within {self._hold_s:.0f} s")
         self.raw_bytes += self._spec(arrival).nbytes

@@ -40,6 +40,7 @@ from shardline.errors import (
     UnreachableError,
     UsageError,
 )
+from shardline.line_rate import meter_line
 from shardline.metrics import Metrics
 from shardline.process import Termination, resolve_device
 from shardline.rpc.link import ChiefLink, Orders, Phase, StepReport, machine_fingerprint
@@ -167,6 +168,7 @@ class Session:
         self._place.furnish(model, from_file=job is not None, overlap=overlap, zero_copy=zero_copy)
         address = self._server.start()
         metrics_address = self.metrics.serve(self.config.host, self.config.metrics_port)
+        meter_line(self.metrics, address)
         self._link = ChiefLink(
             self.config.cluster.chief,
             self.config.timeouts,

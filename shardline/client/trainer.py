@@ -120,6 +120,7 @@ class Trainer:
         self._finished = False
         """send() was called for the open step."""
         self._start_s = 0.0
+        self._computed_s = 0.0
         self._touched = False
         """A forward pass of the open step may have changed the model's buffers."""
         # Overlap
@@ -467,6 +468,7 @@ class Trainer:
         self.step += 1
 
     def _send(self, clip_scale: float) -> None:
+        self._computed_s = time.monotonic()
         if not self._pushes:
             self._make_pushes(clip_scale)
         with torch.no_grad():
@@ -569,7 +571,7 @@ class Trainer:
         self.step = target
         self._first = False
         lag = max((ack.staleness for outcome in outcomes.values() for ack in outcome.acks), default=0)
-        return StepFigures(seconds=seconds, staleness=lag, outcomes=outcomes)
+        return StepFigures(seconds=seconds, computed_s=self._computed_s, staleness=lag, outcomes=outcomes)
 
     def _learn(self) -> None:
         """After a step: what was seen in it of the order of things."""

@@ -70,6 +70,19 @@ def test_what_is_counted_is_what_a_scrape_over_http_reads(worker: Metrics) -> No
     assert not [name for name, _ in samples if name.endswith("_created")]
 
 
+def test_what_can_be_counted_begins_at_zero_and_what_is_measured_does_not() -> None:
+    chief = Metrics("chief", "chief/0")
+    task = {"task": "chief/0"}
+    assert chief.registry.get_sample_value("shardline_checkpoints_total", {**task, "outcome": "failed"}) == 0.0
+    assert chief.registry.get_sample_value("shardline_skipped_steps_total", task) == 0.0
+    assert chief.registry.get_sample_value("shardline_step_seconds_count", task) == 0.0
+    # 0 would be a value of its own here: the best of all losses, a checkpoint of 1970.
+    for name in ("shardline_loss", "shardline_checkpoint_timestamp_seconds"):
+        assert chief.registry.get_sample_value(name, task) is None
+    for spec in TABLE:
+        assert not spec.known or (spec.kind == "counter" and len(spec.labels) == 1), spec.name
+
+
 def test_children_are_made_once(worker: Metrics) -> None:
     first = worker.counter("shardline_heartbeats_total", peer="chief/0")
     assert worker.counter("shardline_heartbeats_total", peer="chief/0") is first
