@@ -9,8 +9,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from shardline.consistency.decision import Decision, Outcome
 from shardline.contributions import none_present
 from shardline.errors import ProtocolError, TensorError, UnreachableError
@@ -18,12 +16,12 @@ from shardline.reduce import Block
 from shardline.rpc.convert import dtype_from_proto, hyper_from_proto, unpack_bits
 from shardline.rpc.v1 import data_pb2
 from shardline.sharding import BucketSpec
-from shardline.wire.codecs import RAW, Codec, codec_for
-from shardline.wire.frames import Buffer, borrowed_tensor, copy_bytes, digest, memory_of
+from shardline.wire.codecs import RAW, codec_for
 from shardline.wire.protobuf import ChunkView, PushFrameView
 from shardline_ps.admission_servicer import admit_data, attachment_of, holder_of, lane_name, outcome_to_proto
-from shardline_ps.attachments import Attachment, Attachments, Ticket
+from shardline_ps.attachments import Attachment, Attachments
 from shardline_ps.shard import Gradient, Shard
+from shardline_ps.slots import Slot, opened
 from shardline_ps.staging import Lease
 from shardline_ps.store import ParameterStore
 
@@ -46,36 +44,6 @@ SEVERITY = (
 
 
 @dataclass
-class _Slot:
-    """One bucket on its way in."""
-
-    number: int
-    spec: BucketSpec
-    codec: Codec
-    present: tuple[bool, ...]
-    memory: memoryview
-    digest: int = 0
-    nonfinite: Sequence[str] = ()
-    borrowed: bool = False
-    offset: int = 0
-    """Of a referred bucket, in its segment."""
-    moved: bool = True
-    """The bytes were on their way; those that stayed where they were can't have suffered."""
-    size: int = 0
-    filled: int = 0
-    chunks: int = 0
-    parts: list[Buffer] = field(default_factory=list)
-    """Payloads of its chunks, in order, each within the message that brought it."""
-    ticket: Ticket | None = None
-    lease: Lease | None = None
-
-    def release(self) -> None:
-        """Give back the room in staging. May be called twice."""
-        if self.lease is not None:
-            self.lease.release()
-
-
-@dataclass
 class _Push:
     """One push on its way in."""
 
@@ -85,13 +53,13 @@ class _Push:
     generation: int
     rejected: Decision | None = None
     attachment: Attachment | None = None
-    referred: deque[_Slot] = field(default_factory=deque)
+    referred: deque[Slot] = field(default_factory=deque)
     """Referred buckets whose bytes are not expected yet."""
     more: asyncio.Event = field(default_factory=asyncio.Event)
     """A reference or the commit has come."""
     committed: bool = False
     draining: asyncio.Task[None] | None = None
-    slots: list[_Slot] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
     """Every slot that has asked for room in staging."""
     lease: Lease | None = None
     """Room for the whole of an asynchronous push."""
@@ -149,7 +117,7 @@ class PushReceiver:
         self._async_reply = async_reply
         self._spawn = spawn
         self._push: _Push | None = None
-        self._slot: _Slot | None = None
+        self._slot: Slot | None = None
 
     async def feed(self, frame: PushFrameView) -> PushResult | None:
         """Take one frame; returns the result when it ended a push. Raises ProtocolError or TensorError."""
@@ -222,7 +190,7 @@ class PushReceiver:
         worker = Block(worker_index(push.header.data.task), 1)
         push.lease = await self._room(push, None, worker, nbytes, self._store.staging_wait_s)
 
-    async def _reserve(self, push: _Push, slot: _Slot, patience_s: float) -> None:
+    async def _reserve(self, push: _Push, slot: Slot, patience_s: float) -> None:
         """Room for one bucket of a synchronous push. Raises UnreachableError where there is none in time."""
         if not push.shard.is_sync or not gradient_kind(push.header):
             return
@@ -254,7 +222,7 @@ class PushReceiver:
 
     # Buckets on the stream
 
-    def _begin_bucket(self, push: _Push, header: data_pb2.BucketHeader) -> _Slot:
+    def _begin_bucket(self, push: _Push, header: data_pb2.BucketHeader) -> Slot:
         if self._slot is not None:
             raise ProtocolError(f"bucket {header.bucket} began before bucket {self._slot.number} was committed")
         if push.attachment is not None:
@@ -265,7 +233,7 @@ class PushReceiver:
         slot.size = slot.codec.payload_bytes(slot.spec.dtype, slot.spec.elements)
         return slot
 
-    def _announced(self, push: _Push, header: data_pb2.BucketHeader) -> _Slot:
+    def _announced(self, push: _Push, header: data_pb2.BucketHeader) -> Slot:
         """The slot of a bucket whose head agrees with the plan, without memory."""
         spec = self._check_bucket(push, header.bucket)
         where = f"shard {push.shard.number}, bucket {header.bucket}"
@@ -289,7 +257,7 @@ class PushReceiver:
                 f"codec {codec.name} makes {expected}"
             )
         present = unpack_bits(header.present, len(spec.slices), where)
-        return _Slot(header.bucket, spec, codec, present, memoryview(b""), nonfinite=tuple(header.nonfinite_tensors))
+        return Slot(header.bucket, spec, codec, present, memoryview(b""), nonfinite=tuple(header.nonfinite_tensors))
 
     def _chunk(self, chunk: ChunkView) -> None:
         slot = self._slot
@@ -323,7 +291,7 @@ class PushReceiver:
         self._take_slots(push, [slot])
 
     @staticmethod
-    def _weigh(push: _Push, slot: _Slot, wire_bytes: int) -> None:
+    def _weigh(push: _Push, slot: Slot, wire_bytes: int) -> None:
         push.wire_bytes += wire_bytes
         push.raw_bytes += slot.spec.nbytes
 
@@ -345,7 +313,7 @@ class PushReceiver:
 
     async def _drain(self, push: _Push, attachment: Attachment) -> None:
         """Expect referred buckets, a window of them at a time, and hand them on as they come in."""
-        coming: deque[_Slot] = deque()
+        coming: deque[Slot] = deque()
         while True:
             while push.referred and len(coming) < attachment.window:
                 slot = push.referred[0]
@@ -373,7 +341,7 @@ class PushReceiver:
                 self._weigh(push, slot, 0 if attachment.lane == "shm" else len(slot.memory))
             self._take_slots(push, arrived)
 
-    async def _arrived(self, coming: deque[_Slot]) -> list[_Slot]:
+    async def _arrived(self, coming: deque[Slot]) -> list[Slot]:
         """The leading slots whose bytes are all there; waits for the first."""
         assert coming[0].ticket is not None
         await coming[0].ticket.wait()
@@ -388,7 +356,7 @@ class PushReceiver:
 
     # Whole buckets
 
-    def _take_slots(self, push: _Push, slots: Sequence[_Slot]) -> None:
+    def _take_slots(self, push: _Push, slots: Sequence[Slot]) -> None:
         """Check and decode whole buckets in the pool, and hand them on from there; a few on each of its threads."""
         if push.header.kind != data_pb2.PUSH_KIND_INIT and not push.shard.is_sync:
             push.running.append(asyncio.create_task(self._stage(push, slots)))
@@ -397,7 +365,7 @@ class PushReceiver:
         for first in range(threads):
             push.running.append(asyncio.create_task(self._count_slots(push, slots[first::threads])))
 
-    async def _count_slots(self, push: _Push, slots: Sequence[_Slot]) -> None:
+    async def _count_slots(self, push: _Push, slots: Sequence[Slot]) -> None:
         def count() -> None:
             for slot in slots:
                 push.decisions[slot.number] = self._count(push, slot.number, opened(slot), slot.nonfinite)
@@ -410,7 +378,7 @@ class PushReceiver:
             for slot in slots:
                 slot.release()
 
-    async def _stage(self, push: _Push, slots: Sequence[_Slot]) -> None:
+    async def _stage(self, push: _Push, slots: Sequence[Slot]) -> None:
         def stage() -> None:
             for slot in slots:
                 push.staged[slot.number] = opened(slot)
@@ -577,28 +545,6 @@ def worker_index(task: str) -> int:
     """3 of "worker/3"; 0 of a name without a number."""
     digits = task.rpartition("/")[2]
     return int(digits) if digits.isdecimal() and len(digits) < 10 else 0
-
-
-def opened(slot: _Slot) -> Gradient:
-    """The gradient in a slot that is full. Raises ProtocolError where its digest differs. Runs in the pool."""
-    _join(slot)
-    if slot.digest and slot.moved and slot.digest != digest(slot.memory):
-        raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
-    if slot.borrowed and slot.codec is RAW:
-        return Gradient(borrowed_tensor(slot.memory, slot.spec.dtype), slot.present, slot.digest, True)
-    return Gradient(slot.codec.decode(slot.memory, slot.spec.dtype, slot.spec.elements), slot.present, slot.digest)
-
-
-def _join(slot: _Slot) -> None:
-    """The bytes of a bucket that came in chunks. One chunk is used where it lies, as long as the contribution lives."""
-    parts, slot.parts = slot.parts, []
-    if len(parts) == 1:
-        slot.memory, slot.borrowed = memoryview(parts[0]), True
-    elif parts:
-        slot.memory, end = memory_of(torch.empty(slot.size, dtype=torch.uint8)), 0
-        for part in parts:
-            copy_bytes(slot.memory[end : end + len(part)], part)
-            end += len(part)
 
 
 async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:

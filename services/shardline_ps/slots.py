@@ -1,0 +1,68 @@
+"""One bucket of a push from its announcement to its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardline.errors import ProtocolError
+from shardline.sharding import BucketSpec
+from shardline.wire.codecs import RAW, Codec
+from shardline.wire.frames import Buffer, borrowed_tensor, copy_bytes, digest, memory_of
+from shardline_ps.attachments import Ticket
+from shardline_ps.gradients import Gradient
+from shardline_ps.staging import Lease
+
+
+@dataclass
+class Slot:
+    """One bucket on its way in."""
+
+    number: int
+    spec: BucketSpec
+    codec: Codec
+    present: tuple[bool, ...]
+    memory: memoryview
+    digest: int = 0
+    nonfinite: Sequence[str] = ()
+    borrowed: bool = False
+    offset: int = 0
+    """Of a referred bucket, in its segment."""
+    moved: bool = True
+    """The bytes were on their way; those that stayed where they were can't have suffered."""
+    size: int = 0
+    filled: int = 0
+    chunks: int = 0
+    parts: list[Buffer] = field(default_factory=list)
+    """Payloads of its chunks, in order, each within the message that brought it."""
+    ticket: Ticket | None = None
+    lease: Lease | None = None
+
+    def release(self) -> None:
+        """Give back the room in staging. May be called twice."""
+        if self.lease is not None:
+            self.lease.release()
+
+
+def opened(slot: Slot) -> Gradient:
+    """The gradient in a slot that is full. Raises ProtocolError where its digest differs. Runs in the pool."""
+    _join(slot)
+    if slot.digest and slot.moved and slot.digest != digest(slot.memory):
+        raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
+    if slot.borrowed and slot.codec is RAW:
+        return Gradient(borrowed_tensor(slot.memory, slot.spec.dtype), slot.present, slot.digest, True)
+    return Gradient(slot.codec.decode(slot.memory, slot.spec.dtype, slot.spec.elements), slot.present, slot.digest)
+
+
+def _join(slot: Slot) -> None:
+    """The bytes of a bucket that came in chunks. One chunk is used where it lies, as long as the contribution lives."""
+    parts, slot.parts = slot.parts, []
+    if len(parts) == 1:
+        slot.memory, slot.borrowed = memoryview(parts[0]), True
+    elif parts:
+        slot.memory, end = memory_of(torch.empty(slot.size, dtype=torch.uint8)), 0
+        for part in parts:
+            copy_bytes(slot.memory[end : end + len(part)], part)
+            end += len(part)
