@@ -16,6 +16,7 @@ from shardline.errors import UsageError
 
 log = logging.getLogger("shardline.process")
 
+
 class Termination:
     """SIGTERM and SIGINT as an event. A second signal changes nothing: ending has its own deadlines."""
 
