@@ -178,12 +178,13 @@ class _Guard:
             )
         if path in PUBLIC:
             return None
+        token = QueryParams(scope["query_string"]).get("token") if path == "/" and scope["method"] == "GET" else None
+        if token is not None and self._access.token_is(token):
+            # Also where a cookie is there already: the token must not stay in the address.
+            return admit(self._access, scope)
         if self._access.admitted(authorization=headers.get("authorization", ""), cookie=headers.get("cookie", "")):
             return None
         if path == "/":
-            token = QueryParams(scope["query_string"]).get("token")
-            if token is not None and scope["method"] == "GET" and self._access.token_is(token):
-                return admit(self._access, scope)
             return token_form("That is not the token of this job." if token else "")
         answer = _sentence(401, "this page needs the job's token: Authorization: Bearer TOKEN, or sign in at /", path)
         answer.headers["WWW-Authenticate"] = "Bearer"

@@ -52,6 +52,8 @@ export class Feed {
       this.pause = ASK_MS;
       setTimeout(() => this.listen(), ASK_MS);
     } catch {
+      // Nobody answers at all: that needs no long watch.
+      this.look(ASK_MS);
       this.later(() => this.listen());
     }
   }
@@ -74,9 +76,9 @@ export class Feed {
     this.onHistory(news);
   }
 
-  look() {
+  look(limit = SILENCE_MS) {
     if (this.ended) return;
     const since = this.heard ?? this.since;
-    if (Date.now() - since > SILENCE_MS) this.onContact("lost", since);
+    if (Date.now() - since > limit) this.onContact("lost", since);
   }
 }

@@ -1,0 +1,277 @@
+"""The chief's page in a real browser: over a real cluster, and over a page server alone where no cluster is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardline.rpc.status import ChiefStatus, EventStatus, TaskStatus
+from shardline.security import PLAIN, Security
+from shardline_chief.page.history import History
+from shardline_chief.page.server import PageServer
+from tests.e2e.browser import Browser, find_chromium
+from tests.e2e.support import (
+    TIMEOUT_S,
+    Command,
+    free_ports,
+    pid_of,
+    train_command,
+    wait_until,
+    write_job,
+)
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        find_chromium() is None, reason="there is no Chromium here; on Debian: apt-get install chromium"
+    ),
+]
+
+TOKEN = "correct-horse-battery"
+DEAD_S = TIMEOUT_S / 3
+SPOKEN_S = 3.0
+"""From the chief's knowing to the page's showing, on a busy machine."""
+PHONE = (390, 844)
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser.start(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Iterator[Browser]:
+    chromium.open("about:blank")
+    chromium.resize(1280, 900)
+    chromium.prefer("light")
+    chromium.console.clear()
+    chromium.requests.clear()
+    yield chromium
+    # What still runs in the page must not reach into the next test.
+    chromium.open("about:blank")
+
+
+def step(browser: Browser) -> int:
+    return int(browser.text("#step").replace(",", "").replace("–", "0"))
+
+
+def row(task: str) -> str:
+    return f"document.querySelector('#tasks tr[data-key=\"{task}\"]')?.innerText"
+
+
+# A real cluster
+
+
+@pytest.mark.timeout(300)
+def test_the_page_follows_a_run_from_its_first_steps_over_a_killed_worker_to_its_end(
+    browser: Browser, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job.py", steps=1_000_000, checkpoint_every=50, replicas=2)
+    out = tmp_path / "out"
+    command = Command(*train_command(job, out, "--workers", "2", "--no-restart"))
+    try:
+        url = page_of(out, command)
+        browser.open(url)
+        browser.wait("document.querySelector('#contact').innerText === 'live'", "the chief's first word")
+        browser.wait("document.querySelector('#doing').textContent === 'training'", "training", limit_s=120)
+        # It goes on by itself while training goes on.
+        first = step(browser)
+        browser.wait(f"Number(document.querySelector('#step').innerText.replaceAll(',', '')) > {first + 20}", "steps")
+        browser.wait("document.querySelectorAll('#curves canvas').length >= 4", "curves")
+        browser.wait("document.querySelectorAll('#checkpoints tbody tr').length >= 2", "checkpoints")
+        for task in ("ps/0", "worker/0", "worker/1"):
+            browser.wait(f"{row(task)}?.includes('alive')", f"{task} alive")
+        assert "shard 0" in browser.text("#shards tbody")
+        assert "joined from 127.0.0.1" in browser.text("#events")
+        titles = browser.ask(
+            "[...document.querySelectorAll('#curves figcaption span:first-child')].map((e) => e.innerText)"
+        )
+        assert titles == ["Training loss", "Bytes/s", "Steps/s", "Staleness"]
+        drawn = browser.ask("document.querySelector('#curves .plot').plot.data[1].length")
+        assert drawn > 20
+        looks_right_everywhere(browser)
+
+        os.kill(pid_of(out, "worker/1"), signal.SIGKILL)
+        took_s = browser.wait(f"{row('worker/1')}?.includes('dead')", "worker/1 dead", limit_s=60)
+        assert took_s < DEAD_S + SPOKEN_S
+        browser.wait("document.querySelector('#events').innerText.includes('worker/1 is dead')", "its sentence")
+        assert "1 of" not in browser.text("#tasks-count")
+        after = step(browser)
+        browser.wait(f"Number(document.querySelector('#step').innerText.replaceAll(',', '')) > {after}", "going on")
+
+        command.signal(signal.SIGINT)
+        browser.wait("document.querySelector('#contact').className.includes('ended')", "the end", limit_s=60)
+        assert browser.text("#doing") == "Ended"
+        # Until here; a page whose chief has gone asks on and is refused, which the console does say.
+        assert browser.console == []
+        assert {re.match(r"[a-z]+://[^/]+/", address)[0] for address in browser.requests if "://" in address} == {url}  # type: ignore[index]
+        assert command.finish().code == 130
+    finally:
+        if command.process.poll() is None:
+            command.process.kill()
+            command.finish()
+
+
+def page_of(out: Path, command: Command) -> str:
+    """Address of the page, from the chief's log."""
+    log = out / "logs" / "chief-0.log"
+
+    def found() -> str:
+        match = re.search(r"page at (http://127\.0\.0\.1:\d+/)", log.read_text()) if log.is_file() else None
+        return match[1] if match else ""
+
+    return str(wait_until(found, "the page's address", while_runs=command))
+
+
+def looks_right_everywhere(browser: Browser) -> None:
+    """Light and dark differ, and nothing is wider than a phone."""
+    light = browser.ask("getComputedStyle(document.body).backgroundColor")
+    browser.prefer("dark")
+    browser.wait(f"getComputedStyle(document.body).backgroundColor !== {json.dumps(light)}", "dark colours")
+    browser.wait("document.querySelectorAll('#curves canvas').length >= 4", "curves in dark colours")
+    browser.prefer("light")
+    browser.resize(*PHONE, scale=2, phone=True)
+    browser.wait("document.querySelector('#curves canvas').getBoundingClientRect().width < innerWidth", "narrow curves")
+    assert browser.ask("innerWidth") == PHONE[0]
+    assert browser.ask("document.documentElement.scrollWidth") <= PHONE[0]
+    assert browser.ask("getComputedStyle(document.querySelector('#tasks tbody tr')).display") == "grid"
+    browser.resize(1280, 900)
+
+
+# A page server alone
+
+ALONE = """
+import sys, threading
+from shardline.rpc.status import ChiefStatus
+from shardline.security import PLAIN
+from shardline_chief.page.history import History
+from shardline_chief.page.server import PageServer
+
+page = PageServer(sys.argv[1], PLAIN, History())
+print(page.start(), flush=True)
+while not threading.Event().wait(0.2):
+    page.show(ChiefStatus(job=sys.argv[2], phase="running", step=7, steps=10))
+"""
+
+
+def alone(address: str, job: str) -> subprocess.Popen[str]:
+    """A page server in a process of its own, serving when this returns."""
+    process = subprocess.Popen([sys.executable, "-c", ALONE, address, job], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("http://")
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_a_chief_that_is_gone_is_said_with_the_time_and_its_return_is_seen(browser: Browser) -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    chief = alone(address, "first")
+    try:
+        browser.open(f"http://{address}/")
+        browser.wait("document.querySelector('#contact').innerText === 'live'", "the chief's word")
+        end(chief)
+        browser.wait("document.querySelector('#contact').className.includes('lost')", "the loss")
+        assert re.fullmatch(r"lost contact with the chief since \d\d:\d\d:\d\d", browser.text("#contact"))
+        # What was there stays to be read.
+        assert (browser.text("#job"), step(browser)) == ("first", 7)
+        chief = alone(address, "second")
+        browser.wait("document.querySelector('#job').innerText === 'second'", "the chief's return")
+        assert browser.text("#contact") == "live"
+    finally:
+        end(chief)
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[PageServer]:
+    (tmp_path / "token").write_text(TOKEN)
+    server = PageServer("127.0.0.1:0", Security(token_file=tmp_path / "token"), History())
+    server.start()
+    yield server
+    server.close()
+
+
+def test_a_person_signs_in_with_the_token_and_stays_signed_in(browser: Browser, page: PageServer) -> None:
+    page.show(ChiefStatus(job="secret", phase="running", time=time.time()))
+    browser.open(page.url)
+    assert "Token of this job" in browser.text("main")
+
+    def give(token: str) -> None:
+        browser.ask(f"document.querySelector('#token').value = {json.dumps(token)}, document.forms[0].submit()")
+
+    give("a wrong guess")
+    browser.wait("document.querySelector('[role=alert]')?.innerText.includes('not the token')", "the refusal")
+    give(TOKEN)
+    browser.wait("document.querySelector('#job')?.innerText === 'secret'", "the page")
+    browser.open(page.url)
+    browser.wait("document.querySelector('#job')?.innerText === 'secret'", "the page once more")
+    assert not browser.ask("document.cookie")
+
+
+def test_the_token_does_not_stay_in_the_address(browser: Browser, page: PageServer) -> None:
+    page.show(ChiefStatus(job="secret", phase="running"))
+    browser.open(f"{page.url}?token={TOKEN}")
+    browser.wait("document.querySelector('#job')?.innerText === 'secret'", "the page")
+    assert browser.ask("location.href") == page.url
+    assert browser.console == []
+
+
+def test_names_and_sentences_are_text_and_never_markup(browser: Browser) -> None:
+    history = History()
+    bad = "<img src=x onerror=document.title='broken'>"
+    for number in range(3):
+        history.add(f"evaluation/{bad}", number, number)
+    server = PageServer("127.0.0.1:0", PLAIN, history)
+    try:
+        url = server.start()
+        server.show(
+            ChiefStatus(
+                job=bad,
+                phase="ended",
+                exit_code=6,
+                reason=bad,
+                tasks=(TaskStatus(task="worker/0", state="dead", address=bad),),
+                said=(EventStatus(time=1.0, level="error", sentence=bad),),
+                last_metrics={bad: 0.5},
+                last_metrics_step=3,
+            )
+        )
+        browser.open(url)
+        browser.wait("document.querySelector('#curves canvas')", "the curve")
+        for place in ("#job", "#reason", "#events", "#figures", "#curves", "#tasks tbody"):
+            assert bad in browser.text(place), place
+        assert browser.ask("document.querySelectorAll('main img').length") == 0
+        assert browser.console == []
+    finally:
+        server.close()
+
+
+def test_a_refused_stream_leaves_a_page_that_asks(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardline_chief.page.app.STREAMS", 0)
+    history = History()
+    server = PageServer("127.0.0.1:0", PLAIN, history)
+    try:
+        url = server.start()
+        server.show(ChiefStatus(phase="running", step=1, steps=10))
+        browser.open(url)
+        browser.wait("document.querySelector('#step').innerText === '1'", "the first step")
+        history.add("loss", 1, 0.5)
+        server.show(ChiefStatus(phase="running", step=2, steps=10))
+        browser.wait("document.querySelector('#step').innerText === '2'", "the next step")
+        browser.wait("document.querySelector('#curves canvas')", "the curve")
+    finally:
+        server.close()
