@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from shardline.errors import UsageError
 from shardline.rpc.status import ChiefStatus, EventStatus, TaskStatus
 from shardline.security import PLAIN, Security
 from shardline_chief.page.history import History
@@ -22,8 +23,11 @@ from tests.e2e.browser import Browser, find_chromium
 from tests.e2e.support import (
     TIMEOUT_S,
     Command,
+    HandCluster,
+    assert_refused,
     free_ports,
     pid_of,
+    shardline,
     train_command,
     wait_until,
     write_job,
@@ -147,6 +151,14 @@ def looks_right_everywhere(browser: Browser) -> None:
     assert browser.ask("document.documentElement.scrollWidth") <= PHONE[0]
     assert browser.ask("getComputedStyle(document.querySelector('#tasks tbody tr')).display") == "grid"
     browser.resize(1280, 900)
+
+
+def test_a_page_open_to_others_without_a_token_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    cluster = HandCluster.write(tmp_path, ps=1, worker=1)
+    place = ("--cluster", str(cluster.path), "--task", "chief/0", "--out", str(tmp_path / "out"))
+    refused = shardline("chief", *place, "--page", "0.0.0.0:0")
+    assert_refused(refused, UsageError.exit_code, r"--page 0\.0\.0\.0:0 is open to other machines.*--token-file")
+    assert not (tmp_path / "out" / "chief").exists()
 
 
 # A page server alone

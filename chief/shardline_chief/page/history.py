@@ -115,7 +115,7 @@ class History:
             curve.add(x, y, self._changed)
 
     def forget(self, step: int) -> None:
-        """A timeline begins at this step: what an earlier one drew beyond it goes. What was measured at it still holds."""
+        """A timeline begins at this step: what an earlier one drew beyond it goes; what was measured at it holds."""
         with self._lock:
             self._changed += 1
             for curve in self._curves.values():
