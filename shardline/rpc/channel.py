@@ -40,6 +40,8 @@ def channel_options(timeouts: Timeouts) -> Sequence[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
+        # A container that is started again has another address under the same name; gRPC would look every 30 s.
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
         ("grpc.enable_http_proxy", 0),
     )
 

@@ -24,39 +24,47 @@ def take_place(chief: str, role: str, address: str, timeouts: Timeouts, security
     address: host:port at which this task will answer; the chief keeps the index for it. Raises UnreachableError,
     MismatchError where the chief refuses for good, UsageError where it asks for a token.
     """
-    peer = Peer("chief", chief, timeouts, security)
-    stub = places_pb2_grpc.PlacesStub(peer.channel)
     request = places_pb2.PlaceRequest(role=role, address=address)
     deadline_s = time.monotonic() + timeouts.join_s
     told = ""
+    while True:
+        # Anew each time: the chief's name may have got another address since, and its old one another task.
+        peer = Peer("chief", chief, timeouts, security)
+        try:
+            task, reason = _ask(peer, request, deadline_s)
+        finally:
+            peer.close()
+        if task:
+            return task
+        if time.monotonic() >= deadline_s:
+            raise UnreachableError(f"{peer} gave this {role} no index within {timeouts.join_s:.0f} s: {reason}")
+        if reason != told:
+            told = reason
+            log.info("waiting for an index: %s", reason)
+        # Jitter, so that those who wait do not ask all at once.
+        threading.Event().wait(0.2 + 0.3 * random.random())
+
+
+def _ask(peer: Peer, request: places_pb2.PlaceRequest, deadline_s: float) -> tuple[str, str]:
+    """(task, ""), or ("", why not yet). Raises where asking again can't help or the time is over."""
+    start_s = time.monotonic()
     try:
-        while True:
-            start_s = time.monotonic()
-            try:
-                reply = stub.Take(request, timeout=max(0.1, deadline_s - start_s), wait_for_ready=True)
-            except grpc.RpcError as error:
-                now_s = time.monotonic()
-                # A chief that goes away while it is asked may be followed by another.
-                if not (is_unavailable(error) and now_s < deadline_s):
-                    raise peer.failure(error, what="Take", waited_s=now_s - start_s, connecting=True) from error
-                reason = f"{peer} went away"
-            else:
-                if reply.task:
-                    return str(reply.task)
-                if not reply.retry:
-                    raise MismatchError(f"{peer} gives this {role} no index: {reply.reason}")
-                reason = reply.reason
-            if time.monotonic() >= deadline_s:
-                raise UnreachableError(f"{peer} gave this {role} no index within {timeouts.join_s:.0f} s: {reason}")
-            if reason != told:
-                told = reason
-                log.info("waiting for an index: %s", reason)
-            # Jitter, so that those who wait do not ask all at once.
-            threading.Event().wait(0.2 + 0.3 * random.random())
-    finally:
-        peer.close()
+        reply = places_pb2_grpc.PlacesStub(peer.channel).Take(
+            request, timeout=max(0.1, deadline_s - start_s), wait_for_ready=True
+        )
+    except grpc.RpcError as error:
+        now_s = time.monotonic()
+        code = error.code() if isinstance(error, grpc.Call) else None
+        if code not in _FOLLOWED or now_s >= deadline_s:
+            raise peer.failure(error, what="Take", waited_s=now_s - start_s, connecting=True) from error
+        return "", f"{peer} {_FOLLOWED[code]}"
+    if not (reply.task or reply.retry):
+        raise MismatchError(f"{peer} gives this {request.role} no index: {reply.reason}")
+    return str(reply.task), str(reply.reason)
 
 
-def is_unavailable(error: grpc.RpcError) -> bool:
-    """Whether the chief was lost in the middle of a call."""
-    return isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE
+_FOLLOWED: dict[grpc.StatusCode | None, str] = {
+    grpc.StatusCode.UNAVAILABLE: "went away",
+    grpc.StatusCode.UNIMPLEMENTED: "is another task, or of an older version",
+}
+"""Answers after which another chief may come."""

@@ -105,6 +105,27 @@ def test_place_that_stays_taken_is_given_up_with_the_chiefs_reason(
         take_place(chief, "ps", "a:1", Timeouts(total_s=1.0))
 
 
+def test_chief_that_goes_away_is_followed_by_another(serve: Callable[[Answer], tuple[str, Giver]]) -> None:
+    # Who restarts with the chief may first meet another container under its old address, and one that ends.
+    codes = [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAVAILABLE]
+
+    class Old(Giver):
+        async def Take(self, request: places_pb2.PlaceRequest, context: Any) -> places_pb2.PlaceReply:
+            if codes:
+                await context.abort(codes.pop(0), "not here")
+            return await super().Take(request, context)
+
+    giver = Old(lambda request: places_pb2.PlaceReply(task="ps/1"))
+    server = RpcServer(
+        "127.0.0.1:0", register=[lambda server: places_pb2_grpc.add_PlacesServicer_to_server(giver, server)], name="old"
+    )
+    try:
+        assert take_place(server.start(), "ps", "a:1", Timeouts(total_s=10.0)) == "ps/1"
+    finally:
+        server.close(grace_s=0.0)
+    assert not codes
+
+
 def test_role_that_gets_no_index_is_told_so_at_once(serve: Callable[[Answer], tuple[str, Giver]]) -> None:
     chief, _ = serve(lambda request: places_pb2.PlaceReply(reason="role 'chief' gets no index"))
     with pytest.raises(MismatchError, match="role 'chief' gets no index"):
