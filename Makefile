@@ -9,7 +9,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs fmt fmt-check lint type test test-all demo clean bench bench-quick bench-peers
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-all demo clean bench bench-quick bench-peers
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -33,6 +33,12 @@ proto-check: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m shardline.metrics > docs/metrics.md
+	$(BIN)/python deploy/grafana/make_dashboard.py > deploy/grafana/dashboards/shardline.json
+
+docs-check: $(STAMP)
+	@$(BIN)/python -m shardline.metrics | diff docs/metrics.md - && \
+	$(BIN)/python deploy/grafana/make_dashboard.py | diff deploy/grafana/dashboards/shardline.json - || \
+		{ echo "generated pages are not what their sources say; run: make docs" >&2; exit 1; }
 
 fmt: $(STAMP)
 	$(BIN)/ruff format .
@@ -50,9 +56,9 @@ type: $(STAMP)
 # Tests in one process each share two cores; those that start whole clusters come after, one at a time.
 # With ARGS a part may select no test at all, which pytest reports as 5.
 test: $(STAMP)
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not chaos and not bench" --ignore tests/e2e tests $(ARGS) || \
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not chaos and not bench" --ignore tests/e2e --ignore tests/monitoring tests $(ARGS) || \
 		[ $$? = 5 -a -n "$(ARGS)" ]
-	$(BIN)/pytest -q -m "not chaos and not bench" tests/e2e $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+	$(BIN)/pytest -q -m "not chaos and not bench" tests/e2e tests/monitoring $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
 test-all: $(STAMP)
 	$(BIN)/pytest -q tests $(ARGS)

@@ -1,0 +1,186 @@
+"""A real Prometheus scrapes two real clusters, and every expression of dashboard, rules and alerts is put to it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.support import Command, free_ports, json_lines, train_command, wait_until, write_job
+from tests.monitoring.promql import PROMETHEUS, VARIABLES, Expression, dashboard, of_dashboard, of_rules
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(
+        shutil.which("prometheus") is None, reason="there is no prometheus; on Debian: apt-get install prometheus"
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """A running one."""
+
+    address: str
+
+    def get(self, path: str, **query: str) -> Any:
+        """The data of an API call; what it refuses is an AssertionError with its words."""
+        url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+        try:
+            with urllib.request.urlopen(url, timeout=10.0) as reply:
+                return json.load(reply)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{query}: {json.load(error)['error']}") from None
+
+    def values(self, text: str) -> list[float]:
+        """Values of an expression's series at present, those that are numbers."""
+        found = self.get("query", query=text)
+        assert found["resultType"] == "vector", f"{text} is a {found['resultType']}"
+        values = [float(item["value"][1]) for item in found["result"]]
+        return [value for value in values if not math.isnan(value)]
+
+    def total(self, text: str) -> float:
+        """Sum of an expression; 0 of nothing."""
+        return sum(self.values(text))
+
+    def ready(self) -> bool:
+        """Whether it answers."""
+        try:
+            with urllib.request.urlopen(f"http://{self.address}/-/ready", timeout=5.0) as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
+
+@pytest.fixture
+def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
+    """Prometheus with our configuration for one machine, but of these runs, and quicker."""
+    config = yaml.safe_load((PROMETHEUS / "local.yml").read_text(encoding="utf-8"))
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(PROMETHEUS / name) for name in config["rule_files"]]
+    (lookup,) = config["scrape_configs"][0]["file_sd_configs"]
+    lookup["files"] = [str(tmp_path / run / Path(lookup["files"][0]).name) for run in ("sync", "async")]
+    lookup["refresh_interval"] = "1s"
+    path = tmp_path / "prometheus.yml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    (port,) = free_ports(1)
+    command = ["prometheus", f"--config.file={path}", f"--storage.tsdb.path={tmp_path / 'tsdb'}"]
+    command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
+    with (tmp_path / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        found = Prometheus(f"127.0.0.1:{port}")
+        wait_until(found.ready, "Prometheus", limit_s=30.0, seen=(tmp_path / "prometheus.log").read_text)
+        yield found
+    finally:
+        process.terminate()
+        process.wait(timeout=30.0)
+
+
+def without_data(prometheus: Prometheus, expressions: list[Expression]) -> list[Expression]:
+    """Those that have no data yet."""
+    return [expression for expression in expressions if not prometheus.values(expression.text)]
+
+
+def test_every_expression_has_data_of_real_clusters(tmp_path: Path, prometheus: Prometheus) -> None:
+    pace = {"imports": "import time", "after_loss": "time.sleep(0.02)", "steps": 1_000_000, "checkpoint_every": 50}
+    sync = write_job(tmp_path / "sync.py", **pace)
+    other = write_job(tmp_path / "async.py", consistency="async", codec="fp16", **pace)
+    outs = [tmp_path / "sync", tmp_path / "async"]
+    commands = [
+        Command(*train_command(sync, outs[0], "--no-page", "--evaluators", "1")),
+        # Such a line is full at once.
+        Command(
+            *train_command(other, outs[1], "--no-page", "--workers", "2", "--lane", "tcp"),
+            env={"SHARDLINE_LINK_MBIT": "0.001"},
+        ),
+    ]
+    try:
+        for command, out in zip(commands, outs, strict=True):
+            wait_until(
+                lambda out=out: json_lines(out / "logs" / "steps.jsonl"), f"a step of {out.name}", while_runs=command
+            )
+        left = [*of_dashboard(), *of_rules()]
+
+        def all_have() -> bool:
+            left[:] = without_data(prometheus, left)
+            return not left
+
+        wait_until(all_have, "data for every expression", limit_s=60.0, while_runs=commands[0], seen=lambda: left)
+        check_rules(prometheus)
+        check_variables(prometheus)
+        check_bytes(prometheus)
+        check_parts_of_a_step(prometheus)
+        assert prometheus.total('shardline:staleness:p95{run="async"}') > 0.0
+        assert prometheus.total('shardline:staleness:p95{run="sync"}') == 0.0
+        alerts = prometheus.get("alerts")["alerts"]
+        full = {
+            (alert["labels"]["run"], alert["labels"]["direction"]) for alert in alerts if "direction" in alert["labels"]
+        }
+        assert full == {("async", "sent"), ("async", "received")}, alerts
+        assert {alert["labels"]["alertname"] for alert in alerts} == {"ShardlineLinkFull"}, alerts
+    finally:
+        for command in commands:
+            command.signal(signal.SIGINT)
+        ends = [command.finish() for command in commands]
+    assert [end.code for end in ends] == [130, 130], ends
+    for out in outs:
+        assert json.loads((out / "prometheus-targets.json").read_text()) == []
+
+
+def check_rules(prometheus: Prometheus) -> None:
+    """Prometheus has evaluated every rule without an error."""
+    groups = prometheus.get("rules")["groups"]
+    states = {rule["name"]: (rule["health"], rule.get("lastError", "")) for group in groups for rule in group["rules"]}
+    assert len(states) > 20
+    assert set(states.values()) == {("ok", "")}, states
+
+
+def check_variables(prometheus: Prometheus) -> None:
+    """The dashboard's choices offer what there is."""
+    offered = {}
+    for variable in dashboard()["templating"]["list"]:
+        if variable["type"] == "query":
+            metric, label = variable["query"].removeprefix("label_values(").removesuffix(")").rsplit(", ", 1)
+            for name, value in VARIABLES.items():
+                metric = metric.replace(name, value)
+            offered[variable["name"]] = prometheus.get(f"label/{label}/values", **{"match[]": metric})
+    tasks = ["chief/0", "evaluator/0", "ps/0", "worker/0", "worker/1"]
+    assert offered == {"job": ["shardline"], "run": ["async", "sync"], "task": tasks}
+
+
+def check_bytes(prometheus: Prometheus) -> None:
+    """Shared memory counts bytes in memory and none on the wire; the codec halves what the other lane sends."""
+    for way in ("push", "pull"):
+        for task in ("ps/.*", "worker/.*"):
+            chosen = f'task=~"{task}"'
+            held, sent = f"shardline_{way}_raw_bytes_total", f"shardline_{way}_wire_bytes_total"
+            assert prometheus.total(f'{held}{{run="sync",lane="shm",{chosen}}}') > 0, (way, task)
+            assert prometheus.total(f'{sent}{{run="sync",{chosen}}}') == 0, (way, task)
+            assert prometheus.total(f'{held}{{run="sync",lane!="shm",{chosen}}}') == 0, (way, task)
+            ratios = prometheus.values(f'shardline:compression:ratio{{run="async",way="{way}",{chosen}}}')
+            # Batch norm's statistics are never rounded.
+            assert ratios and all(1.5 < ratio < 2.0 for ratio in ratios), (way, task, ratios)
+    assert prometheus.total('shardline:compression:ratio{run="sync"}') == 0
+
+
+def check_parts_of_a_step(prometheus: Prometheus) -> None:
+    """Compute and the parts of an exchange make up a step: with one shard there is one exchange at a time."""
+    (whole,) = prometheus.values('sum(shardline_step_seconds_sum{run="async",task=~"worker/.*"})')
+    names = ("compute", "push", "barrier_wait", "pull")
+    parts = {name: prometheus.total(f'shardline_{name}_seconds_sum{{run="async",task=~"worker/.*"}}') for name in names}
+    assert all(value >= 0.0 for value in parts.values()) and parts["compute"] > 0.0 and parts["pull"] > 0.0, parts
+    assert sum(parts.values()) > 0.8 * whole, (parts, whole)
