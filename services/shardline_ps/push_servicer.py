@@ -11,7 +11,7 @@ from typing import Any
 
 from shardline.consistency.decision import Decision, Outcome
 from shardline.contributions import none_present
-from shardline.errors import ProtocolError, TensorError, UnreachableError
+from shardline.errors import ProtocolError, TensorError
 from shardline.reduce import Block
 from shardline.rpc.convert import dtype_from_proto, hyper_from_proto, unpack_bits
 from shardline.rpc.v1 import data_pb2
@@ -23,7 +23,7 @@ from shardline_ps.attachments import Attachment, Attachments
 from shardline_ps.shard import Gradient, Shard
 from shardline_ps.slots import Slot, opened
 from shardline_ps.staging import Lease
-from shardline_ps.store import ParameterStore
+from shardline_ps.store import ParameterStore, numbers
 
 SEVERITY = (
     Outcome.REFUSED,
@@ -95,6 +95,17 @@ class PushResult:
     seconds: float
 
 
+class NoRoomError(Exception):
+    """A push finds no room in staging as long as its call may wait; `result` is what its sender is told.
+
+    What came in whole is counted; the sender makes the whole push again.
+    """
+
+    def __init__(self, result: PushResult) -> None:
+        super().__init__(result.ack.reason)
+        self.result = result
+
+
 class PushReceiver:
     """Takes the frames of one stream; a stream may carry several pushes one after another.
 
@@ -118,9 +129,14 @@ class PushReceiver:
         self._spawn = spawn
         self._push: _Push | None = None
         self._slot: Slot | None = None
+        self._waited_s = 0.0
+        """For room in staging, over the whole stream: its sender's deadline is one for all of it."""
 
     async def feed(self, frame: PushFrameView) -> PushResult | None:
-        """Take one frame; returns the result when it ended a push. Raises ProtocolError or TensorError."""
+        """Take one frame; returns the result when it ended a push.
+
+        Raises ProtocolError or TensorError, and NoRoomError where others hold the room for it.
+        """
         if frame.header is not None:
             self._begin(frame.header)
             await self._reserve_push()
@@ -130,7 +146,7 @@ class PushReceiver:
         if push.rejected is None:
             if frame.bucket is not None:
                 slot = self._begin_bucket(push, frame.bucket)
-                await self._reserve(push, slot, self._store.staging_wait_s)
+                await self._reserve(push, slot)
             if frame.chunk is not None:
                 self._chunk(frame.chunk)
             if frame.bucket_commit is not None:
@@ -188,10 +204,10 @@ class PushReceiver:
             return
         nbytes = sum(self._held_bytes(push, bucket.spec) for bucket in push.shard.buckets)
         worker = Block(worker_index(push.header.data.task), 1)
-        push.lease = await self._room(push, None, worker, nbytes, self._store.staging_wait_s)
+        push.lease = await self._room(push, None, worker, nbytes)
 
-    async def _reserve(self, push: _Push, slot: Slot, patience_s: float) -> None:
-        """Room for one bucket of a synchronous push. Raises UnreachableError where there is none in time."""
+    async def _reserve(self, push: _Push, slot: Slot, *, at_once: bool = False) -> None:
+        """Room for one bucket of a synchronous push. Raises NoRoomError; TimeoutError where it is for `at_once`."""
         if not push.shard.is_sync or not gradient_kind(push.header):
             return
         header = push.header
@@ -203,7 +219,7 @@ class PushReceiver:
         if nbytes:
             push.slots.append(slot)
             block = Block(header.block.first, header.block.count)
-            slot.lease = await self._room(push, slot.number, block, nbytes, patience_s)
+            slot.lease = await self._room(push, slot.number, block, nbytes, at_once=at_once)
 
     @staticmethod
     def _held_bytes(push: _Push, spec: BucketSpec) -> int:
@@ -212,13 +228,32 @@ class PushReceiver:
         size = codec.payload_bytes(spec.dtype, spec.elements)
         return size if codec is RAW else size + spec.nbytes
 
-    async def _room(self, push: _Push, bucket: int | None, block: Block, nbytes: int, patience_s: float) -> Lease:
+    async def _room(
+        self, push: _Push, bucket: int | None, block: Block, nbytes: int, *, at_once: bool = False
+    ) -> Lease:
+        """Room for bytes, within what is left of the stream's patience or `at_once`; see _reserve()."""
         step = push.header.step if push.shard.is_sync else None
+        patience_s = 0.0 if at_once else max(0.0, self._store.staging_wait_s - self._waited_s)
+        began_s = time.monotonic()
         try:
             return await self._store.staging.reserve(push.shard.number, bucket, block, nbytes, patience_s, step=step)
         except TimeoutError as error:
-            # Nothing was changed; the sender may come again when others have ended.
-            raise UnreachableError(str(error)) from None
+            if at_once:
+                raise
+            decision = Decision(Outcome.WAITING, f"{error} {await self._held_up_by(push)}")
+            raise NoRoomError(self._result(push, decision, 0)) from None
+        finally:
+            self._waited_s += time.monotonic() - began_s
+
+    async def _held_up_by(self, push: _Push) -> str:
+        """Who has to come before there is room, and what a person can do."""
+        if not push.shard.is_sync:
+            return "It is held by other workers' pushes that have not ended; this one is made again"
+        missing = await self._store.work(push.shard.waiting_for)
+        return (
+            f"Step {push.shard.step_min} waits for replicas {numbers(missing)}: look at what holds up their workers; "
+            f"this push is made again until then"
+        )
 
     # Buckets on the stream
 
@@ -319,10 +354,8 @@ class PushReceiver:
                 slot = push.referred[0]
                 try:
                     # Never waits while others of this push come in: they have to be handed on.
-                    await self._reserve(push, slot, 0.0 if coming else self._store.staging_wait_s)
-                except UnreachableError:
-                    if not coming:
-                        raise
+                    await self._reserve(push, slot, at_once=bool(coming))
+                except TimeoutError:
                     break
                 push.referred.popleft()
                 slot.ticket = attachment.expect(

@@ -47,7 +47,8 @@ class PsProcess:
             pool_threads=max(2, os.cpu_count() or 1),
             memory_limit_bytes=memory_limit(device, config.gpu_memory_fraction),
         )
-        self.store.staging_wait_s = config.timeouts.rpc_s
+        # The answer has to be there before the sender's own deadline, which is rpc_s and time for the bytes.
+        self.store.staging_wait_s = config.timeouts.rpc_s / 2
         self.ended = threading.Event()
         self.end_reason = ""
         self.metrics = Metrics("ps", config.task)

@@ -37,7 +37,7 @@ from shardline_ps.admission_servicer import (
 from shardline_ps.attachments import Attachments
 from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
 from shardline_ps.pull_servicer import SHARED_CALL, AsyncReply, pull
-from shardline_ps.push_servicer import PushReceiver, PushResult
+from shardline_ps.push_servicer import NoRoomError, PushReceiver, PushResult
 from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore, PsConfiguration, planned_bytes
 from shardline_ps.vote_servicer import Voters
@@ -110,6 +110,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                 if result is not None:
                     raise ProtocolError("Push carries one push; use PushPull for several")
                 result = await receiver.feed(_readable(message.push, message.error))
+        except NoRoomError as no_room:
+            result = no_room.result
         finally:
             await receiver.abandon()
         if result is None:
@@ -140,6 +142,11 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         task = asyncio.create_task(run())
         try:
             while (reply := await replies.get()) is not None:
+                if isinstance(reply, NoRoomError):
+                    # Like any push that does not count, it ends the call.
+                    self._on_push(reply.result)
+                    yield write_reply(ReplyView(ack=reply.result.ack))
+                    return
                 if isinstance(reply, Exception):
                     raise reply
                 yield reply

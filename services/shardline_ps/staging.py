@@ -341,7 +341,7 @@ class Staging:
             what = "a push" if bucket is None else f"bucket {bucket}, replicas {block}"
             raise TimeoutError(
                 f"shard {shard}, {what}: no room for {nbytes:,} bytes after {timeout_s:.1f} s; {self.in_use:,} of "
-                f"{self.limit:,} bytes are in use by contributions that wait for others. Is a worker slow or gone?"
+                f"{self.limit:,} bytes are in use by contributions that wait for others."
             )
         return waiter.future.result()
 

@@ -68,9 +68,9 @@ class ParameterStore:
         self.memory_limit_bytes = memory_limit_bytes
         self.staging_bytes = staging_bytes
         self.staging = Staging()
-        self.staging_wait_s = 60.0
-        """How long a push may wait for room in staging; a third of --timeout in a process."""
         """Who may bring the next contribution."""
+        self.staging_wait_s = 60.0
+        """How long a stream may wait for room in staging, in all; a sixth of --timeout in a process."""
         self.authority = Authority()
         self.shards: dict[int, Shard] = {}
         self.signals: dict[tuple[int, int], Signal] = {}

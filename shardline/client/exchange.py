@@ -266,11 +266,21 @@ class Exchange:
                 want = self._again(want, sink)
                 continue
             heard_s = time.monotonic()
-            for ack in done.acks:
+            accepted = [ack for ack in done.acks if ack.outcome is not Outcome.WAITING]
+            for ack in accepted:
                 check_ack(ack, task.shard)
             if pending:
                 pushed_s = call_s + done.push_s
-            acks.extend(done.acks)
+            acks.extend(accepted)
+            if len(accepted) < len(done.acks):
+                # The shard was heard and is busy with others: neither silence nor a fault of the lane.
+                if not self.still_ordered():
+                    raise Interrupted
+                self._tell_no_room(task.shard, done.acks[-1])
+                pending = pending[len(accepted) :]
+                self._interrupted.wait(pause_s)
+                want = self._again(want, sink)
+                continue
             pending = []
             if done.end is None or done.end.outcome is Outcome.SERVED:
                 break
@@ -321,6 +331,11 @@ class Exchange:
         if self._told.get(shard) != sentence:
             self._told[shard] = sentence
             log.warning("%s since %.0f s; the chief moves them when their worker is dead", sentence, waited_s)
+
+    def _tell_no_room(self, shard: int, ack: Ack) -> None:
+        if self._told.get(shard) != ack.reason:
+            self._told[shard] = ack.reason
+            log.warning("shard %d has no room for this push yet: %s", shard, ack.reason)
 
     def close(self) -> None:
         """End threads."""

@@ -195,12 +195,21 @@ class PlainClient:
     def push_pull(
         self, frames: Iterable[data_pb2.PushFrame], pull: data_pb2.PullRequest
     ) -> tuple[list[data_pb2.PushAck], dict[int, tuple[float, ...]], data_pb2.PullEnd]:
-        requests = [data_pb2.PushPullRequest(pull=pull)]
-        requests += [data_pb2.PushPullRequest(push=frame) for frame in frames]
-        replies = list(self.stub.PushPull(iter(requests), timeout=DEADLINE_S))
+        replies = self._push_pull(frames, pull)
         acks = [reply.ack for reply in replies if reply.HasField("ack")]
         values, _, end = read_pull(reply.pull for reply in replies if reply.HasField("pull"))
         return acks, values, end
+
+    def acks(self, frames: Iterable[data_pb2.PushFrame], pull: data_pb2.PullRequest) -> list[data_pb2.PushAck]:
+        """Acks of a call that ends before its pull does."""
+        replies = self._push_pull(frames, pull)
+        assert not any(reply.pull.HasField("end") for reply in replies)
+        return [reply.ack for reply in replies if reply.HasField("ack")]
+
+    def _push_pull(self, frames: Iterable[data_pb2.PushFrame], pull: data_pb2.PullRequest) -> list[Any]:
+        requests = [data_pb2.PushPullRequest(pull=pull)]
+        requests += [data_pb2.PushPullRequest(push=frame) for frame in frames]
+        return list(self.stub.PushPull(iter(requests), timeout=DEADLINE_S))
 
     def weights(self) -> tuple[float, ...]:
         """`w` as the shard holds it."""

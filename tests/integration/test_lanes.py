@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 
 import pytest
 import torch
 
+from shardline.client.exchange import Interrupted
+from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
 from shardline.job import Job
 from shardline.lanes.negotiated import NegotiatedLane
@@ -128,3 +131,66 @@ def test_a_lane_that_the_ps_does_not_offer_is_left_with_one_sentence(caplog: pyt
         assert_same_end(cluster.state(), expected("wide"))
     assert [name for name, _ in told] == ["tcp"] and "grpc" in told[0][1]
     assert sum("lane tcp can't be used" in record.getMessage() for record in caplog.records) == 1
+
+
+class Hurried:
+    """A clock of the client's on which twenty seconds pass in one: a timeout need not be waited for."""
+
+    @staticmethod
+    def monotonic() -> float:
+        return 20.0 * time.monotonic()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_who_waits_for_room_longer_than_the_timeout_goes_on_when_slow_workers_come(
+    lane: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = make_job("adam", model=Wide, steps=1, replicas=4)
+    with Cluster(job, ps=1, bucket_bytes=1 << 18, lane=lane, timeouts=Timeouts(total_s=30.0)) as cluster:
+        staging = cluster.hosts[0].store.staging
+        cluster.hosts[0].store.staging_wait_s = 0.1
+        # Room for tree order, and none for replicas 1 and 3 before 0 and 2.
+        staging._ledger.limit = staging._ledger.reserved
+        late = threading.Event()
+        asked: dict[int, float] = {}
+        monkeypatch.setattr("shardline.client.exchange.time", Hurried)
+
+        def run(replica: int) -> set[str]:
+            worker = cluster.worker(replica)
+            exchange = worker.trainer.exchange
+
+            def still_ordered() -> bool:
+                first_s = asked.setdefault(replica, Hurried.monotonic())
+                if len(asked) == 2 and Hurried.monotonic() - first_s > 1.5 * cluster.timeouts.total_s:
+                    late.set()
+                return True
+
+            exchange.still_ordered = still_ordered
+            exchange.arm()
+            worker.trainer.locate([replica], cluster.timeline)
+            if replica in (0, 2):
+                assert late.wait(20.0)
+            worker.step([replica])
+            return lane_names(worker)
+
+        names = cluster.together([functools.partial(run, replica) for replica in range(job.replicas)])
+        assert names == [{lane}] * job.replicas
+        assert_same_end(cluster.state(), reference(job))
+    told = [record.getMessage() for record in caplog.records if "has no room for this push yet" in record.getMessage()]
+    assert any("Step 0 waits for replicas 0, 1, 2, 3" in sentence for sentence in told)
+    assert not any("trying again" in record.getMessage() for record in caplog.records)
+
+
+def test_a_push_that_waits_for_room_is_given_up_when_it_is_not_ordered_any_more() -> None:
+    job = make_job("adam", model=Wide, steps=1, replicas=2)
+    with Cluster(job, ps=1, bucket_bytes=1 << 18) as cluster:
+        staging = cluster.hosts[0].store.staging
+        cluster.hosts[0].store.staging_wait_s = 0.05
+        staging._ledger.limit = staging._ledger.reserved
+        worker = cluster.worker(1)
+        worker.trainer.exchange.arm()
+        worker.trainer.locate([1], cluster.timeline)
+        worker.trainer.exchange.still_ordered = lambda: False
+        with pytest.raises(Interrupted):
+            worker.step([1])
+        assert staging.in_use == 0

@@ -85,7 +85,9 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_OVERTAKEN: _Outcome.ValueType  # 15
     """pull: the exact step is gone; ask Progress"""
     OUTCOME_WAITING: _Outcome.ValueType  # 16
-    """pull: the server's wait ran out; `waiting_for` says for whom. Ask again."""
+    """The server's wait ran out; ask again. Pull: `waiting_for` says for whom. Push: no room for it while others' sums wait;
+    buckets that came in whole count, and the call has ended.
+    """
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
     """What became of a push, a pull or a bucket of one. Never an error of transport: those are gRPC statuses."""
@@ -122,7 +124,9 @@ OUTCOME_SERVED: Outcome.ValueType  # 14
 OUTCOME_OVERTAKEN: Outcome.ValueType  # 15
 """pull: the exact step is gone; ask Progress"""
 OUTCOME_WAITING: Outcome.ValueType  # 16
-"""pull: the server's wait ran out; `waiting_for` says for whom. Ask again."""
+"""The server's wait ran out; ask again. Pull: `waiting_for` says for whom. Push: no room for it while others' sums wait;
+buckets that came in whole count, and the call has ended.
+"""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 class _DType:
