@@ -1,18 +1,23 @@
-"""Workers whose gradients leave during the backward pass and whose next forward pass waits per layer."""
+"""Workers whose gradients leave during the backward pass and whose next forward pass waits per layer.
+
+Besides: models whose passes can be made to stand still, and a lane that breaks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 
 from shardline.client.gate import Gate
 from shardline.client.overlap import Expected
 from shardline.client.trainer import Trainer
 from shardline.client.watching import StepWatch
 from shardline.data import replica_gradients
-from shardline.lanes.base import Lane
+from shardline.errors import UnreachableError
+from shardline.lanes.base import Contribution, Exchanged, Lane, Sender, Sink, Standing, Want
 from tests.integration.cluster import COMPUTE, Cluster, Worker
 
 T = TypeVar("T")
@@ -131,3 +136,73 @@ class OverlapWorker(Worker):
     def close(self) -> None:
         self.gate.close()
         super().close()
+
+
+class Middle(nn.Module):
+    """Two layers; calls a function when the gradient of what is between them is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 64), nn.Linear(64, 1)
+        self.between: Callable[[], None] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self.between())  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, self.last(hidden))
+
+
+class Layers(nn.Module):
+    """Five layers, each a bucket of its own, whose backward pass can be made to stand still after the last one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.out = nn.Linear(8, 1, bias=False)
+        self.ran: list[int] = []
+        self.after_last: Callable[[], None] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([x, x[:, :3]], dim=1)
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            self.ran.append(number)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.after_last())  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, self.out(x))
+
+
+class LosingLane:
+    """Breaks every exchange of one step a few times, after some of its payloads or with the reply lost."""
+
+    name = "losing"
+
+    def __init__(self, lane: Lane, *, steps: Sequence[int], times: int) -> None:
+        self._lane = lane
+        self._left = dict.fromkeys(steps, times)
+        self.broken = 0
+
+    def exchange(
+        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
+        step = contributions[0].step if contributions else -1
+        left = self._left.get(step, 0)
+        if left:
+            self._left[step] -= 1
+            self.broken += 1
+            if left % 2:
+                next(iter(contributions[0].payloads.batches()))
+                raise UnreachableError("the link broke after the first batch")
+            self._lane.exchange(sender, contributions, want, sink, timeout_s=timeout_s)
+            raise UnreachableError("the reply was lost")
+        return self._lane.exchange(sender, contributions, want, sink, timeout_s=timeout_s)
+
+    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+        return self._lane.progress(sender, replicas, timeout_s=timeout_s)
+
+    def cancel(self) -> None:
+        self._lane.cancel()
+
+    def close(self) -> None:
+        self._lane.close()

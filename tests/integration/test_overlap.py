@@ -6,8 +6,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -15,30 +14,22 @@ import torch
 from torch import nn
 
 from shardline import schedule
-from shardline.client import trainer as trainer_module
 from shardline.client.arrivals import Key
 from shardline.client.layout import copy_each
 from shardline.client.live import LivePayloads
 from shardline.client.overlap import Expected
-from shardline.client.priority import pull_order
-from shardline.errors import JobError, NonFiniteError, UnreachableError
+from shardline.errors import JobError, NonFiniteError
 from shardline.lanes.base import (
-    Arrival,
-    BucketPayload,
     Contribution,
     Exchanged,
     Lane,
-    Payloads,
     Sender,
-    Sink,
-    Standing,
-    Want,
 )
 from shardline.model import named_values
 from shardline.testing import ReferenceResult, reference
-from tests.integration.cluster import COMPUTE, PATIENCE_S, Cluster, assert_same_end, split_evenly
+from tests.integration.cluster import COMPUTE, Cluster, assert_same_end, split_evenly
 from tests.integration.jobs import Rich, Wide, make_job
-from tests.integration.overlap import OverlapWorker
+from tests.integration.overlap import Layers, LosingLane, Middle, OverlapWorker
 from tests.integration.test_asynchronous import plain_torch
 from tests.integration.test_deaths import received, wait_for
 from tests.integration.test_equivalence import data_with_a_nan
@@ -152,21 +143,6 @@ def test_a_nan_stops_the_job_with_the_sentence_it_always_has() -> None:
 # Deaths
 
 
-class Middle(nn.Module):
-    """Two layers; calls a function when the gradient of what is between them is known."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 64), nn.Linear(64, 1)
-        self.between: Callable[[], None] = lambda: None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.first(x))
-        if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: self.between())  # type: ignore[no-untyped-call]
-        return cast(torch.Tensor, self.last(hidden))
-
-
 class Died(Exception):
     """What a person's code raises, or the end of a process."""
 
@@ -205,41 +181,6 @@ def test_a_worker_that_dies_in_its_backward_pass_is_replaced_and_the_bits_stay(c
         buckets = sum(len(shard.buckets) for shard in cluster.shards)
         assert 0 < left[0] < buckets
         assert [shard.tally.duplicate_mismatches for shard in cluster.shards] == [0, 0]
-
-
-class LosingLane:
-    """Breaks every exchange of one step a few times, after some of its payloads or with the reply lost."""
-
-    name = "losing"
-
-    def __init__(self, lane: Lane, *, steps: Sequence[int], times: int) -> None:
-        self._lane = lane
-        self._left = dict.fromkeys(steps, times)
-        self.broken = 0
-
-    def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
-    ) -> Exchanged:
-        step = contributions[0].step if contributions else -1
-        left = self._left.get(step, 0)
-        if left:
-            self._left[step] -= 1
-            self.broken += 1
-            if left % 2:
-                next(iter(contributions[0].payloads.batches()))
-                raise UnreachableError("the link broke after the first batch")
-            self._lane.exchange(sender, contributions, want, sink, timeout_s=timeout_s)
-            raise UnreachableError("the reply was lost")
-        return self._lane.exchange(sender, contributions, want, sink, timeout_s=timeout_s)
-
-    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        return self._lane.progress(sender, replicas, timeout_s=timeout_s)
-
-    def cancel(self) -> None:
-        self._lane.cancel()
-
-    def close(self) -> None:
-        self._lane.close()
 
 
 def test_exchanges_that_break_during_the_backward_pass_are_made_again_and_change_no_bit() -> None:
@@ -288,212 +229,6 @@ def test_a_backward_pass_that_outlasts_the_calls_deadline_is_no_failure() -> Non
     assert sorted(set(unready)) == [1, 2, 3]
     assert calls[0] == 1
     assert all(calls[step] >= 2 for step in (1, 2, 3))
-
-
-# Order
-
-
-class Layers(nn.Module):
-    """Five layers, each a bucket of its own, whose backward pass can be made to stand still after the last one's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
-        self.out = nn.Linear(8, 1, bias=False)
-        self.ran: list[int] = []
-        self.after_last: Callable[[], None] = lambda: None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.cat([x, x[:, :3]], dim=1)
-        for number, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x))
-            self.ran.append(number)
-        if x.requires_grad:
-            x.register_hook(lambda gradient: self.after_last())  # type: ignore[no-untyped-call]
-        return cast(torch.Tensor, self.out(x))
-
-
-class RecordingLane(LosingLane):
-    """Notes in which order buckets leave; holds the first batch back until it is told."""
-
-    def __init__(self, lane: Lane) -> None:
-        super().__init__(lane, steps=[], times=0)
-        self.sent: dict[int, list[int]] = {}
-        self.go_on = threading.Event()
-        self.go_on.set()
-
-    def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
-    ) -> Exchanged:
-        noted = [replace(push, payloads=self.Noted(push.payloads, self, push.step)) for push in contributions]
-        return self._lane.exchange(sender, noted, want, sink, timeout_s=timeout_s)
-
-    class Noted:
-        def __init__(self, payloads: Payloads, lane: RecordingLane, step: int) -> None:
-            self._payloads, self._lane, self._step = payloads, lane, step
-
-        @property
-        def nbytes(self) -> int:
-            return self._payloads.nbytes
-
-        @property
-        def empty(self) -> Sequence[int]:
-            return self._payloads.empty
-
-        def batches(self) -> Iterator[Sequence[BucketPayload]]:
-            order = self._lane.sent.setdefault(self._step, [])
-            for batch in self._payloads.batches():
-                order.extend(item.bucket for item in batch)
-                assert self._lane.go_on.wait(PATIENCE_S)
-                yield batch
-
-
-def test_what_is_ready_first_leaves_first_and_then_what_is_needed_first_overtakes() -> None:
-    job = make_job("sgd", model=Layers, replicas=1, steps=4)
-    lanes: list[RecordingLane] = []
-
-    def recording(lane: Lane) -> Lane:
-        lanes.append(RecordingLane(lane))
-        return lanes[-1]
-
-    with Cluster(job, bucket_bytes=256) as cluster:
-        worker = OverlapWorker(cluster, 0, wrap=recording, credit_bytes=256)
-        cluster._workers.append(worker)
-        (lane,) = lanes
-        model = cast(Layers, worker.model)
-        names = [
-            {cluster.plan.tensors[piece.tensor].name for piece in bucket.slices}
-            for bucket in cluster.plan.shards[0].buckets
-        ]
-        bucket_of = {name: number for number, held in enumerate(names) for name in held}
-        assert len(bucket_of) == len(names) == 5
-
-        def stand_still() -> None:
-            # From the last layer's gradient to the end of the backward pass the link is busy with that gradient.
-            if worker.trainer._early is not None:
-                wait_for(lambda: bool(lane.sent.get(worker.trainer.step)), "the last layer's gradient to leave")
-                lane.go_on.clear()
-
-        model.after_last = stand_still
-        plain = worker.send
-
-        def send() -> None:
-            lane.go_on.set()
-            plain()
-
-        worker.send = send  # type: ignore[method-assign]
-        worker.run([0], job.steps)
-        assert_same_end(cluster.state(), reference(job))
-        order = [f"layers.{number}.weight" for number in range(4)]
-        for step in range(1, 4):
-            sent = lane.sent[step]
-            assert sent[0] == bucket_of["out.weight"]
-            rest = [name for number in sent[1:] for name in names[number]]
-            # One more may have been taken from the queue when the link became busy.
-            assert rest == order or rest[1:] == [name for name in order if name != rest[0]]
-
-
-class LateLane(RecordingLane):
-    """Delivers one bucket late: when it is told."""
-
-    def __init__(self, lane: Lane) -> None:
-        super().__init__(lane)
-        self.late = -1
-        self.may_come = threading.Event()
-
-    def exchange(
-        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
-    ) -> Exchanged:
-        deferred: list[Arrival] = []
-        late = self.late
-
-        class Deferring:
-            def buffer(self, arrival: Arrival) -> memoryview:
-                return sink.buffer(arrival)
-
-            def done(self, arrival: Arrival) -> None:
-                if arrival.bucket == late and contributions:
-                    deferred.append(arrival)
-                else:
-                    sink.done(arrival)
-
-            def take(self, arrival: Arrival, memory: memoryview) -> None:
-                sink.take(arrival, memory)
-
-        found = self._lane.exchange(sender, contributions, want, Deferring(), timeout_s=timeout_s)
-        if deferred:
-            assert self.may_come.wait(PATIENCE_S), "the layers before did not run"
-            self.may_come.clear()
-            sink.done(deferred[0])
-        return found
-
-
-@pytest.mark.parametrize("late", ["layers.3.weight", "out.weight"])
-def test_the_next_forward_pass_runs_up_to_the_layer_that_has_not_come(late: str) -> None:
-    job = make_job("sgd", model=Layers, replicas=1, steps=4)
-    lanes: list[LateLane] = []
-
-    def delaying(lane: Lane) -> Lane:
-        lanes.append(LateLane(lane))
-        return lanes[-1]
-
-    with Cluster(job, bucket_bytes=256) as cluster:
-        worker = OverlapWorker(cluster, 0, wrap=delaying)
-        cluster._workers.append(worker)
-        (lane,) = lanes
-        model = cast(Layers, worker.model)
-        number = [spec.name for spec in cluster.plan.tensors].index(late)
-        waited: list[list[int]] = []
-        plain = worker._wait_for
-
-        def wait_for_tensors(tensors: Iterable[int]) -> None:
-            wanted = list(tensors)
-            if number in wanted and worker.trainer.arrivals.waiting:
-                waited.append(list(model.ran))
-                lane.may_come.set()
-            plain(wanted)
-
-        worker.gate._wait_for = wait_for_tensors
-        worker.run([0], 1)
-        lane.late = next(iter(worker.trainer._homes[number]))[1]
-        model.ran.clear()
-        worker.trainer.exchange.arm()
-        for _ in range(3):
-            with COMPUTE:
-                worker.pass_of(worker.trainer.step, 0, [0])
-            worker.send()
-            model.ran.clear()
-        lane.may_come.set()
-        worker.settle()
-        assert_same_end(cluster.state(), reference(job))
-        # Everything before the late layer had run when somebody asked for it.
-        before = list(range(3 if late.startswith("layers") else 4))
-        assert waited
-        assert all(ran == before for ran in waited)
-
-
-def test_nothing_is_written_to_the_model_while_a_backward_pass_may_still_read_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # What a shard answers first follows the step before; here always what a backward pass has first.
-    monkeypatch.setattr(trainer_module, "pull_order", lambda ranks, **_: pull_order(ranks, at_once=False))
-    job = make_job("sgd", model=Middle, replicas=1, steps=4)
-    with Cluster(job, bucket_bytes=SMALL_BUCKETS) as cluster:
-        worker = OverlapWorker(cluster, 0)
-        cluster._workers.append(worker)
-        model, trainer = cast(Middle, worker.model), worker.trainer
-        seen: list[bool] = []
-
-        def look() -> None:
-            if trainer._early is not None:
-                before = model.last.weight.detach().clone()
-                wait_for(lambda: bool(trainer.sinks[0].arrived), "the last layer's next parameters")
-                seen.append(torch.equal(model.last.weight, before))
-
-        model.between = look
-        worker.run([0], job.steps)
-        assert seen == [True] * 3
-        assert_same_end(cluster.state(), reference(job))
 
 
 def test_gradients_are_freed_when_their_step_is_closed() -> None:
