@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import socket
+from pathlib import Path
 
 import psutil
 
@@ -17,8 +18,7 @@ log = logging.getLogger("shardline")
 
 MBIT = 1e6 / 8
 """Bytes of a megabit."""
-INVENTED = ("lo", "veth", "docker", "br-", "virbr", "tap", "tun", "cni", "flannel", "cali")
-"""Beginnings of interface names without a line of their own: the kernel makes up a speed for some of them."""
+INTERFACES = Path("/sys/class/net")
 
 
 def meter_line(metrics: Metrics, address: str) -> None:
@@ -45,6 +45,13 @@ def given_rate() -> float | None:
     return found * MBIT
 
 
+def has_line(name: str) -> bool:
+    """Whether an interface is hardware, or a bond of it: a container's has a speed that the kernel makes up."""
+    if not INTERFACES.is_dir():
+        return True
+    return (INTERFACES / name / "device").exists() or (INTERFACES / name / "bonding").exists()
+
+
 def interface_rate(address: str) -> float | None:
     """Bytes per second of the interface that has the host of "host:port"; None where nobody knows."""
     try:
@@ -54,7 +61,7 @@ def interface_rate(address: str) -> float | None:
             name
             for name, held in psutil.net_if_addrs().items()
             # IPv6 addresses may carry the interface behind a %.
-            if own.intersection(item.address.partition("%")[0] for item in held) and not name.startswith(INVENTED)
+            if own.intersection(item.address.partition("%")[0] for item in held) and has_line(name)
         ]
         speeds = psutil.net_if_stats()
     except (ClusterSpecError, OSError) as error:

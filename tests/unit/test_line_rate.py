@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import functools
 import socket
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import psutil
 import pytest
 
+from shardline import line_rate
 from shardline.client.exchange import ShardOutcome
 from shardline.errors import UsageError
 from shardline.line_rate import given_rate, interface_rate, meter_line
@@ -16,24 +19,42 @@ Address = namedtuple("Address", "family address")
 Stats = namedtuple("Stats", "speed")
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, interfaces: Mapping[str, tuple[str, int]]) -> None:
-    """A machine with these interfaces: name to (address, Mbit/s as the kernel says it)."""
+Interfaces = Mapping[str, tuple[str, int]]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Interfaces], None]:
+    """Makes a machine of these interfaces: name to (address, Mbit/s as the kernel says it); "eth" is hardware."""
+    monkeypatch.delenv("SHARDLINE_LINK_MBIT", raising=False)
+    monkeypatch.setattr(line_rate, "INTERFACES", tmp_path)
+    return functools.partial(make_machine, monkeypatch, tmp_path)
+
+
+def make_machine(monkeypatch: pytest.MonkeyPatch, folder: Path, interfaces: Interfaces) -> None:
+    for name in interfaces:
+        (folder / name).mkdir()
+        if name.startswith("eth"):
+            (folder / name / "device").mkdir()
+        if name.startswith("bond"):
+            (folder / name / "bonding").mkdir()
     addresses = {name: [Address(socket.AF_INET, address)] for name, (address, _) in interfaces.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: Stats(speed) for name, (_, speed) in interfaces.items()})
 
 
-def test_line_rate_is_that_of_the_interface_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, {"eth0": ("10.0.0.1", 1000), "eth1": ("10.0.0.2", 25_000), "lo": ("127.0.0.1", 0)})
+def test_line_rate_is_that_of_the_interface_with_the_address(machine: Callable[[Interfaces], None]) -> None:
+    machine({"eth0": ("10.0.0.1", 1000), "eth1": ("10.0.0.2", 25_000), "bond0": ("10.0.0.3", 20_000)})
     assert interface_rate("10.0.0.1:2222") == 125e6
     assert interface_rate("10.0.0.2:2222") == 3125e6
+    assert interface_rate("10.0.0.3:2222") == 2500e6
 
 
 @pytest.mark.parametrize(
-    ("name", "speed"), [("lo", 0), ("eth0", 0), ("eth0", 65_535), ("veth12ab", 10_000), ("br-0", 10_000)]
+    ("name", "speed"),
+    [("lo", 0), ("eth0", 0), ("eth0", 65_535), ("veth12ab", 10_000), ("br-0", 10_000), ("ens3", 10_000)],
 )
-def test_no_line_rate_is_made_up(monkeypatch: pytest.MonkeyPatch, name: str, speed: int) -> None:
-    machine(monkeypatch, {name: ("10.0.0.1", speed)})
+def test_no_line_rate_is_made_up(machine: Callable[[Interfaces], None], name: str, speed: int) -> None:
+    machine({name: ("10.0.0.1", speed)})
     assert interface_rate("10.0.0.1:2222") is None
     assert interface_rate("10.9.9.9:2222") is None
 
@@ -43,8 +64,10 @@ def test_line_rate_of_a_name_that_nobody_knows_is_unknown() -> None:
     assert interface_rate("no address") is None
 
 
-def test_given_line_rate_comes_before_the_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, {"eth0": ("10.0.0.1", 1000)})
+def test_given_line_rate_comes_before_the_interfaces(
+    machine: Callable[[Interfaces], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine({"eth0": ("10.0.0.1", 1000)})
     metrics = Metrics("ps", "ps/0")
     meter_line(metrics, "10.0.0.1:2222")
     labels = {"task": "ps/0"}
@@ -54,8 +77,8 @@ def test_given_line_rate_comes_before_the_interfaces(monkeypatch: pytest.MonkeyP
     assert metrics.registry.get_sample_value("shardline_link_bytes_per_second", labels) == 12.5e6
 
 
-def test_unknown_line_rate_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, {"lo": ("127.0.0.1", 0)})
+def test_unknown_line_rate_is_no_sample(machine: Callable[[Interfaces], None]) -> None:
+    machine({"lo": ("127.0.0.1", 0)})
     metrics = Metrics("ps", "ps/0")
     meter_line(metrics, "127.0.0.1:2222")
     assert metrics.registry.get_sample_value("shardline_link_bytes_per_second", {"task": "ps/0"}) is None
