@@ -86,8 +86,10 @@ def run_role(role: str, flags: dict[str, Any]) -> int:
     log.setup(config.task, json_path=json_path)
     # Imports torch, as the role is about to; the allocator is told before either takes memory of any size.
     from shardline.allocator import tune_allocator
+    from shardline.rpc.names import wait_for_own_name
 
     tune_allocator()
+    wait_for_own_name(config)
     return find_role(role)(config)
 
 

@@ -23,6 +23,7 @@ from shardline.config import (
 )
 from shardline.errors import JobError, ShardlineError, UsageError
 from shardline.process import Termination
+from shardline.rpc.names import wait_for_own_name
 from shardline.spec import ConsistencySpec
 
 
@@ -75,6 +76,7 @@ def connect(
     tune_allocator()
     if config.life_fd is not None:
         lifeline.watch(config.life_fd)
+    wait_for_own_name(config)
     termination = Termination()
     if threading.current_thread() is threading.main_thread():
         termination.install()

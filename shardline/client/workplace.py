@@ -111,6 +111,8 @@ class Workplace:
         lanes: dict[int, Lane] = {}
         for place in view.placement:
             peer = self._peers.get(place.task, place.address)
+            # Its name must be known before it can be told whether it is on this host.
+            peer.await_name()
             peer.on_retry = self._metrics.counter("shardline_rpc_retries_total", peer=place.task).inc
             lanes[place.shard] = open_lane(
                 self._config, peer, place.shard, view.plan.shards[place.shard], on_fallback=self._count_fallback

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from shardline.cluster import parse_address
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, UnreachableError
 from shardline.rpc.errors import from_status
+from shardline.rpc.names import HostName, is_literal, no_address, unknown_name
 from shardline.rpc.server import MAX_MESSAGE_BYTES
 from shardline.security import PLAIN, Security
 
@@ -140,6 +140,7 @@ class Peer:
         self.security = security
         self.channel = open_channel(address, timeouts, security)
         self.on_retry: Callable[[], None] = lambda: None
+        self._name = HostName(parse_address(address)[0], str(self))
 
     def __str__(self) -> str:
         return f"{self.task} at {self.address}"
@@ -147,8 +148,11 @@ class Peer:
     def call(self, method: Any, request: Any, *, what: str, timeout_s: float | None = None) -> Any:
         """One unary call that may be repeated: retried with jitter while the peer is unavailable, until the deadline.
 
-        Only for idempotent calls (all of Shardline's are). Raises the error of rpc.errors.from_status.
+        Before the first call its host's name is waited for, as long as a task waits for its cluster. Only for
+        idempotent calls (all of Shardline's are). Raises the error of rpc.errors.from_status.
         """
+        if not self.await_name(timeout_s):
+            raise UnreachableError(f"{self} was not asked ({what}): this side ends")
         total_s = self.timeouts.rpc_s if timeout_s is None else timeout_s
         start_s = time.monotonic()
 
@@ -173,6 +177,18 @@ class Peer:
             waited_s = time.monotonic() - start_s
             raise self.failure(error, what=what, waited_s=waited_s) from error
 
+    def await_name(self, wait_s: float | None = None) -> bool:
+        """Wait until the host's name has an address; at once where it had one before.
+
+        wait_s: by default as long as a task waits for its cluster. Returns False after cancel() or close(); raises
+        UnreachableError.
+        """
+        return self._name.wait(self.timeouts.join_s if wait_s is None else wait_s)
+
+    def cancel(self) -> None:
+        """Wait for no name any more."""
+        self._name.cancel()
+
     def failure(self, error: grpc.RpcError, *, what: str, waited_s: float, connecting: bool = False) -> ShardlineError:
         """The error of a failed call. Where there was no connection, looks whether name or TLS is why (some seconds).
 
@@ -182,24 +198,16 @@ class Peer:
         code = error.code() if isinstance(error, grpc.Call) else None
         if code is grpc.StatusCode.UNAVAILABLE or (connecting and code is grpc.StatusCode.DEADLINE_EXCEEDED):
             host, port = parse_address(self.address)
-            reason = unknown_name(host) or self.security.diagnose(host, port)
+            cause = "" if is_literal(host) else unknown_name(host)
+            reason = no_address(host, cause) if cause else self.security.diagnose(host, port)
             if reason:
                 return UnreachableError(f"{self} can't be asked ({what}): {reason}")
         return found
 
     def close(self) -> None:
         """Close the channel; running calls end with CANCELLED."""
+        self.cancel()
         self.channel.close()
-
-
-def unknown_name(host: str) -> str:
-    """Why a host's name leads nowhere; empty where it has an address."""
-    try:
-        socket.getaddrinfo(host, None)
-    except (socket.gaierror, UnicodeError) as error:
-        cause = error.strerror if isinstance(error, OSError) else "it is no host name"
-        return f"the name {host!r} has no address ({cause}); is it right in the cluster spec, and is that host up?"
-    return ""
 
 
 def is_retried(error: BaseException) -> bool:

@@ -166,6 +166,8 @@ class ChiefLink:
 
     def cancel_join(self) -> None:
         """End a running join() early; for the thread of a signal."""
+        self._cancelled.set()
+        self.client.peer.cancel()
         self._join_wake.set()
 
     def join(self) -> bool:
@@ -192,6 +194,8 @@ class ChiefLink:
         )
         if self._job is not None:
             request.job.CopyFrom(job_to_proto(self._job))
+        if not self.client.peer.await_name(self.timeouts.join_s):
+            return False
         reason = ""
         while True:
             left_s = deadline_s - time.monotonic()

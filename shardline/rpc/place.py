@@ -31,6 +31,7 @@ def take_place(chief: str, role: str, address: str, timeouts: Timeouts, security
         # Anew each time: the chief's name may have got another address since, and its old one another task.
         peer = Peer("chief", chief, timeouts, security)
         try:
+            peer.await_name(max(0.1, deadline_s - time.monotonic()))
             task, reason = _ask(peer, request, deadline_s)
         finally:
             peer.close()

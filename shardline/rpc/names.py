@@ -1,0 +1,129 @@
+"""Host names that are not there yet: in a cluster manager a name often appears only once its container runs.
+
+gRPC's resolver asks ever more rarely for a name that it did not find, and so may learn of it half a minute late. A task
+therefore waits for a name here, before gRPC asks for it the first time.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from shardline.cluster import parse_address
+from shardline.config import RoleConfig
+from shardline.errors import UnreachableError
+
+log = logging.getLogger("shardline.rpc")
+
+ASK_EVERY_S = 1.0
+"""Longest pause between two questions for a name that has no address."""
+
+Resolve = Callable[[str], str]
+"""Why a name leads nowhere; empty where it has an address. May block for as long as the system's resolver does."""
+
+
+def unknown_name(host: str) -> str:
+    """Why a host's name leads nowhere, such as "Name or service not known"; empty where it has an address."""
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        return str(error.strerror) if isinstance(error, OSError) else "it is no host name"
+    return ""
+
+
+def no_address(host: str, cause: str) -> str:
+    """The sentence about a name that leads nowhere."""
+    return f"the name {host!r} has no address ({cause}); is it right in the cluster spec, and is that host up?"
+
+
+def is_literal(host: str) -> bool:
+    """Whether a host is an IP address, which needs no resolver."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+class HostName:
+    """A host that may come to have an address only later. Thread-safe.
+
+    whose: what is at that host, such as "ps/0 at ps-0.ps:2222", for the sentences.
+    """
+
+    def __init__(self, host: str, whose: str, *, resolve: Resolve = unknown_name) -> None:
+        self.host = host
+        self._whose = whose
+        self._resolve = resolve
+        self._changed = threading.Condition()
+        self._found = is_literal(host)
+        self._cause: str | None = None
+        self._waiting = 0
+        self._asking = False
+        self._told = False
+        self._cancelled = threading.Event()
+
+    def wait(self, wait_s: float) -> bool:
+        """Wait until the name has an address, and say once that it has none yet.
+
+        Returns False after cancel(). Raises UnreachableError, which names the host, after wait_s seconds.
+        """
+        if self._found:
+            return True
+        deadline_s = time.monotonic() + wait_s
+        with self._changed:
+            self._waiting += 1
+            try:
+                while not self._found and not self._cancelled.is_set():
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0:
+                        cause = self._cause or "the resolver does not answer"
+                        reason = no_address(self.host, cause)
+                        raise UnreachableError(f"{self._whose} was not found within {wait_s:.0f} s: {reason}")
+                    self._ask()
+                    if self._cause is not None and not self._told:
+                        self._told = True
+                        text = "waiting up to %.0f s for %s: the name %r has no address yet (%s)"
+                        log.warning(text, left_s, self._whose, self.host, self._cause)
+                    self._changed.wait(left_s)
+                return self._found
+            finally:
+                self._waiting -= 1
+
+    def cancel(self) -> None:
+        """End every wait() now and from now on."""
+        self._cancelled.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _ask(self) -> None:
+        """Have a thread ask, since a resolver may take longer than anybody waits; the lock is held."""
+        if not self._asking:
+            self._asking = True
+            threading.Thread(target=self._ask_until_found, name=f"name-{self.host}", daemon=True).start()
+
+    def _ask_until_found(self) -> None:
+        while True:
+            cause = self._resolve(self.host)
+            with self._changed:
+                self._found = cause == ""
+                self._cause = cause or None
+                self._changed.notify_all()
+                if self._found and self._told:
+                    log.info("the name %r has an address now", self.host)
+                if self._found or self._waiting == 0 or self._cancelled.is_set():
+                    self._asking = False
+                    return
+            # Jitter, so that a whole cluster does not ask its resolver in the same instant.
+            self._cancelled.wait(ASK_EVERY_S * (0.5 + 0.5 * random.random()))
+
+
+def wait_for_own_name(config: RoleConfig) -> None:
+    """Wait until the host that a task listens at has an address; raises UnreachableError at the task's deadline."""
+    host = config.bind or parse_address(config.cluster.address(config.task))[0]
+    HostName(host, f"the host that {config.task} is to listen at").wait(config.timeouts.join_s)
