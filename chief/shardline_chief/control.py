@@ -314,8 +314,7 @@ class Control:
             return
         self._next_rates_s = now_s + RATES_S
         if state.running_s is not None and not state.ended:
-            steps = {member.task: state.steps.get(member.task, 0) for member in state.trainers()}
-            self._reporter.rates(state.step, _wire(state.traffic), steps, now_s)
+            self._reporter.rates(state.step, _wire(state.traffic), now_s)
         self._show(now_s)
         if state.ended:
             return

@@ -106,10 +106,13 @@ class Pace:
 
     def __init__(self) -> None:
         self.rate = Rate()
+        self.steps = 0
+        """Steps it has told; a worker of several replicas tells one step several times in a row."""
         self._last: deque[StepReport] = deque(maxlen=LAST_STEPS)
 
     def add(self, report: StepReport) -> None:
         """Note a finished step."""
+        self.steps += not self._last or self._last[-1].step != report.step
         self._last.append(report)
 
     @property
@@ -253,11 +256,11 @@ class Reporter:
         self._scalar("train/loss", self.loss, step)
         self._scalar("train/staleness", staleness, step)
 
-    def rates(self, step: int, traffic: Mapping[str, tuple[int, int]], steps: Mapping[str, int], now_s: float) -> None:
-        """Readings: the job's step, each task's wire bytes (pushed, pulled) and steps. Those of ps make the total."""
+    def rates(self, step: int, traffic: Mapping[str, tuple[int, int]], now_s: float) -> None:
+        """Readings of the job's step and of each task's wire bytes (pushed, pulled); those of ps make the total."""
         self.step_rate.add(step, now_s)
-        for task, done in steps.items():
-            self.paces.setdefault(task, Pace()).rate.add(done, now_s)
+        for pace in self.paces.values():
+            pace.rate.add(pace.steps, now_s)
         self._metrics.gauge("shardline_step").set(step)
         for task, (pushed, pulled) in traffic.items():
             push, pull = self.task_rates.setdefault(task, (Rate(), Rate()))

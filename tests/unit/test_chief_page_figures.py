@@ -32,6 +32,14 @@ def test_pace_is_the_mean_of_the_last_steps() -> None:
     for step in range(1000):
         pace.add(report(step, staleness=step % 2 * 4, compute_s=0.25, exchange_s=0.5))
     assert (pace.staleness, pace.compute_s, pace.exchange_s) == (2.0, 0.25, 0.5)
+    assert pace.steps == 1000
+
+
+def test_a_worker_of_several_replicas_makes_one_step_of_their_reports() -> None:
+    pace = Pace()
+    for step in (7, 7, 7, 8, 8, 8, 3):
+        pace.add(report(step))
+    assert pace.steps == 3
 
 
 def test_the_shelf_knows_sizes_and_ages_and_forgets_what_retention_took(tmp_path: Path) -> None:
@@ -56,7 +64,7 @@ def test_steps_rates_and_scores_become_curves_and_a_rollback_takes_back_what_it_
         reporter.report("worker/0", [report(step, 0, loss=1.0 + step)])
         reporter.report("worker/1", [report(step, 1, loss=3.0 + step, staleness=2)])
     reporter.evaluation(2, {"accuracy": 0.5})
-    reporter.rates(4, {"ps/0": (100, 200)}, {"worker/0": 4}, 10.0)
+    reporter.rates(4, {"ps/0": (100, 200)}, 10.0)
     assert curve(reporter, "loss") == [(0, 2.0), (1, 3.0), (2, 4.0), (3, 5.0)]
     assert curve(reporter, "staleness")[0] == (0, 1.0)
     assert curve(reporter, "evaluation/accuracy") == [(2, 0.5)]
@@ -71,14 +79,15 @@ def test_the_status_of_a_run_says_who_is_there_how_fast_and_where_the_shards_are
     cluster = running()
     reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))
     reporter.begin(replicas=2, sync=True, timeline=1, first_step=0)
-    reporter.report("worker/0", [report(0, 0, compute_s=0.1, exchange_s=0.2, staleness=1)])
     for second in range(3):
-        reporter.rates(second, {"worker/0": (second * 10, 0), "ps/0": (second * 10, 0)}, {"worker/0": second}, second)
+        reporter.report("worker/0", [report(second, 0, compute_s=0.1, exchange_s=0.2, staleness=1)])
+        reporter.rates(second, {"worker/0": (second * 10, 0), "ps/0": (second * 10, 0)}, second)
     cluster.advance(5)
     status = overview(cluster.program, reporter, tmp_path, cluster.now_s, page="http://127.0.0.1:1/")
     view = cluster_view(status)
     worker = next(task for task in view.tasks if task.name == "worker/0")
-    assert (worker.push_bytes_per_s, worker.steps_per_s, worker.compute_s, worker.exchange_s) == (10.0, 1.0, 0.1, 0.2)
+    assert (worker.push_bytes_per_s, worker.steps_per_s) == (10.0, 1.0)
+    assert (worker.compute_s, worker.exchange_s) == pytest.approx((0.1, 0.2))
     assert (view.step, view.push_bytes_per_s, view.pull_bytes_per_s) == (5, 10.0, 0.0)
     assert {shard.ps for shard in view.shards} == {ps.task for ps in cluster.ps}
     assert status.page == "http://127.0.0.1:1/"

@@ -6,12 +6,14 @@ import http.client
 import json
 import re
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import trustme
 
 from shardline.errors import ClusterSpecError, UsageError
 from shardline.rpc.status import ChiefStatus, TaskStatus
@@ -297,6 +299,37 @@ def test_an_exposed_page_with_a_token_answers_under_any_name(make: Make, tmp_pat
     page = make(with_token(tmp_path), "0.0.0.0:0")
     assert ask(page, "/api/view", Host="trainer.example", Authorization=f"Bearer {TOKEN}").status == 200
     assert ask(page, "/api/view", Host="trainer.example").status == 401
+
+
+def test_an_exposed_page_of_a_cluster_with_tls_wears_it_and_needs_no_certificate_of_the_browser(
+    make: Make, tmp_path: Path
+) -> None:
+    authority = trustme.CA()
+    certificate = authority.issue_cert("trainer.example")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    certificate.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    security = Security(
+        tls_cert=tmp_path / "cert.pem",
+        tls_key=tmp_path / "key.pem",
+        tls_ca=tmp_path / "ca.pem",
+        token_file=with_token(tmp_path).token_file,
+    )
+    page = make(security, "0.0.0.0:0")
+    assert page.url.startswith("https://")
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    port = int(page.address.rpartition(":")[2])
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname="trainer.example") as link,
+    ):
+        link.sendall(f"GET /?token={TOKEN} HTTP/1.1\r\nHost: trainer.example\r\nConnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: link.recv(4096), b"")).decode()
+    assert answer.startswith("HTTP/1.1 303")
+    assert "Secure" in answer
+    # On loopback a certificate that names other hosts would only be in the way.
+    assert make(security).url.startswith("http://127.0.0.1:")
 
 
 def test_a_port_that_is_taken_is_said_with_a_remedy(make: Make) -> None:

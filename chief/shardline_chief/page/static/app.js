@@ -39,7 +39,7 @@ function progress(view) {
   bar.hidden = view.progress == null;
   if (!bar.hidden) bar.value = view.progress;
   const left = view.left_s == null ? "" : `${seconds(view.left_s)} left`;
-  put(at("left"), view.phase === "ended" ? `took ${seconds(view.seconds)}` : left);
+  put(at("left"), view.phase === "ended" && view.seconds ? `took ${seconds(view.seconds)}` : left);
   const reason = at("reason");
   reason.hidden = !view.reason || (view.phase === "ended" && view.exit_code === 0 && view.reason === "done");
   reason.classList.toggle("bad", view.exit_code !== 0);
@@ -48,11 +48,11 @@ function progress(view) {
 
 function figures(view) {
   const found = [
-    ["Loss", figure(view.loss)],
+    ["Training loss", figure(view.loss)],
     ...Object.entries(view.evaluation?.metrics ?? {}).map(([name, value]) => [
-      `Evaluated ${name}`,
+      name.charAt(0).toUpperCase() + name.slice(1),
       figure(value),
-      `step ${count(view.evaluation.step)}`,
+      `evaluated, step ${count(view.evaluation.step)}`,
     ]),
     ["Steps/s", figure(view.steps_per_s || null, 3)],
     ["Push", rate(view.push_bytes_per_s)],
