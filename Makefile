@@ -9,7 +9,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-all demo clean bench bench-quick bench-peers
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-all e2e demo clean bench bench-quick bench-peers
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -59,6 +59,13 @@ test: $(STAMP)
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not chaos and not bench" --ignore tests/e2e --ignore tests/monitoring tests $(ARGS) || \
 		[ $$? = 5 -a -n "$(ARGS)" ]
 	$(BIN)/pytest -q -m "not chaos and not bench" tests/e2e tests/monitoring $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+
+# With a real Docker engine and Compose v2; builds the image, about ten minutes. torch comes from wheelhouse/, from
+# TORCH_INDEX_URL, or else as this machine's pip finds it.
+e2e: $(STAMP)
+	@test -n "$$SHARDLINE_E2E_IMAGE" -o -n "$$TORCH_INDEX_URL" -o -n "$$(find wheelhouse -name 'torch-*.whl')" || \
+		$(BIN)/pip download --quiet --disable-pip-version-check --no-deps -c constraints.txt -d wheelhouse torch
+	SHARDLINE_E2E=1 $(BIN)/pytest -q --durations=5 tests/containers $(ARGS)
 
 test-all: $(STAMP)
 	$(BIN)/pytest -q tests $(ARGS)

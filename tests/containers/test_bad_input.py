@@ -1,0 +1,111 @@
+"""What a person may get wrong: one clear sentence in `docker compose logs`, and an exit code that is not 0."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.containers.stack import IMAGE, Stack, run
+
+
+def refused(stack: Stack, service: str, sentence: str, code: int) -> None:
+    """The service has given up with this code, and every time it tried it said this sentence and nothing worse."""
+    assert stack.exit_codes(service, timeout_s=180.0) == dict.fromkeys(stack.containers(service), code)
+    lines = stack.lines(service)
+    said = [line for line in lines if line.startswith("shardline: ")]
+    assert said
+    assert all(re.search(sentence, line) for line in said), "\n".join(lines)
+    assert "Traceback" not in "\n".join(lines)
+
+
+def secret(folder: Path, name: str, *, mode: int = 0o444) -> Path:
+    path = folder / name
+    path.write_text(f"{name}-" * 8)
+    path.chmod(mode)
+    return path
+
+
+def test_folder_of_the_job_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
+    missing = tmp_path / "nothing"
+    with Stack("mount", JOB_DIR=str(missing)) as stack:
+        said = stack.up("chief", check=False)
+        assert str(missing) in said
+        assert "does not exist" in said
+        assert not missing.exists()
+
+
+def test_job_file_that_is_not_in_the_folder_is_named() -> None:
+    with Stack("job", JOB_FILE="nothing.py", RESTARTS="1") as stack:
+        stack.up("chief")
+        refused(stack, "chief", r"there is no job file /job/nothing\.py", 2)
+
+
+def test_secret_that_the_tasks_may_not_read_is_named(tmp_path: Path) -> None:
+    token = secret(tmp_path, "token", mode=0o400)
+    with Stack("unreadable", "deploy/compose/token.yaml", TOKEN_FILE=str(token), RESTARTS="1") as stack:
+        stack.up("chief")
+        refused(stack, "chief", r"token-file.*/run/secrets/token.*(not readable|can't be read)", 2)
+
+
+def test_task_with_another_token_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+    token, other = secret(tmp_path, "token"), secret(tmp_path, "another")
+    override = tmp_path / "other.yaml"
+    override.write_text(
+        f"""
+services:
+  evaluator:
+    secrets: [another]
+    environment: {{ SHARDLINE_TOKEN_FILE: /run/secrets/another }}
+secrets:
+  another: {{ file: {other} }}
+"""
+    )
+    files = ("deploy/compose/token.yaml", override)
+    with Stack("token", *files, TOKEN_FILE=str(token), RESTARTS="1", STEPS="100") as stack:
+        stack.up()
+        refused(stack, "evaluator", r"refused Take: the call does not bring this job's token; set --token-file", 2)
+        assert set(stack.exit_codes("chief", "ps", "worker").values()) == {0}
+
+
+def test_chief_under_a_name_that_nobody_has_is_waited_for_and_named(tmp_path: Path) -> None:
+    override = tmp_path / "nowhere.yaml"
+    override.write_text(
+        """
+services:
+  evaluator:
+    environment: { SHARDLINE_CLUSTER: '{"chief": ["nowhere:2222"], "ps": 2, "worker": 2}' }
+"""
+    )
+    with Stack("host", override, RESTARTS="1", TIMEOUT="5") as stack:
+        stack.compose("up", "-d", "--no-build", "--no-deps", "evaluator")
+        refused(stack, "evaluator", r"chief at nowhere:2222 .*the name 'nowhere' has no address", 3)
+
+
+def test_metrics_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    override = tmp_path / "port.yaml"
+    # The chief's own services are there already.
+    override.write_text('services: { chief: { environment: { SHARDLINE_METRICS_PORT: "2222" } } }')
+    with Stack("port", override, RESTARTS="1") as stack:
+        stack.up("chief")
+        refused(stack, "chief", r"can't serve metrics at 0\.0\.0\.0:2222: Address already in use; use another", 2)
+
+
+@pytest.mark.parametrize(
+    ("volume", "folder", "sentence"),
+    [
+        ("logs", "/out/logs", r"/out/logs/.* can't be written: Permission denied"),
+        ("state", "/out", r"/out/chief.*Permission denied"),
+    ],
+)
+def test_volume_that_may_not_be_written_to_is_named(volume: str, folder: str, sentence: str) -> None:
+    with Stack(f"volume-{volume}", RESTARTS="1") as stack:
+        # As one that root has filled: an empty volume would be given to the image's user.
+        name = f"{stack.project}_{volume}"
+        labels = (f"com.docker.compose.project={stack.project}", f"com.docker.compose.volume={volume}")
+        run("docker", "volume", "create", "--label", labels[0], "--label", labels[1], name)
+        fill = f"touch {folder}/x && chown 0:0 {folder}"
+        run("docker", "run", "--rm", "-u", "0", "-v", f"{name}:{folder}", "--entrypoint", "sh", IMAGE, "-c", fill)
+        stack.up("chief")
+        refused(stack, "chief", sentence, 2)
