@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from shardline.consistency.decision import Decision, Outcome
+from shardline.errors import UnreachableError
 from shardline.rpc.v1 import common_pb2
 from shardline_ps.attachments import Attachment, Attachments, Holder
 from shardline_ps.authority import unknown_features
@@ -38,6 +41,14 @@ def attachment_of(attachments: Attachments, data: common_pb2.DataHeader) -> Atta
     if lane == "grpc":
         return None
     return attachments.find(data.attachment, lane, holder_of(data))
+
+
+def drop_named(attachments: Attachments, data: common_pb2.DataHeader, reason: str) -> None:
+    """End the attachment that a message names, where it is its sender's: the number is known to who opened it alone."""
+    with contextlib.suppress(UnreachableError):
+        named = attachment_of(attachments, data)
+        if named is not None:
+            attachments.drop(named, reason)
 
 
 def holder_of(data: common_pb2.DataHeader) -> Holder:

@@ -169,12 +169,6 @@ class Attachments:
             )
         return attachment
 
-    def drop_of(self, holder: Holder, reason: str) -> None:
-        """End the attachments of one holder."""
-        for number, held in list(self._held.items()):
-            if held.holder == holder:
-                self._drop(number, reason)
-
     def drop(self, attachment: Attachment, reason: str) -> None:
         """End one attachment, whoever holds it."""
         for number, held in list(self._held.items()):

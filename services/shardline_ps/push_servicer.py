@@ -18,10 +18,10 @@ from shardline.rpc.v1 import data_pb2
 from shardline.sharding import BucketSpec
 from shardline.wire.codecs import RAW, codec_for
 from shardline.wire.protobuf import ChunkView, PushFrameView
-from shardline_ps.admission_servicer import admit_data, attachment_of, holder_of, lane_name, outcome_to_proto
+from shardline_ps.admission_servicer import admit_data, attachment_of, drop_named, lane_name, outcome_to_proto
 from shardline_ps.attachments import Attachment, Attachments
 from shardline_ps.shard import Gradient, Shard
-from shardline_ps.slots import Slot, opened
+from shardline_ps.slots import Slot, kept, opened
 from shardline_ps.staging import Lease
 from shardline_ps.store import ParameterStore, numbers
 
@@ -41,6 +41,8 @@ SEVERITY = (
     Outcome.DUPLICATE,
 )
 """Worst first: a push's outcome is its worst bucket's."""
+SENT_AWAY = (Outcome.FENCED, Outcome.WRONG_TIMELINE, Outcome.NOT_CONFIGURED)
+"""Why a worker that was admitted once is not any more: its lane ends with its place in the history."""
 
 
 @dataclass
@@ -165,8 +167,9 @@ class PushReceiver:
             raise ProtocolError(f"push kind number {kind} is not offered by this ps")
         decision = admit_data(self._store, header.data, init=kind == data_pb2.PUSH_KIND_INIT)
         if decision.outcome is not Outcome.SERVED:
-            # Nobody will take the bytes that follow on another lane.
-            self._attachments.drop_of(holder_of(header.data), "a push over it was not admitted")
+            if decision.outcome in SENT_AWAY:
+                # Nobody will take the bytes that follow on another lane.
+                drop_named(self._attachments, header.data, "a push over it was not admitted")
             shard = next(iter(self._store.shards.values()), None)
             self._push = _Push(header, shard, {}, self._store.generation, rejected=decision)  # type: ignore[arg-type]
             return
@@ -306,7 +309,7 @@ class PushReceiver:
             )
         if slot.size and not len(chunk.payload):
             raise ProtocolError(f"bucket {slot.number}: a chunk without bytes of a bucket that has some")
-        slot.parts.append(chunk.payload)
+        slot.parts.append(kept(chunk.payload))
         slot.filled = end
         slot.chunks += 1
 

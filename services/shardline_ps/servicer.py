@@ -80,16 +80,20 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         data = request.data
         decision = admit_data(self._store, data, init=True)
         if decision.outcome is not Outcome.SERVED:
-            return parameter_server_pb2.OpenLaneReply(
-                outcome=outcome_to_proto(decision.outcome), reason=decision.reason
-            )
+            reason = decision.reason
+            if decision.outcome is Outcome.REFUSED:
+                # Not for want of the lane, and another one would bring it no further.
+                reason = f"shard {data.shard} takes nothing of {data.task}: {reason}"
+            return parameter_server_pb2.OpenLaneReply(outcome=outcome_to_proto(decision.outcome), reason=reason)
         lane = lane_name(data.lane) or f"number {data.lane}"
         try:
             number, opening = self._attachments.open(
                 lane, holder_of(data), self._store.shard(data.shard), asyncio.get_running_loop()
             )
         except LaneUnavailable as error:
-            return parameter_server_pb2.OpenLaneReply(outcome=common_pb2.OUTCOME_REFUSED, reason=str(error))
+            return parameter_server_pb2.OpenLaneReply(
+                outcome=common_pb2.OUTCOME_REFUSED, reason=f"it opens no {lane} lane: {error}"
+            )
         return parameter_server_pb2.OpenLaneReply(
             outcome=common_pb2.OUTCOME_SERVED,
             attachment=number,

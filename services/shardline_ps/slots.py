@@ -15,6 +15,9 @@ from shardline_ps.attachments import Ticket
 from shardline_ps.gradients import Gradient
 from shardline_ps.staging import Lease
 
+SLACK = 8
+"""A message may be larger than its payload by this part of it: the heads beside a chunk of 2 MB are far smaller."""
+
 
 @dataclass
 class Slot:
@@ -36,7 +39,7 @@ class Slot:
     filled: int = 0
     chunks: int = 0
     parts: list[Buffer] = field(default_factory=list)
-    """Payloads of its chunks, in order, each within the message that brought it."""
+    """Payloads of its chunks, in order; see kept()."""
     ticket: Ticket | None = None
     lease: Lease | None = None
 
@@ -44,6 +47,16 @@ class Slot:
         """Give back the room in staging. May be called twice."""
         if self.lease is not None:
             self.lease.release()
+
+
+def kept(payload: Buffer) -> Buffer:
+    """A payload to be held: within the message that brought it, or a copy where that is much larger than it.
+
+    What is held of a message is all of it, and only the payload is counted.
+    """
+    view = memoryview(payload)
+    message = memoryview(view.obj).nbytes
+    return bytes(view) if message - view.nbytes > view.nbytes // SLACK else payload
 
 
 def opened(slot: Slot) -> Gradient:

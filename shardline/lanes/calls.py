@@ -146,7 +146,7 @@ class ShardCalls:
             raise
         outcome = outcome_from_proto(reply.outcome)
         if outcome is Outcome.REFUSED:
-            raise LaneUnavailable(f"{self._peer} opens no {self.name} lane: {reply.reason}")
+            raise LaneUnavailable(f"{self._peer}: {reply.reason}")
         if outcome is not Outcome.SERVED:
             raise NotAdmittedError(outcome, reply.reason)
         return Opened(

@@ -192,9 +192,10 @@ class ShmLane(ShardCalls):
         offset = self._offsets[item.bucket]
         if len(data) > self._offsets[item.bucket + 1] - offset:
             raise ProtocolError(f"bucket {item.bucket}: {len(data)} bytes don't fit into its place")
-        while offset in mapped.used:
-            # The bucket of another push of this exchange lies there.
-            offset += self._length
+        # allocate() gives the first place away, and perhaps to a push that is sent after this one: it is taken last.
+        order = [*range(1, mapped.room(self._length)), 0]
+        places = [offset + number * self._length for number in order]
+        offset = next(place for place in places if place not in mapped.used)
         mapped.used.add(offset)
         copy_bytes(mapped.slot(offset, len(data)), data)
         return offset

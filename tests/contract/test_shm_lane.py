@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardline import segments
 from shardline.client.exchange import Interrupted
@@ -252,6 +253,32 @@ def test_pushes_of_one_exchange_get_places_of_their_own(ps: Ps, client: PlainCli
     mapped = bench.lane.mapped
     assert mapped is not None and sorted(mapped.used) == [0, bench.length, 2 * bench.length]
     assert sink.weights() == tuple(value - 2 * RATE for value in FIRST_W)
+    bench.close()
+
+
+@pytest.mark.parametrize("held", range(3))
+def test_what_lies_in_the_lanes_memory_keeps_its_bits_whichever_push_is_sent_first(
+    ps: Ps, client: PlainClient, held: int
+) -> None:
+    client.start(replicas=3)
+    bench = Bench(ps)
+
+    def push(number: int, data: Any, step: int) -> Contribution:
+        return Contribution(payloads=Whole([payload(data)], (FROZEN, STATS)), step=step, block=Block(number, 1))
+
+    sink = Mapping()
+    first = [push(number, floats([1.0] * 12), 0) for number in range(3)]
+    bench.lane.exchange(SENDER, first, Want(step=1, wait_s=5.0), sink, timeout_s=DEADLINE_S)
+    before = sink.weights()
+    place = bench.lane.allocate(W, 256)
+    assert place is not None
+    place[:] = floats([7.0] * 12)
+    data = [place if number == held else floats([float(number)] * 12) for number in range(3)]
+    second = [push(number, item, 1) for number, item in enumerate(data)]
+    bench.lane.exchange(SENDER, second, Want(step=2, wait_s=5.0), sink, timeout_s=DEADLINE_S)
+    mean = torch.tensor(10.0 - held) / 3
+    assert sink.weights() == tuple(float(torch.tensor(value) - RATE * mean) for value in before)
+    assert bench.lane.mapped is not None and len(bench.lane.mapped.used) == 3
     bench.close()
 
 

@@ -37,11 +37,12 @@ from shardline.lanes.negotiated import NegotiatedLane
 from shardline.lanes.shm import ShmLane
 from shardline.reduce import Block
 from shardline.rpc.data import Attached, referred_requests
+from shardline.rpc.v1 import common_pb2
 from shardline_ps import bulk, shared
 from shardline_ps.service import offers
 from shardline_ps.shared import SegmentPublication, ShmOffer, publish
 from tests.contract.plain_client import ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient, floats
-from tests.contract.refusals import unchanged
+from tests.contract.refusals import OUTCOMES, unchanged
 from tests.contract.test_shm_lane import DEADLINE_S, GRADIENTS, TIMEOUTS, Bench, Mapping, spec
 from tests.contract.test_tcp_lane import SENDER, gradient, on_loop, payload
 from tests.integration.cluster import Ps
@@ -281,6 +282,41 @@ def test_a_worker_with_a_plan_of_another_size_shares_no_memory(bench: Bench, rea
     with pytest.raises(LaneUnavailable, match=r"the plan is [0-9a-f]{32}, the message was cut by feed"):
         bench.exchange(want=Want(step=0), sender=another)
     unchanged(ready)
+
+
+@pytest.mark.parametrize("case", OUTCOMES)
+def test_a_push_that_is_not_admitted_costs_only_its_own_sender_a_lane(
+    bench: Bench, ready: PlainClient, case: str
+) -> None:
+    settings, outcome, _ = OUTCOMES[case]
+    bench.pull(0)
+    mapped = bench.lane.mapped
+    assert mapped is not None
+    number = mapped.attached.number
+    lane = settings["data"].get("lane", common_pb2.LANE_SHM)
+
+    def push(**data: int) -> None:
+        ack = ready.push(ready.gradient(data={**settings["data"], **data}))
+        assert ack.outcome == common_pb2.Outcome.Value(f"OUTCOME_{outcome}")
+
+    # Anybody can say these names; the number is told to nobody but the worker.
+    for data in ({}, {"lane": lane}, {"lane": lane, "attachment": number + 1}, {"attachment": number}):
+        push(**data)
+        push(**data, incarnation=7)
+    assert bench.open == 1
+    push(lane=lane, attachment=number)
+    assert bench.open == (0 if outcome == "WRONG_TIMELINE" else 1)
+    unchanged(ready)
+
+
+def test_a_lane_that_is_lost_with_its_place_in_the_history_is_opened_anew(bench: Bench, ready: PlainClient) -> None:
+    bench.pull(0)
+    bench.ps.store.authority.members = {"worker/0": 2}
+    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert [ack.outcome for ack in done.acks] == [Outcome.FENCED] and bench.open == 0
+    bench.ps.store.authority.members = {"worker/0": 1}
+    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert done.end is not None and done.end.outcome is Outcome.SERVED and bench.open == 1
 
 
 # Other users, other namespaces

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import struct
 import threading
@@ -219,6 +220,13 @@ def test_a_ps_without_the_lane_is_told_apart_from_one_that_is_gone(ps: Ps, ready
     with pytest.raises(UnreachableError):
         lane.exchange(SENDER, [], Want(step=0), Taken(), timeout_s=DEADLINE_S)
     peer.close()
+
+
+def test_a_worker_of_another_plan_is_told_so_and_not_that_there_is_no_such_lane(bench: Bench) -> None:
+    other = dataclasses.replace(SENDER, plan_id="feed")
+    with pytest.raises(LaneUnavailable, match=r"shard 0 takes nothing of worker/0: the plan is .* by feed") as caught:
+        bench.exchange(want=Want(step=0), sender=other)
+    assert "opens no tcp lane" not in str(caught.value)
 
 
 def test_a_port_that_nobody_answers_makes_the_lane_unavailable(bench: Bench) -> None:

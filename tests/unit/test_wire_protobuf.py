@@ -8,13 +8,17 @@ from hypothesis import strategies as st
 
 from shardline.errors import ProtocolError
 from shardline.rpc.v1 import data_pb2
+from shardline.wire import protobuf
 from shardline.wire.protobuf import (
+    MAX_REFERENCES,
     ChunkView,
     PullFrameView,
     PushFrameView,
     ReplyView,
     RequestView,
     fields,
+    read_pull,
+    read_push,
     read_reply,
     read_request,
     varint,
@@ -157,3 +161,37 @@ def test_malformed_frames_are_refused_by_name(data: bytes, sentence: str) -> Non
 @given(U64)
 def test_numbers_round_trip(value: int) -> None:
     assert list(fields(memoryview(b"\x08" + varint(value)))) == [(1, value)]
+
+
+REFERENCES = {
+    "push": (b"\x32\x00", read_push, "PushFrameView", "refs"),
+    "pull": (b"\x22\x00", read_pull, "PullFrameView", "buckets"),
+}
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_a_frame_has_so_many_references_and_no_more(kind: str) -> None:
+    reference, read, _, name = REFERENCES[kind]
+    assert len(getattr(read(memoryview(reference * MAX_REFERENCES)), name)) == MAX_REFERENCES
+    with pytest.raises(ProtocolError, match="frame with more than 65536 references; send several"):
+        read(memoryview(reference * (MAX_REFERENCES + 1)))
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_references_are_gathered_in_one_list_and_never_copied(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, read, view, name = REFERENCES[kind]
+    copied = 0
+
+    class Watched(getattr(protobuf, view)):  # type: ignore[misc]
+        """Counts the references in every list that takes the place of another."""
+
+        def __setattr__(self, attribute: str, value: object) -> None:
+            nonlocal copied
+            if attribute == name:
+                assert isinstance(value, list | tuple)
+                copied += len(value)
+            super().__setattr__(attribute, value)
+
+    monkeypatch.setattr(protobuf, view, Watched)
+    assert len(getattr(read(memoryview(reference * 1000)), name)) == 1000
+    assert copied == 0

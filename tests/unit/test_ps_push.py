@@ -1,0 +1,291 @@
+"""One push stream without a network: what it holds, and what it leaves behind, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shardline.errors import ProtocolError
+from shardline.rpc.v1 import common_pb2, data_pb2
+from shardline.sharding import make_plan
+from shardline.spec import ConsistencySpec, ScheduleSpec, TensorSpec
+from shardline.update import rule
+from shardline.wire.codecs import codec_for
+from shardline.wire.protobuf import ChunkView, PushFrameView, read_push
+from shardline_ps.attachments import Attachments
+from shardline_ps.push_servicer import PushReceiver, PushResult
+from shardline_ps.store import ParameterStore, PsConfiguration
+
+ELEMENTS = 1024
+NBYTES = 4 * ELEMENTS
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+def make_store(
+    mode: str = "sync",
+    *,
+    replicas: int = 2,
+    buckets: int = 1,
+    threads: int = 2,
+    staging: int | None = None,
+    codec: str = "raw",
+) -> ParameterStore:
+    """Inside a running loop: one shard with buckets of ELEMENTS float32 each, active, with values of one."""
+    tensors = [TensorSpec(name=f"t{n}", shape=(ELEMENTS,), dtype="float32") for n in range(buckets)]
+    store = ParameterStore(device=torch.device("cpu"), pool_threads=threads, staging_bytes=staging)
+    store.staging_wait_s = 0.05
+    configuration = PsConfiguration(
+        job="j",
+        timeline=1,
+        plan=make_plan(tensors, 1, bucket_bytes=NBYTES),
+        shards=(0,),
+        rule=rule("SGD", ({"lr": 0.5},)),
+        schedule=ScheduleSpec(),
+        consistency=ConsistencySpec(mode=mode),
+        replicas=replicas,
+        cut_every=0,
+        codec=codec,
+    )
+    store.configure(configuration, asyncio.get_running_loop())
+    store.authority.active = True
+    assert len(store.shards[0].buckets) == buckets
+    for bucket in store.shards[0].buckets:
+        assert bucket.spec.elements == ELEMENTS
+        store.shards[0].initialize(bucket.number, torch.ones(ELEMENTS))
+    return store
+
+
+def head(store: ParameterStore, worker: int = 0, *, data: dict[str, Any] | None = None, **more: Any) -> PushFrameView:
+    """A push's first frame: of replica `worker` where it is synchronous."""
+    assert store.configuration is not None
+    settings = {
+        "job": "j",
+        "timeline": 1,
+        "plan_id": store.configuration.plan.plan_id,
+        "task": f"worker/{worker}",
+        "incarnation": 1,
+    }
+    header = data_pb2.PushHeader(
+        data=common_pb2.DataHeader(**{**settings, **(data or {})}),
+        block=data_pb2.Block(first=worker, count=1),
+        codec=store.configuration.codec,
+        **more,
+    )
+    return PushFrameView(header=header)
+
+
+def bucket_head(store: ParameterStore, number: int) -> data_pb2.BucketHeader:
+    return data_pb2.BucketHeader(
+        bucket=number, dtype=common_pb2.DTYPE_FLOAT32, elements=ELEMENTS, payload_bytes=len(encoded(store, number))
+    )
+
+
+def encoded(store: ParameterStore, number: int) -> bytes:
+    """A gradient of ones."""
+    assert store.configuration is not None
+    spec = store.shards[0].buckets[number].spec
+    return bytes(codec_for(store.configuration.codec, spec).encode(torch.ones(ELEMENTS)))
+
+
+def bucket_frame(store: ParameterStore, number: int) -> PushFrameView:
+    """A whole bucket in one frame."""
+    raw = encoded(store, number)
+    return PushFrameView(
+        bucket=bucket_head(store, number),
+        chunk=ChunkView(number, 0, memoryview(raw)),
+        bucket_commit=data_pb2.BucketCommit(bucket=number, bytes=len(raw), chunks=1),
+    )
+
+
+def push_frames(store: ParameterStore, worker: int = 0, **more: Any) -> Iterator[PushFrameView]:
+    yield head(store, worker, **more)
+    for bucket in store.shards[0].buckets:
+        yield bucket_frame(store, bucket.number)
+    yield PushFrameView(commit=data_pb2.Commit(buckets=len(store.shards[0].buckets)))
+
+
+async def push(store: ParameterStore, frames: Iterator[PushFrameView]) -> PushResult | None:
+    """A stream of its own for these frames; the result of the last."""
+    receiver = PushReceiver(store, Attachments(), spawn=asyncio.create_task)
+    result = None
+    try:
+        for frame in frames:
+            result = await receiver.feed(frame)
+    finally:
+        await receiver.abandon()
+    return result
+
+
+async def nothing_is_left(store: ParameterStore) -> None:
+    """Leases that threads gave back are taken by the loop soon."""
+    for _ in range(200):
+        if not store.staging._leased and not store.staging._ledger._open:
+            break
+        await asyncio.sleep(0.01)
+    assert store.staging._leased == 0 and store.staging._ledger._open == []
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(main(), 30.0))
+
+
+# Room is given back
+
+
+def test_a_push_refused_at_its_commit_gives_its_room_back_and_the_next_one_comes_in() -> None:
+    async def main() -> None:
+        store = make_store("async", buckets=2, staging=2 * NBYTES)
+        for _ in range(3):
+            with pytest.raises(ProtocolError, match="base version 1000000 is ahead of the shard"):
+                await push(store, push_frames(store, seq=1, base_max=10**6))
+            await nothing_is_left(store)
+        result = await push(store, push_frames(store, seq=1))
+        assert result is not None and result.ack.outcome == common_pb2.OUTCOME_APPLIED
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
+
+
+def test_a_synchronous_push_that_lacks_a_bucket_gives_its_room_back() -> None:
+    async def main() -> None:
+        store = make_store(buckets=2)
+        frames = [frame for n, frame in enumerate(push_frames(store)) if n != 2]
+        with pytest.raises(ProtocolError, match=r"the push lacks buckets \[1\]"):
+            await push(store, iter(frames))
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
+
+
+def test_a_call_cancelled_while_its_buckets_wait_for_the_pool_gives_their_room_back() -> None:
+    async def main() -> None:
+        store = make_store(buckets=2, threads=1)
+        gate, asked = threading.Event(), asyncio.Event()
+        # The pool is busy with others' buckets.
+        store.pool.submit(gate.wait, 20.0)
+
+        def watched() -> Iterator[PushFrameView]:
+            for frame in push_frames(store):
+                if frame.commit is not None:
+                    asked.set()
+                yield frame
+
+        task = asyncio.create_task(push(store, watched()))
+        await asked.wait()
+        assert store.staging.in_use > 0
+        task.cancel()
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
+
+
+def test_the_error_of_one_bucket_keeps_no_other_ones_room() -> None:
+    async def main() -> None:
+        store = make_store(buckets=3, threads=1)
+        frames = list(push_frames(store))
+        bad = bucket_frame(store, 1)
+        assert bad.bucket_commit is not None
+        bad.bucket_commit.digest = 12345
+        with pytest.raises(ProtocolError, match="bucket 1: the digest of the received bytes differs"):
+            await push(store, iter([*frames[:2], bad, *frames[3:]]))
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
+
+
+# What a message keeps alive
+
+
+class Message(bytearray):
+    """One that can be looked for."""
+
+
+def padded(frame: bytes, padding: int) -> Message:
+    """A frame with a field that nobody knows, of this many bytes."""
+    assert 1 << 14 <= padding < 1 << 21
+    size = bytes((padding & 0x7F | 0x80, padding >> 7 & 0x7F | 0x80, padding >> 14))
+    return Message(frame + b"\x7a" + size + bytes(padding))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 32])
+def test_a_contribution_keeps_no_more_memory_alive_than_its_bucket_has(chunks: int) -> None:
+    async def main() -> None:
+        store = make_store()
+        receiver = PushReceiver(store, Attachments(), spawn=asyncio.create_task)
+        await receiver.feed(head(store))
+        await receiver.feed(PushFrameView(bucket=bucket_head(store, 0)))
+        raw, size = encoded(store, 0), NBYTES // chunks
+        messages = []
+        for offset in range(0, NBYTES, size):
+            chunk = data_pb2.Chunk(bucket=0, offset=offset, payload=raw[offset : offset + size])
+            message = padded(data_pb2.PushFrame(chunk=chunk).SerializeToString(), 1 << 20)
+            messages.append(weakref.ref(message))
+            await receiver.feed(read_push(memoryview(message)))
+            del message
+        gc.collect()
+        assert sum(message() is not None for message in messages) == 0
+        end = data_pb2.BucketCommit(bucket=0, bytes=NBYTES, chunks=chunks)
+        await receiver.feed(PushFrameView(bucket_commit=end))
+        result = await receiver.feed(PushFrameView(commit=data_pb2.Commit(buckets=1)))
+        assert result is not None and result.ack.outcome == common_pb2.OUTCOME_COUNTED
+        assert store.shards[0].partial_bytes == NBYTES
+        gc.collect()
+        assert sum(message() is not None for message in messages) == 0
+        await push(store, push_frames(store, 1))
+        assert torch.equal(store.shards[0].buckets[0].values, torch.full((ELEMENTS,), 0.5))
+        store.close()
+
+    run(main)
+
+
+def test_a_message_that_is_little_more_than_its_payload_is_used_where_it_lies() -> None:
+    async def main() -> None:
+        store = make_store()
+        frame = bucket_frame(store, 0)
+        message = Message(data_pb2.PushFrame(chunk=data_pb2.Chunk(payload=encoded(store, 0))).SerializeToString())
+        frame.chunk = read_push(memoryview(message)).chunk
+        alive = weakref.ref(message)
+        del message
+        await push(store, iter([head(store), frame, PushFrameView(commit=data_pb2.Commit(buckets=1))]))
+        del frame
+        gc.collect()
+        assert alive() is not None
+        store.shards[0].drop_contributions()
+        gc.collect()
+        assert alive() is None
+        store.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("at", [0, NBYTES])
+def test_a_chunk_without_bytes_is_refused_for_it_could_be_sent_for_ever(at: int) -> None:
+    async def main() -> None:
+        store = make_store()
+        receiver = PushReceiver(store, Attachments(), spawn=asyncio.create_task)
+        await receiver.feed(head(store))
+        first = PushFrameView(bucket=bucket_head(store, 0))
+        if at:
+            first.chunk = ChunkView(0, 0, memoryview(encoded(store, 0)))
+        await receiver.feed(first)
+        with pytest.raises(ProtocolError, match="bucket 0: a chunk without bytes of a bucket that has some"):
+            await receiver.feed(PushFrameView(chunk=ChunkView(0, at, memoryview(b""))))
+        await receiver.abandon()
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
