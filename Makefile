@@ -61,11 +61,12 @@ test: $(STAMP)
 	$(BIN)/pytest -q -m "not chaos and not bench" tests/e2e tests/monitoring $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
 # With a real Docker engine and Compose v2; builds the image, about ten minutes. torch comes from wheelhouse/, from
-# TORCH_INDEX_URL, or else as this machine's pip finds it.
+# TORCH_INDEX_URL, or else as this machine's pip finds it, for the device that .venv's torch is built for.
 e2e: $(STAMP)
 	@test -n "$$SHARDLINE_E2E_IMAGE" -o -n "$$TORCH_INDEX_URL" -o -n "$$(find wheelhouse -name 'torch-*.whl')" || \
 		$(BIN)/pip download --quiet --disable-pip-version-check --no-deps -c constraints.txt -d wheelhouse torch
-	SHARDLINE_E2E=1 $(BIN)/pytest -q --durations=5 tests/containers $(ARGS)
+	SHARDLINE_E2E=1 TORCH=$${TORCH:-$$($(BIN)/python -c 'import torch; print("cuda" if torch.version.cuda else "cpu")')} \
+		$(BIN)/pytest -q --durations=5 tests/containers $(ARGS)
 
 test-all: $(STAMP)
 	$(BIN)/pytest -q tests $(ARGS)
