@@ -193,12 +193,14 @@ class ShmLane(ShardCalls):
         if len(data) > self._offsets[item.bucket + 1] - offset:
             raise ProtocolError(f"bucket {item.bucket}: {len(data)} bytes don't fit into its place")
         # allocate() gives the first place away, and perhaps to a push that is sent after this one: it is taken last.
-        order = [*range(1, mapped.room(self._length)), 0]
-        places = [offset + number * self._length for number in order]
-        offset = next(place for place in places if place not in mapped.used)
-        mapped.used.add(offset)
-        copy_bytes(mapped.slot(offset, len(data)), data)
-        return offset
+        room = mapped.room(self._length)
+        for number in range(1, room + 1):
+            place = offset + number % room * self._length
+            if place not in mapped.used:
+                break
+        mapped.used.add(place)
+        copy_bytes(mapped.slot(place, len(data)), data)
+        return place
 
     def _opened(self, sender: Sender, pushes: int, timeout_s: float) -> Mapped:
         mapped = self._mapped
