@@ -22,7 +22,7 @@ from shardline_ps.admission_servicer import admit_data, attachment_of, drop_name
 from shardline_ps.attachments import Attachment, Attachments
 from shardline_ps.shard import Gradient, Shard
 from shardline_ps.slots import Slot, kept, opened
-from shardline_ps.staging import Lease
+from shardline_ps.staging import AsyncPush, Lease
 from shardline_ps.store import ParameterStore, numbers
 
 SEVERITY = (
@@ -63,15 +63,13 @@ class _Push:
     draining: asyncio.Task[None] | None = None
     slots: list[Slot] = field(default_factory=list)
     """Every slot that has asked for room in staging."""
-    lease: Lease | None = None
-    """Room for the whole of an asynchronous push."""
+    room: AsyncPush | None = None
+    """What an asynchronous push comes to: it is held whole until its commit."""
 
     def release(self) -> None:
         """Give back all room in staging. May be called twice."""
         for slot in self.slots:
             slot.release()
-        if self.lease is not None:
-            self.lease.release()
 
     done: set[int] = field(default_factory=set)
     decisions: dict[int, Decision] = field(default_factory=dict)
@@ -141,7 +139,6 @@ class PushReceiver:
         """
         if frame.header is not None:
             self._begin(frame.header)
-            await self._reserve_push()
         push = self._push
         if push is None:
             raise ProtocolError("a push starts with a header frame; this one has none")
@@ -182,6 +179,9 @@ class PushReceiver:
         if kind == data_pb2.PUSH_KIND_GRADIENT and shard.is_sync and header.block.count == 0:
             raise ProtocolError("a synchronous push names its block of replicas")
         self._take_empty(push, header.empty_buckets)
+        if gradient_kind(header) and not shard.is_sync:
+            specs = [bucket.spec for bucket in shard.buckets if bucket.number not in push.done]
+            push.room = AsyncPush(sum(self._held_bytes(push, spec) for spec in specs))
 
     def _take_empty(self, push: _Push, numbers: Sequence[int]) -> None:
         """Buckets that count without bytes."""
@@ -198,48 +198,38 @@ class PushReceiver:
             raise ProtocolError(f"shard {push.shard.number}: bucket {number} comes twice in one push")
         return buckets[number].spec
 
-    async def _reserve_push(self) -> None:
-        """Room for an asynchronous push, which is held whole until its commit."""
-        push = self._push
-        if push is None or push.rejected is not None or push.shard.is_sync or not gradient_kind(push.header):
-            return
-        if push.attachment is not None and push.attachment.borrowed:
-            return
-        nbytes = sum(self._held_bytes(push, bucket.spec) for bucket in push.shard.buckets)
-        worker = Block(worker_index(push.header.data.task), 1)
-        push.lease = await self._room(push, None, worker, nbytes)
-
     async def _reserve(self, push: _Push, slot: Slot, *, at_once: bool = False) -> None:
-        """Room for one bucket of a synchronous push. Raises NoRoomError; TimeoutError where it is for `at_once`."""
-        if not push.shard.is_sync or not gradient_kind(push.header):
+        """Room for one bucket's gradient. Raises NoRoomError; TimeoutError where it is for `at_once`."""
+        if not gradient_kind(push.header):
             return
-        header = push.header
-        borrowed = push.attachment is not None and push.attachment.borrowed
-        nbytes = 0 if borrowed else self._held_bytes(push, slot.spec)
-        if push.shard.settings.replicas > 1:
-            # What lies in a message or in the worker's memory is summed elsewhere.
-            nbytes += slot.spec.nbytes
+        nbytes = self._held_bytes(push, slot.spec)
         if nbytes:
             push.slots.append(slot)
-            block = Block(header.block.first, header.block.count)
-            slot.lease = await self._room(push, slot.number, block, nbytes, at_once=at_once)
+            slot.lease = await self._room(push, slot.number, nbytes, at_once=at_once)
 
     @staticmethod
     def _held_bytes(push: _Push, spec: BucketSpec) -> int:
-        """Bytes of a bucket as it comes in, and of what its codec makes of it."""
+        """Bytes of a bucket as it comes in, of what its codec makes of it, and of its sum with another."""
         codec = codec_for(push.header.codec, spec)
-        size = codec.payload_bytes(spec.dtype, spec.elements)
-        return size if codec is RAW else size + spec.nbytes
+        decoded = 0 if codec is RAW else spec.nbytes
+        borrowed = push.attachment is not None and push.attachment.borrowed
+        held = decoded if borrowed else decoded + codec.payload_bytes(spec.dtype, spec.elements)
+        # What lies in a message or in the worker's memory is summed elsewhere, what was decoded where it is.
+        summed = push.shard.is_sync and push.shard.settings.replicas > 1 and not (borrowed and decoded)
+        return held + spec.nbytes if summed else held
 
-    async def _room(
-        self, push: _Push, bucket: int | None, block: Block, nbytes: int, *, at_once: bool = False
-    ) -> Lease:
+    async def _room(self, push: _Push, number: int, nbytes: int, *, at_once: bool) -> Lease:
         """Room for bytes, within what is left of the stream's patience or `at_once`; see _reserve()."""
-        step = push.header.step if push.shard.is_sync else None
+        header, step, bucket = push.header, None, None
+        block = Block(worker_index(header.data.task), 1)
+        if push.shard.is_sync:
+            block, step, bucket = Block(header.block.first, header.block.count), header.step, number
         patience_s = 0.0 if at_once else max(0.0, self._store.staging_wait_s - self._waited_s)
         began_s = time.monotonic()
         try:
-            return await self._store.staging.reserve(push.shard.number, bucket, block, nbytes, patience_s, step=step)
+            return await self._store.staging.reserve(
+                push.shard.number, bucket, block, nbytes, patience_s, step=step, push=push.room
+            )
         except TimeoutError as error:
             if at_once:
                 raise

@@ -25,8 +25,11 @@ without room are one per stream. So partial sums and slots stay within the limit
 the limit is not below floor_bytes(): with less no order of arrival could be promised to end, so floor_bytes() is the
 least limit there is.
 
-Asynchronous pushes are held whole until their commit: each is granted at once for all its buckets, so that no two
-wait for each other's half; where not even one fits, one at a time.
+Asynchronous pushes are held whole until their commit, and may come as slowly as a backward pass makes them. A bucket is
+granted where, with it, all open pushes could still end one after another: the one that lacks least has room for what it
+lacks, the next one has that room and what the first gives back, and so on. So no two wait for each other's half, and no
+room is kept for what has not come. A push that alone is larger than the limit goes over it, one at a time. None begins
+while one that has begun waits.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ import enum
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardline.reduce import Block, sibling, split
 from shardline.sharding import ShardSpec
@@ -118,9 +121,17 @@ def limit_bytes(
 # The rule
 
 
+@dataclass(frozen=True, eq=False)
+class AsyncPush:
+    """An asynchronous push on its way in."""
+
+    claim: int
+    """Bytes that it holds in the end, at most."""
+
+
 @dataclass(frozen=True)
 class Ask:
-    """A contribution that wants to come in. bucket None: a whole asynchronous push."""
+    """A contribution that wants to come in. bucket None: a part of an asynchronous push, or all of it (push None)."""
 
     shard: int
     bucket: int | None
@@ -128,6 +139,7 @@ class Ask:
     nbytes: int
     """What it holds from its first byte until it is counted, at most."""
     step: int | None = None
+    push: AsyncPush | None = None
 
 
 class Grant(enum.Enum):
@@ -154,6 +166,19 @@ class Entry:
     """Its bytes are those that its bucket's worst() counts on."""
 
 
+@dataclass
+class _Open:
+    """What an asynchronous push holds."""
+
+    lacks: int
+    """Bytes that it may still ask for."""
+    charged: int = 0
+    """Bytes that count against the limit, and have not been given back."""
+    entries: int = 0
+    over: bool = False
+    """It goes over the limit: whatever it asks for is granted."""
+
+
 class Ledger:
     """The rule and its sums. Pure: no clock, no threads; view() is asked for the state of buckets."""
 
@@ -174,6 +199,8 @@ class Ledger:
         self._open: list[Entry] = []
         self._covered: set[tuple[int, int]] = set()
         """Buckets with such a slot."""
+        self._pushes: dict[AsyncPush, _Open] = {}
+        """Asynchronous ones that hold something."""
 
     @property
     def reserved(self) -> int:
@@ -184,8 +211,10 @@ class Ledger:
         """What becomes of an ask; nothing is noted yet, see note()."""
         if not ask.nbytes:
             return Entry(ask, Grant.ROOM, 0, False)
-        covered, privileged = self._standing(ask)
-        size = 0 if ask.bucket is None else self._sizes.get((ask.shard, ask.bucket), 0)
+        if ask.bucket is None:
+            return self._decide_async(ask, ask.push or AsyncPush(ask.nbytes))
+        covered, privileged = self._standing(ask, ask.bucket)
+        size = self._sizes.get((ask.shard, ask.bucket), 0)
         charge = max(0, ask.nbytes - size) if covered else max(size, ask.nbytes)
         if self._reserved + charge <= self.limit:
             return Entry(ask, Grant.ROOM, charge, covered)
@@ -193,15 +222,43 @@ class Ledger:
             return Entry(ask, Grant.PRIVILEGED, 0, covered)
         return Entry(ask, Grant.WAIT, 0, False)
 
+    def begins(self, ask: Ask) -> bool:
+        """Whether it is the first of an asynchronous push."""
+        return ask.bucket is None and ask.push not in self._pushes
+
+    def _decide_async(self, ask: Ask, push: AsyncPush) -> Entry:
+        ask, held = replace(ask, push=push), self._pushes.get(push)
+        over = held is not None and held.over
+        if not over and self._all_end(push, ask.nbytes):
+            return Entry(ask, Grant.ROOM, ask.nbytes, False)
+        if over or not self._pushes.keys() - {push}:
+            return Entry(ask, Grant.PRIVILEGED, 0, False)
+        return Entry(ask, Grant.WAIT, 0, False)
+
+    def _all_end(self, push: AsyncPush, nbytes: int) -> bool:
+        """Whether all open pushes could end one after another when this one takes nbytes more."""
+        free = self.limit - self._reserved - nbytes
+        if free < 0:
+            return False
+        held = self._pushes.get(push) or _Open(push.claim)
+        others = [other for key, other in self._pushes.items() if key is not push]
+        # Those that go over the limit end whatever the rest does.
+        free += sum(other.charged for other in others if other.over)
+        lacking = [(held.lacks - nbytes, held.charged + nbytes)]
+        lacking += [(other.lacks, other.charged) for other in others if not other.over]
+        for lacks, given_back in sorted(lacking):
+            if lacks > free:
+                return False
+            free += given_back
+        return True
+
     def _streams_own(self, ask: Ask) -> bool:
         """Whether the ask's stream holds something already."""
         return any(e.ask.shard == ask.shard and e.ask.block == ask.block for e in self._open)
 
-    def _standing(self, ask: Ask) -> tuple[bool, bool]:
+    def _standing(self, ask: Ask, bucket: int) -> tuple[bool, bool]:
         """(whether its bytes are set aside already, whether everyone may be waiting for it)."""
-        if ask.bucket is None:
-            return False, not self._open
-        seen = self._update((ask.shard, ask.bucket))
+        seen = self._update((ask.shard, bucket))
         if seen is None:
             return False, True
         step, mask = seen
@@ -215,12 +272,19 @@ class Ledger:
         is_last = mask | mine == (1 << self._replicas) - 1 and not self._voted
         covered = lowest and not merges and not is_last
         # One slot is set aside, however many bring the same block.
-        return covered and (ask.shard, ask.bucket) not in self._covered, lowest or merges
+        return covered and (ask.shard, bucket) not in self._covered, lowest or merges
 
     def note(self, entry: Entry) -> None:
         """Count a granted entry."""
         self._reserved += entry.charge
         self._open.append(entry)
+        push = entry.ask.push
+        if push is not None:
+            held = self._pushes.setdefault(push, _Open(push.claim))
+            held.entries += 1
+            held.lacks = max(0, held.lacks - entry.ask.nbytes)
+            held.charged += entry.charge
+            held.over |= entry.grant is Grant.PRIVILEGED
         if entry.covered and entry.ask.bucket is not None:
             self._covered.add((entry.ask.shard, entry.ask.bucket))
 
@@ -228,6 +292,13 @@ class Ledger:
         """The entry's contribution was counted, or came to nothing."""
         self._reserved -= entry.charge
         self._open.remove(entry)
+        push = entry.ask.push
+        if push is not None:
+            held = self._pushes[push]
+            held.entries -= 1
+            held.charged -= entry.charge
+            if not held.entries:
+                del self._pushes[push]
         if entry.ask.bucket is not None:
             key = (entry.ask.shard, entry.ask.bucket)
             if entry.covered:
@@ -321,24 +392,34 @@ class Staging:
         return len(self._waiting)
 
     async def reserve(
-        self, shard: int, bucket: int | None, block: Block, nbytes: int, timeout_s: float, *, step: int | None = None
+        self,
+        shard: int,
+        bucket: int | None,
+        block: Block,
+        nbytes: int,
+        timeout_s: float,
+        *,
+        step: int | None = None,
+        push: AsyncPush | None = None,
     ) -> Lease:
         """Wait until a contribution may come in.
 
-        bucket None: a whole asynchronous push, whose block is (worker index, 1). nbytes: all that it will hold at once:
-        the receive slot and, where a codec decodes it to something else, that as well. A borrowed contribution holds
-        its sum with another, so it asks for the bucket's bytes too, unless there is only one replica.
-        step: the push's; another than the bucket's marks a repetition. Raises TimeoutError.
+        bucket None: a bucket of the asynchronous `push`, whose block is (worker index, 1). nbytes: all that it will
+        hold at once: the receive slot and, where a codec decodes it to something else, that as well. A borrowed
+        contribution holds its sum with another, so it asks for the bucket's bytes too, unless there is only one
+        replica. step: the push's; another than the bucket's marks a repetition. Raises TimeoutError.
         """
         self._loop = asyncio.get_running_loop()
         # In line before the rule is asked, so that no change in between is missed.
-        waiter = _Waiter(Ask(shard, bucket, block, nbytes, step), self._loop.create_future())
+        waiter = _Waiter(Ask(shard, bucket, block, nbytes, step, push), self._loop.create_future())
         self._waiting.append(waiter)
         self._grant()
         if not waiter.future.done():
             await self._wait(waiter, timeout_s)
         if not waiter.future.done():
-            what = "a push" if bucket is None else f"bucket {bucket}, replicas {block}"
+            what = f"bucket {bucket}, replicas {block}"
+            if bucket is None:
+                what = "a push" + (f" of {push.claim:,} bytes in all" if push is not None else "")
             raise TimeoutError(
                 f"shard {shard}, {what}: no room for {nbytes:,} bytes after {timeout_s:.1f} s; {self.in_use:,} of "
                 f"{self.limit:,} bytes are in use by contributions that wait for others."
@@ -389,13 +470,17 @@ class Staging:
             self._grant()
 
     def _grant(self) -> None:
-        """Let in whoever may, in the order they came."""
-        for waiter in list(self._waiting):
+        """Let in whoever may, in the order they came; what goes on before what begins."""
+        kept = False
+        for waiter in sorted(self._waiting, key=lambda waiter: self._ledger.begins(waiter.ask)):
+            if kept and self._ledger.begins(waiter.ask):
+                continue
             entry = self._ledger.decide(waiter.ask)
             if entry.grant is Grant.WAIT and waiter is self._waiting[-1]:
                 # The newest has not seen what happened without leases.
                 self._ledger.refresh()
                 entry = self._ledger.decide(waiter.ask)
+            kept |= entry.grant is Grant.WAIT and waiter.ask.bucket is None and not self._ledger.begins(waiter.ask)
             if entry.grant is Grant.WAIT or waiter.future.done():
                 continue
             self._ledger.note(entry)

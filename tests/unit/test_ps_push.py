@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import threading
 import weakref
@@ -19,8 +20,9 @@ from shardline.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.update import rule
 from shardline.wire.codecs import codec_for
 from shardline.wire.protobuf import ChunkView, PushFrameView, read_push
-from shardline_ps.attachments import Attachments
-from shardline_ps.push_servicer import PushReceiver, PushResult
+from shardline_ps.attachments import Attachments, Holder, Opening
+from shardline_ps.push_servicer import NoRoomError, PushReceiver, PushResult
+from shardline_ps.shared import ShmTicket
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 ELEMENTS = 1024
@@ -201,6 +203,128 @@ def test_the_error_of_one_bucket_keeps_no_other_ones_room() -> None:
         bad.bucket_commit.digest = 12345
         with pytest.raises(ProtocolError, match="bucket 1: the digest of the received bytes differs"):
             await push(store, iter([*frames[:2], bad, *frames[3:]]))
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
+
+
+# Asynchronous pushes
+
+
+def test_a_push_that_is_still_being_computed_holds_what_has_come_and_others_pass_it() -> None:
+    async def main() -> None:
+        # Room for one and a half: two would not fit whole.
+        store = make_store("async", buckets=2, staging=3 * NBYTES)
+        slow = PushReceiver(store, Attachments(), spawn=asyncio.create_task)
+        frames = push_frames(store, 0, seq=1)
+        await slow.feed(next(frames))
+        assert store.staging.in_use == 0
+        await slow.feed(next(frames))
+        for seq in range(1, 4):
+            result = await push(store, push_frames(store, 1, seq=seq))
+            assert result is not None and result.ack.outcome == common_pb2.OUTCOME_APPLIED
+            assert store.staging.in_use == NBYTES
+        for frame in frames:
+            result = await slow.feed(frame)
+        assert result is not None and (result.ack.outcome, result.ack.version) == (common_pb2.OUTCOME_APPLIED, 4)
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
+
+
+def test_a_push_that_finds_no_room_among_others_is_told_to_come_again() -> None:
+    async def main() -> None:
+        store = make_store("async", buckets=2, staging=2 * NBYTES)
+        slow = PushReceiver(store, Attachments(), spawn=asyncio.create_task)
+        frames = push_frames(store, 0, seq=1)
+        for _ in range(2):
+            await slow.feed(next(frames))
+        with pytest.raises(
+            NoRoomError, match="shard 0, a push of 8,192 bytes in all: no room for 4,096 bytes"
+        ) as caught:
+            await push(store, push_frames(store, 1, seq=1))
+        assert caught.value.result.ack.outcome == common_pb2.OUTCOME_WAITING
+        assert "held by other workers' pushes that have not ended" in str(caught.value)
+        await slow.abandon()
+        result = await push(store, push_frames(store, 1, seq=1))
+        assert result is not None and result.ack.outcome == common_pb2.OUTCOME_APPLIED
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
+
+
+class Segment:
+    """A worker's memory, as lane shm has it."""
+
+    lane = "shm"
+    borrowed = True
+    window = 1 << 30
+
+    def __init__(self, holder: Holder, memory: bytes) -> None:
+        self.holder = holder
+        self._memory = memoryview(memory)
+
+    def expect(self, offset: int, nbytes: int) -> ShmTicket:
+        return ShmTicket(self._memory[offset : offset + nbytes])
+
+    def published(self, bucket: int, step: int) -> None:
+        raise AssertionError("nothing is pulled here")
+
+    def reply_slot(self, bucket: int, nbytes: int) -> None:
+        raise AssertionError("nothing is pulled here")
+
+    async def send(self, payload: Any, intact: Callable[[], bool]) -> None:
+        raise AssertionError("nothing is pulled here")
+
+    def abort(self, reason: str) -> None:
+        """There is nothing to end."""
+
+    close = functools.partialmethod(abort, "closed")
+
+
+class SegmentOffer:
+    lane = "shm"
+
+    def __init__(self, memory: bytes) -> None:
+        self._memory = memory
+
+    def open(self, holder: Holder, shard: Any, loop: Any) -> Opening:
+        return Opening(attachment=Segment(holder, self._memory))
+
+    def close(self) -> None:
+        """Nobody comes."""
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize(("codec", "held"), [("raw", 0), ("bf16", NBYTES)])
+def test_what_is_decoded_from_a_workers_memory_is_counted_and_what_is_read_there_is_not(
+    mode: str, codec: str, held: int
+) -> None:
+    async def main() -> None:
+        store = make_store(mode, replicas=1, buckets=2, codec=codec)
+        raw = encoded(store, 0)
+        attachments = Attachments()
+        attachments.offer(SegmentOffer(raw))
+        holder = Holder(task="worker/0", incarnation=1, shard=0)
+        number, _ = attachments.open("shm", holder, store.shards[0], asyncio.get_running_loop())
+        receiver = PushReceiver(store, attachments, spawn=asyncio.create_task)
+        await receiver.feed(head(store, data={"lane": common_pb2.LANE_SHM, "attachment": number}, seq=1))
+        refs = [data_pb2.BucketRef(bucket=bucket_head(store, bucket)) for bucket in range(2)]
+        await receiver.feed(PushFrameView(refs=refs))
+        assert receiver._push is not None
+        pushed = receiver._push
+        while not pushed.running:
+            await asyncio.sleep(0)
+        await asyncio.gather(*pushed.running)
+        if mode == "async":
+            assert store.staging._leased == 2 * held
+        result = await receiver.feed(PushFrameView(commit=data_pb2.Commit(buckets=2)))
+        assert result is not None
+        assert result.ack.outcome == (common_pb2.OUTCOME_APPLIED if mode == "async" else common_pb2.OUTCOME_COUNTED)
+        assert store.staging.peak == 2 * held
         await nothing_is_left(store)
         store.close()
 

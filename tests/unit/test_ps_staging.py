@@ -20,6 +20,7 @@ from shardline.update import rule
 from shardline_ps.shard import Gradient
 from shardline_ps.staging import (
     Ask,
+    AsyncPush,
     Entry,
     Grant,
     Lease,
@@ -353,6 +354,116 @@ def test_whole_pushes_that_do_not_fit_go_one_at_a_time() -> None:
     pushes.free(first)
     assert pushes.decide(Ask(0, None, Block(1, 1), 300)).grant is Grant.PRIVILEGED
     assert pushes.reserved == 0
+
+
+# Asynchronous pushes, bucket by bucket
+
+
+def pushes_ledger(limit: int) -> Ledger:
+    return Ledger(limit, {}, 1, voted=False, view=lambda shard, bucket: (0, 0))
+
+
+class FirstComeFirstServed(Ledger):
+    """A plain limit on asynchronous pushes: what the rule is there to avoid."""
+
+    def decide(self, ask: Ask) -> Entry:
+        if self.reserved + ask.nbytes <= self.limit:
+            return Entry(ask, Grant.ROOM, ask.nbytes, False)
+        return Entry(ask, Grant.WAIT if self._open else Grant.PRIVILEGED, 0, False)
+
+
+def all_pushes_end(rule_: Ledger, chance: random.Random) -> bool:
+    """Workers bring the buckets of three pushes each, in any order; False where nobody can go on."""
+    sizes = [chance.choice([1, 2, 5]) * 100 for _ in range(chance.randint(1, 5))]
+    left = [[list(sizes) for _ in range(3)] for _ in range(chance.randint(2, 6))]
+    open_: dict[int, tuple[AsyncPush, list[Entry]]] = {}
+    while any(left):
+        workers = [worker for worker, pushes in enumerate(left) if pushes]
+        chance.shuffle(workers)
+        for worker in workers:
+            push, entries = open_.setdefault(worker, (AsyncPush(sum(sizes)), []))
+            if left[worker][0]:
+                entry = rule_.decide(Ask(0, None, Block(worker, 1), left[worker][0][-1], push=push))
+                if entry.grant is Grant.WAIT:
+                    continue
+                rule_.note(entry)
+                entries.append(entry)
+                left[worker][0].pop()
+            else:
+                for entry in entries:
+                    rule_.free(entry)
+                del open_[worker], left[worker][0]
+            break
+        else:
+            return False
+        within = [e.ask.nbytes for _, entries in open_.values() for e in entries if e.grant is Grant.ROOM]
+        beyond = [e.ask.push for _, entries in open_.values() for e in entries if e.grant is Grant.PRIVILEGED]
+        assert sum(within) == rule_.reserved <= rule_.limit and len(set(beyond)) <= 1
+    assert rule_.reserved == 0 and not rule_._pushes
+    return True
+
+
+def test_pushes_that_come_bucket_by_bucket_all_end_whatever_their_order() -> None:
+    for seed in range(1000):
+        chance = random.Random(seed)
+        assert all_pushes_end(pushes_ledger(chance.randint(1, 30) * 100), chance), f"schedule {seed} stopped"
+
+
+def test_first_come_first_served_some_of_them_stop() -> None:
+    stopped = 0
+    for seed in range(100):
+        chance = random.Random(seed)
+        view = lambda shard, bucket: (0, 0)  # noqa: E731
+        rule_ = FirstComeFirstServed(chance.randint(1, 30) * 100, {}, 1, voted=False, view=view)
+        stopped += not all_pushes_end(rule_, chance)
+    assert stopped > 10
+
+
+def test_a_push_is_charged_for_what_has_come_of_it_and_no_more() -> None:
+    rule_ = pushes_ledger(300)
+    slow, quick = AsyncPush(200), AsyncPush(200)
+    rule_.note(rule_.decide(Ask(0, None, Block(0, 1), 100, push=slow)))
+    assert rule_.reserved == 100
+    for _ in range(2):
+        entry = rule_.decide(Ask(0, None, Block(1, 1), 100, push=quick))
+        assert entry.grant is Grant.ROOM
+        rule_.note(entry)
+    assert rule_.decide(Ask(0, None, Block(0, 1), 100, push=slow)).grant is Grant.WAIT
+
+
+def test_the_last_room_goes_to_who_can_end_with_it() -> None:
+    rule_ = pushes_ledger(400)
+    pushes = [AsyncPush(300), AsyncPush(300)]
+    for push in pushes:
+        rule_.note(rule_.decide(Ask(0, None, Block(0, 1), 100, push=push)))
+    first = rule_.decide(Ask(0, None, Block(0, 1), 100, push=pushes[0]))
+    rule_.note(first)
+    # 100 are left: the second would take them from the first, and neither could end.
+    assert rule_.decide(Ask(0, None, Block(1, 1), 100, push=pushes[1])).grant is Grant.WAIT
+    assert rule_.decide(Ask(0, None, Block(0, 1), 100, push=pushes[0])).grant is Grant.ROOM
+
+
+def test_no_push_begins_while_one_that_has_begun_waits() -> None:
+    async def run() -> None:
+        staging = Staging()
+        staging.configure(pushes_ledger(400), lambda: 0)
+        first, second, late = AsyncPush(300), AsyncPush(300), AsyncPush(100)
+        held = [await staging.reserve(0, None, Block(0, 1), 100, 1.0, push=first) for _ in range(2)]
+        began = await staging.reserve(0, None, Block(1, 1), 100, 1.0, push=second)
+        waiting = asyncio.create_task(staging.reserve(0, None, Block(1, 1), 100, 20.0, push=second))
+        await asyncio.sleep(0)
+        newcomer = asyncio.create_task(staging.reserve(0, None, Block(2, 1), 100, 20.0, push=late))
+        await asyncio.sleep(0)
+        assert staging.waiting == 2
+        held.append(await staging.reserve(0, None, Block(0, 1), 100, 1.0, push=first))
+        for lease in held:
+            lease.release()
+        leases = [began, await waiting, await newcomer]
+        for lease in leases:
+            lease.release()
+        assert staging.in_use == 0
+
+    asyncio.run(run())
 
 
 # The shell
