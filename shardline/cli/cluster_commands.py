@@ -35,9 +35,14 @@ def _spec(cluster: str | None) -> ClusterSpec:
     raise ClusterSpecError("no cluster given; use --cluster FILE, SHARDLINE_CLUSTER or TF_CONFIG")
 
 
+def chief_address(cluster: str | None) -> str:
+    """Address of the chief that --cluster or TF_CONFIG names; raises ClusterSpecError."""
+    return _spec(cluster).chief
+
+
 def _client(cluster: str | None, timeout: float, security: Security) -> ChiefClient:
     timeouts = Timeouts(total_s=timeout)
-    address = _spec(cluster).chief
+    address = chief_address(cluster)
     from shardline.rpc.client import ChiefClient
 
     return ChiefClient(address, timeouts, security)

@@ -17,6 +17,7 @@ from shardline.cli.cluster_commands import export, status, stop
 from shardline.cli.health import health
 from shardline.cli.options import JOB_ARGS
 from shardline.cli.roles import COMMANDS
+from shardline.cli.top import top
 from shardline.cli.train import train
 
 
@@ -47,7 +48,7 @@ def cli() -> None:
     """
 
 
-for command in (train, *COMMANDS, status, stop, export, health, bench):
+for command in (train, *COMMANDS, top, status, stop, export, health, bench):
     cli.add_command(command)
 
 

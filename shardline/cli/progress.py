@@ -145,6 +145,14 @@ class BarDisplay:
         self._progress.stop()
 
 
+def on_terminal(console: Console) -> bool:
+    """Whether the console's output can be redrawn in place.
+
+    FORCE_COLOR makes rich colour a pipe, as logs of builds want it; that makes the pipe no terminal.
+    """
+    return console.file.isatty() and not console.is_dumb_terminal
+
+
 def make_display(console: Console) -> Display:
     """The display that fits where the console writes to."""
-    return BarDisplay(console) if console.is_terminal else LineDisplay(console)
+    return BarDisplay(console) if on_terminal(console) else LineDisplay(console)

@@ -341,9 +341,10 @@ class ChiefClient:
         finish()
         return Parameters(step=at_step, tensors=found)
 
-    def status(self) -> ChiefStatus:
+    def status(self, timeout_s: float | None = None) -> ChiefStatus:
         """Job, tasks, rates."""
-        reply = self.peer.call(self.stub.Status, chief_pb2.ChiefStatusRequest(), what="Status")
+        request = chief_pb2.ChiefStatusRequest()
+        reply = self.peer.call(self.stub.Status, request, what="Status", timeout_s=timeout_s)
         return ChiefStatus.from_proto(reply)
 
     def stop(self, reason: str) -> int:

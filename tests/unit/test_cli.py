@@ -282,7 +282,7 @@ def test_lines_come_every_few_seconds_and_the_last_one_always() -> None:
 
 def test_bar_shows_loss_and_rates() -> None:
     console = Console(file=io.StringIO(), width=160, force_terminal=True)
-    with progress.make_display(console) as display:
+    with progress.BarDisplay(console) as display:
         display.update(RUNNING)
         display.say("worker/1 was killed")
     shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -292,7 +292,7 @@ def test_bar_shows_loss_and_rates() -> None:
 
 def test_bar_keeps_its_figures_whole_in_80_columns_and_gives_each_evaluation_a_line() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    with progress.make_display(console) as display:
+    with progress.BarDisplay(console) as display:
         display.update(RUNNING)
         display.update(dataclasses.replace(RUNNING, loss=12.3456, steps_per_s=1234.5, bytes_per_s=1.2345e9))
     shown = console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,367 @@
+"""shardline top: a running cluster, live in a terminal; a line every interval where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+import click
+
+from shardline.cli import options
+from shardline.cli.cluster_commands import chief_address
+from shardline.config import Timeouts
+from shardline.errors import ShardlineError, UnreachableError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from shardline.cli.top_frame import Silence
+    from shardline.rpc.status import ChiefStatus
+    from shardline.view import ClusterView
+
+ASK_S = 3.0
+"""One question's deadline: after so long without an answer the chief counts as silent."""
+PIPE_WIDTH = 120
+"""Columns of --once where the output has no width."""
+QUIT = ("q", "Q", "\x03")
+
+
+class Source(Protocol):
+    """Who tells the chief's status."""
+
+    def status(self, timeout_s: float | None = None) -> ChiefStatus:
+        """The newest; raises ShardlineError."""
+
+
+@dataclass
+class Known:
+    """What is known of the cluster now."""
+
+    view: ClusterView | None = None
+    asked: int = 0
+    """Answers so far."""
+    silent_since: float | None = None
+    """Unix time of the first question without an answer."""
+    reason: str = ""
+    failure: ShardlineError | None = None
+    """Asking again can't help."""
+
+
+@dataclass
+class Poller:
+    """Asks the chief each interval on a thread of its own, so that keys and redrawing never wait for it."""
+
+    source: Source
+    interval_s: float
+    deadline_s: float
+    """Seconds without an answer after which the chief is given up."""
+    changed: threading.Event = field(default_factory=threading.Event)
+    now: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known = Known()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="top", daemon=True)
+
+    @property
+    def known(self) -> Known:
+        """A copy of what is known."""
+        with self._lock:
+            return Known(**vars(self._known))
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            began = time.monotonic()
+            self._ask()
+            self.changed.set()
+            if self.known.failure is not None:
+                return
+            self._stop.wait(max(0.05, self.interval_s - (time.monotonic() - began)))
+
+    def _ask(self) -> None:
+        asked_at = self.now()
+        # Imports torch and grpc, which --help must not.
+        from shardline.view import cluster_view
+
+        try:
+            view = cluster_view(self.source.status(timeout_s=min(ASK_S, max(0.5, self.deadline_s / 3))))
+        except UnreachableError as error:
+            with self._lock:
+                self._known.silent_since = self._known.silent_since or asked_at
+                self._known.reason = str(error)
+                if self.now() - self._known.silent_since >= self.deadline_s:
+                    self._known.failure = error
+        except ShardlineError as error:
+            with self._lock:
+                self._known.failure = error
+        else:
+            with self._lock:
+                self._known.view, self._known.silent_since = view, None
+                self._known.asked += 1
+
+
+class Screen:
+    """Draws what a poller knows, until the job has ended, a key says so, or the chief is given up."""
+
+    def __init__(self, poller: Poller, console: Console, address: str) -> None:
+        from shardline.cli.top_frame import Curves
+
+        self._poller = poller
+        self._console = console
+        self._address = address
+        self._curves = Curves()
+        self._seen = 0
+        self._events_until = 0.0
+
+    def first(self) -> Known:
+        """Wait for the first answer; raises where none comes within the deadline."""
+        while True:
+            known = self._next()
+            if known.view is not None:
+                return known
+
+    def once(self) -> int:
+        """Print one frame."""
+        self.first()
+        self._console.print(self._frame(self._poller.known, height=None))
+        return 0
+
+    def lines(self) -> int:
+        """Print a line for each answer, and the chief's events as they come; no escape codes."""
+        from shardline.cli.top_frame import clock, plain_event, plain_line, silence_text
+
+        silent_since: float | None = None
+        while True:
+            known = self._next()
+            if known.silent_since is not None and silent_since is None:
+                silence = self._silence(known)
+                assert silence is not None
+                self._say(silence_text(silence, self._address))
+                self._say(known.reason)
+            if known.silent_since is None and silent_since is not None:
+                self._say(f"{clock(self._poller.now())} the chief answers again")
+            silent_since = known.silent_since
+            if known.view is None or known.silent_since is not None:
+                continue
+            for event in known.view.events:
+                if event.time > self._events_until:
+                    self._say(plain_event(event))
+            self._events_until = max([self._events_until, *(event.time for event in known.view.events)])
+            self._say(plain_line(known.view))
+            if known.view.phase == "ended":
+                return 0
+
+    def live(self, keys: Keys) -> int:
+        """Redraw in place at each answer and once a second, until q or Ctrl-C."""
+        from rich.live import Live
+
+        known = self._poller.known
+        with Live(console=self._console, screen=True, auto_refresh=False, transient=True) as live:
+            while True:
+                known = self._poller.known
+                self._take(known)
+                live.update(self._frame(known, height=self._console.height), refresh=True)
+                if known.failure is not None or (known.view is not None and known.view.phase == "ended"):
+                    break
+                if keys.wait(1.0, self._poller.changed):
+                    return 0
+        # The screen of before comes back; what ended the job should stay on it.
+        if known.view is not None:
+            self._console.print(self._frame(known, height=None))
+        if known.failure is not None:
+            raise self._given_up(known)
+        return 0
+
+    def _next(self) -> Known:
+        """What is known after the next question; raises where the chief is given up."""
+        # A question has its own deadline, so that this one only ends a wait that a defect would make endless.
+        if not self._poller.changed.wait(self._poller.deadline_s + 60.0):
+            raise UnreachableError(f"the thread that asks the chief at {self._address} does not go on")
+        self._poller.changed.clear()
+        known = self._poller.known
+        self._take(known)
+        if known.failure is not None:
+            raise self._given_up(known)
+        return known
+
+    def _take(self, known: Known) -> None:
+        if known.view is not None and known.asked != self._seen:
+            self._seen = known.asked
+            self._curves.add(known.view)
+
+    def _given_up(self, known: Known) -> ShardlineError:
+        assert known.failure is not None
+        if known.silent_since is None:
+            return known.failure
+        from shardline.cli.top_frame import clock
+
+        last = "" if known.view is None else f"; the job was {known.view.doing} at step {known.view.step}"
+        return UnreachableError(
+            f"the chief at {self._address} has not answered since {clock(known.silent_since)}, for "
+            f"{self._poller.deadline_s:.0f} s{last}: {known.reason}"
+        )
+
+    def _silence(self, known: Known) -> Silence | None:
+        from shardline.cli.top_frame import Silence
+
+        since = known.silent_since
+        if since is None:
+            return None
+        now = self._poller.now()
+        return Silence(since=since, now=now, until=since + self._poller.deadline_s, reason=known.reason)
+
+    def _frame(self, known: Known, *, height: int | None) -> RenderableType:
+        from shardline.cli.top_frame import ASCII, FANCY, Silence, frame, waiting
+
+        glyphs = ASCII if self._console.options.ascii_only else FANCY
+        silence = self._silence(known)
+        if known.view is None:
+            now = self._poller.now()
+            nothing_yet = Silence(since=now, now=now, until=now + self._poller.deadline_s, reason="")
+            return waiting(silence or nothing_yet, self._address)
+        return frame(
+            known.view,
+            self._curves,
+            width=self._console.width,
+            height=height,
+            silence=silence,
+            address=self._address,
+            glyphs=glyphs,
+        )
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Keys:
+    """Keys of a terminal, one at a time and not shown; a wait for them ends early when something has changed."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._descriptor: int | None = None
+        if stream is not None and stream.isatty():
+            self._descriptor = stream.fileno()
+
+    @contextlib.contextmanager
+    def raw(self) -> Iterator[Keys]:
+        """Take keys without waiting for Enter; the terminal is as before at the end."""
+        if self._descriptor is None:
+            yield self
+            return
+        import termios
+        import tty
+
+        before = termios.tcgetattr(self._descriptor)
+        try:
+            # Ctrl-C still is a signal.
+            tty.setcbreak(self._descriptor)
+            yield self
+        finally:
+            termios.tcsetattr(self._descriptor, termios.TCSADRAIN, before)
+
+    def wait(self, timeout_s: float, changed: threading.Event) -> bool:
+        """Whether a key that ends was pressed within timeout_s, or before something changed."""
+        if self._descriptor is None:
+            changed.wait(timeout_s)
+            changed.clear()
+            return False
+        deadline_s = time.monotonic() + timeout_s
+        while (left_s := deadline_s - time.monotonic()) > 0 and not changed.is_set():
+            # Short, since a terminal and an event can't be waited for together.
+            ready, _, _ = select.select([self._descriptor], [], [], min(0.1, left_s))
+            if ready:
+                text = os.read(self._descriptor, 64).decode(errors="replace")
+                # Nothing more comes of a terminal that was closed.
+                if not text or any(key in text for key in QUIT):
+                    return True
+        changed.clear()
+        return False
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends like Ctrl-C, so that the terminal is left as it was found; its exit code is 143."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@click.command(short_help="Watch a running cluster in the terminal.")
+@options.cluster
+@options.option("--interval", type=click.FloatRange(0.1, 3600.0), default=1.0, help="Seconds between two questions.")
+@click.option("--once", is_flag=True, help="Print one frame and end.")
+@options.option(
+    "--timeout",
+    type=click.FloatRange(1.0, 86_400.0),
+    default=15.0,
+    help="Seconds without an answer after which the chief is given up.",
+)
+@options.secured
+def top(cluster: str | None, interval: float, once: bool, timeout: float, **files: Path | None) -> int:
+    """Show progress, tasks, shards, curves and events of a running cluster; q or Ctrl-C ends.
+
+    Where the output is no terminal, a line is printed each interval. The exit code is 0 when the job has ended, however
+    it went, and 3 where the chief does not answer for --timeout.
+    """
+    address = chief_address(cluster)
+    security = options.security(files)
+    from rich.console import Console
+
+    from shardline.cli.progress import on_terminal
+    from shardline.rpc.client import ChiefClient
+
+    console = Console()
+    live = on_terminal(console) and not once
+    if not console.file.isatty():
+        console = Console(force_terminal=False, width=None if "COLUMNS" in os.environ else PIPE_WIDTH)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A sparkline is no reason to fail where the terminal's encoding lacks its characters.
+        sys.stdout.reconfigure(errors="replace")
+    # What is logged on the way, such as a name that has no address, is shown as the reason of the silence.
+    logging.getLogger("shardline").addHandler(logging.NullHandler())
+    client = ChiefClient(address, Timeouts(total_s=timeout), security)
+    poller = Poller(client, interval, timeout)
+    screen = Screen(poller, console, address)
+    poller.start()
+    try:
+        with ended_by_sigterm():
+            if once:
+                return screen.once()
+            if not live:
+                return screen.lines()
+            with Keys(sys.stdin).raw() as keys:
+                return screen.live(keys)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        poller.stop()
+        client.close()

@@ -1,0 +1,364 @@
+"""One frame of `shardline top`: a cluster's view as something that rich draws. Pure: no clock, socket or terminal."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardline.view import ClusterView, EventView, ShardView, TaskView
+
+POINTS = 240
+"""Of a curve; older ones are forgotten."""
+METRICS = 3
+"""Evaluation metrics with a line of their own."""
+EVENTS = 5
+FEWEST_ROWS = 3
+"""Of a table, however low the terminal."""
+MIN_WIDTH = 40
+STYLES = {"alive": "green", "suspect": "yellow", "missing": "yellow", "dead": "bold red", "left": "dim"}
+LEVELS = {"error": "bold red", "warning": "yellow"}
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """What figures are drawn with."""
+
+    steps: str
+    full: str
+    empty: str
+    none: str
+    between: str
+    more: str
+
+
+FANCY = Glyphs(steps="▁▂▃▄▅▆▇█", full="━", empty="╌", none="–", between=" · ", more="…")
+ASCII = Glyphs(steps="_.-=+*#@", full="#", empty=".", none="-", between=", ", more="...")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silence:
+    """The chief does not answer."""
+
+    since: float
+    """Unix time of the first question without an answer."""
+    now: float
+    until: float
+    """Unix time at which it is given up."""
+    reason: str
+
+
+class Curves:
+    """What this terminal has seen so far of the loss and of the evaluation metrics."""
+
+    def __init__(self, points: int = POINTS) -> None:
+        self._points = points
+        self._curves: dict[str, deque[tuple[int, float]]] = {}
+
+    def add(self, view: ClusterView) -> None:
+        """Take the newest points of a view; a step that was seen before, or that the job went back to, is not new."""
+        if view.loss is not None and view.step > view.first_step:
+            self._put("loss", view.step, view.loss)
+        if view.evaluation is not None:
+            for name, value in view.evaluation.metrics.items():
+                self._put(f"evaluated {name}", view.evaluation.step, value)
+
+    def _put(self, name: str, step: int, value: float) -> None:
+        curve = self._curves.setdefault(name, deque(maxlen=self._points))
+        if value == value and abs(value) != float("inf") and (not curve or step > curve[-1][0]):
+            curve.append((step, value))
+
+    def values(self, name: str) -> list[float]:
+        """Values of a curve, the oldest first."""
+        return [value for _, value in self._curves.get(name, ())]
+
+
+def clean(text: str) -> str:
+    """A text of others on one line, without what a terminal would obey."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def sparkline(values: Sequence[float], width: int, glyphs: Glyphs = FANCY) -> str:
+    """Values as a row of at most `width` blocks; several values that share a block are shown by their mean."""
+    if not values or width < 1:
+        return ""
+    size = -(-len(values) // width)
+    means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    most = len(glyphs.steps) - 1
+    return "".join(glyphs.steps[round((value - low) / (high - low) * most) if high > low else 0] for value in means)
+
+
+def bar(share: float, width: int, glyphs: Glyphs = FANCY) -> str:
+    """A bar of `width` characters, filled by a share from 0 to 1."""
+    filled = round(max(0.0, min(1.0, share)) * width)
+    return glyphs.full * filled + glyphs.empty * (width - filled)
+
+
+def seconds(value: float) -> str:
+    """A duration: "0.4 s", "12 s", "3 min", "2 h 05 min"."""
+    if value < 10:
+        return f"{value:.1f} s"
+    if value < 120:
+        return f"{value:.0f} s"
+    if value < 7200:
+        return f"{value / 60:.0f} min"
+    return f"{value // 3600:.0f} h {value % 3600 // 60:02.0f} min"
+
+
+def size(value: float) -> str:
+    """Bytes with a decimal prefix: "3.4 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def clock(unix: float) -> str:
+    """Local time of day."""
+    return time.strftime("%H:%M:%S", time.localtime(unix))
+
+
+def plain_line(view: ClusterView) -> str:
+    """One frame as one line, for what is no terminal: "12:30:05 digits training step 120/400 loss 0.31 ..."."""
+    parts = [clock(view.time), clean(view.job) or "job", clean(view.doing), _steps(view)]
+    if view.loss is not None and view.step > view.first_step:
+        parts.append(f"loss {view.loss:.4f}")
+    if view.steps_per_s > 0:
+        parts.append(f"{view.steps_per_s:.1f} steps/s")
+        parts.append(f"push {size(view.push_bytes_per_s)}/s")
+        parts.append(f"pull {size(view.pull_bytes_per_s)}/s")
+    if view.evaluation is not None:
+        found = ", ".join(f"{clean(name)} {value:.4g}" for name, value in view.evaluation.metrics.items())
+        parts.append(f"evaluated: {found}")
+    if view.left_s is not None:
+        parts.append(f"{seconds(view.left_s)} left")
+    ill = [f"{task.name} {task.state}" for task in view.tasks if task.state in ("suspect", "dead", "missing")]
+    return "  ".join([*parts, *ill])
+
+
+def plain_event(event: EventView) -> str:
+    """An event as one line."""
+    mark = "" if event.level == "info" else f" {event.level.upper()}"
+    return f"{clock(event.time)}{mark} {clean(event.sentence)}"
+
+
+def silence_text(silence: Silence, address: str) -> str:
+    """Since when the chief says nothing, and how long it is asked."""
+    ago = seconds(max(0.0, silence.now - silence.since))
+    return (
+        f"no answer from the chief at {address} since {clock(silence.since)} ({ago}); trying until "
+        f"{clock(silence.until)}"
+    )
+
+
+def frame(
+    view: ClusterView,
+    curves: Curves,
+    *,
+    width: int,
+    height: int | None = None,
+    silence: Silence | None = None,
+    address: str = "",
+    glyphs: Glyphs = FANCY,
+) -> RenderableType:
+    """The cluster at one moment, for a terminal of `width` columns and `height` lines (None: as long as it gets)."""
+    width = max(MIN_WIDTH, width)
+    head = [*_head(view, curves, width, glyphs)]
+    if silence is not None:
+        head = [Text(clean(silence_text(silence, address)), style="bold red", overflow="fold"), *head]
+    tail = [_events(view.events[-EVENTS:], width, glyphs)] if view.events else []
+    # Blank lines and headings: one of each for both tables, one blank line before the events.
+    left = None if height is None else height - len(head) - (2 if len(view.shards) else 0) - 2 - _lines(view, EVENTS)
+    tasks, shards = _share(left, len(view.tasks), len(view.shards))
+    parts: list[RenderableType] = [*head, Text(), _tasks(view.tasks, tasks, width, glyphs)]
+    if view.shards:
+        parts += [Text(), _shards(view, shards, width, glyphs)]
+    if tail:
+        parts += [Text(), *tail]
+    return Group(*parts)
+
+
+def waiting(silence: Silence, address: str) -> RenderableType:
+    """What to show before the first answer."""
+    return Group(
+        Text(clean(silence_text(silence, address)), style="bold", overflow="fold"),
+        Text(clean(silence.reason), style="dim", overflow="fold"),
+    )
+
+
+def _lines(view: ClusterView, most: int) -> int:
+    return min(len(view.events), most) + 1 if view.events else 0
+
+
+def _share(left: int | None, tasks: int, shards: int) -> tuple[int, int]:
+    """Rows for tasks and for shards; each keeps FEWEST_ROWS, and the tasks come first."""
+    if left is None or tasks + shards <= left:
+        return tasks, shards
+    for_shards = min(shards, max(FEWEST_ROWS, left - tasks))
+    return min(tasks, max(FEWEST_ROWS, left - for_shards)), for_shards
+
+
+def _steps(view: ClusterView) -> str:
+    return f"step {view.step}/{view.steps}" if view.steps else f"step {view.step}"
+
+
+def _head(view: ClusterView, curves: Curves, width: int, glyphs: Glyphs) -> Iterable[Text]:
+    facts = [view.mode, view.rule, f"{view.replicas} replicas" if view.replicas else ""]
+    title = Text(overflow="ellipsis", no_wrap=True)
+    title.append(clean(view.job) or "job", style="bold")
+    title.append(glyphs.between.join(["", *(fact for fact in facts if fact)]), style="dim")
+    title.append(glyphs.between)
+    title.append(clean(view.doing), style="bold green" if view.phase == "running" else "bold yellow")
+    yield title
+    yield _progress(view, width, glyphs)
+    figures = [
+        f"{view.steps_per_s:.1f} steps/s",
+        f"push {size(view.push_bytes_per_s)}/s",
+        f"pull {size(view.pull_bytes_per_s)}/s",
+    ]
+    if view.staleness is not None and view.mode != "sync":
+        figures.append(f"staleness {view.staleness:.1f} (at most {view.staleness_max})")
+    yield _one_line("  ".join(figures))
+    if view.loss is not None and view.step > view.first_step:
+        yield _curve("loss", f"{view.loss:.4f}", curves.values("loss"), width, glyphs)
+    if view.evaluation is not None:
+        for name, value in list(view.evaluation.metrics.items())[:METRICS]:
+            at = f"{value:.4g} at step {view.evaluation.step}"
+            if view.best is not None and name in view.best.metrics:
+                at += f", best step {view.best.step}"
+            yield _curve(f"evaluated {clean(name)}", at, curves.values(f"evaluated {name}"), width, glyphs)
+    if view.checkpoints:
+        newest = view.checkpoints[0]
+        when = f"{seconds(newest.age_s)} ago"
+        yield _one_line(f"checkpoint of step {newest.step}, {when}, {size(newest.bytes)}, {clean(newest.path)}")
+    if view.reason and view.phase in ("stopping", "ended"):
+        yield Text(clean(view.reason), style="bold" if view.exit_code == 0 else "bold red", overflow="fold")
+
+
+def _one_line(text: str, style: str = "") -> Text:
+    return Text(text, style=style, overflow="ellipsis", no_wrap=True)
+
+
+def _progress(view: ClusterView, width: int, glyphs: Glyphs) -> Text:
+    words = _steps(view)
+    if view.progress is not None:
+        words += f"  {view.progress:.0%}"
+    if view.left_s is not None:
+        words += f"  {seconds(view.left_s)} left"
+    elif view.seconds > 0:
+        words += f"  {seconds(view.seconds)}"
+    line = Text(overflow="ellipsis", no_wrap=True)
+    if view.progress is not None:
+        line.append(bar(view.progress, max(8, min(60, width - len(words) - 2)), glyphs), style="green")
+        line.append("  ")
+    line.append(words)
+    return line
+
+
+def _curve(name: str, figure: str, values: Sequence[float], width: int, glyphs: Glyphs) -> Text:
+    line = _one_line(f"{name} {figure}")
+    room = width - line.cell_len - 2
+    if len(values) > 1 and room >= 8:
+        line.append("  ")
+        line.append(sparkline(values, min(room, 60), glyphs), style="cyan")
+    return line
+
+
+Justify = Literal["left", "right"]
+Column = tuple[str, Justify, int, Callable[[TaskView, Glyphs], Text | str]]
+"""Heading, how it is justified, narrowest terminal that shows it, cell of a task."""
+
+
+def _rate(value: float, glyphs: Glyphs) -> str:
+    return f"{size(value)}/s" if value > 0 else glyphs.none
+
+
+def _milliseconds(value: float | None, glyphs: Glyphs) -> str:
+    return f"{value * 1000:.0f} ms" if value is not None else glyphs.none
+
+
+COLUMNS: Sequence[Column] = (
+    ("task", "left", 0, lambda task, glyphs: task.name),
+    ("state", "left", 0, lambda task, glyphs: Text(task.state, style=STYLES.get(task.state, ""))),
+    ("life", "left", 60, lambda task, glyphs: task.incarnation or glyphs.none),
+    ("heard", "right", 0, lambda task, glyphs: glyphs.none if task.heard_s is None else seconds(task.heard_s)),
+    ("step", "right", 0, lambda task, glyphs: glyphs.none if task.step is None else str(task.step)),
+    ("push", "right", 60, lambda task, glyphs: _rate(task.push_bytes_per_s, glyphs)),
+    ("pull", "right", 60, lambda task, glyphs: _rate(task.pull_bytes_per_s, glyphs)),
+    ("steps/s", "right", 80, lambda task, glyphs: f"{task.steps_per_s:.1f}" if task.steps_per_s > 0 else glyphs.none),
+    ("stale", "right", 80, lambda task, glyphs: glyphs.none if task.staleness is None else f"{task.staleness:.1f}"),
+    ("compute", "right", 100, lambda task, glyphs: _milliseconds(task.compute_s, glyphs)),
+    ("exchange", "right", 100, lambda task, glyphs: _milliseconds(task.exchange_s, glyphs)),
+    ("address", "left", 120, lambda task, glyphs: clean(task.address)),
+)
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+
+
+def _tasks(tasks: Sequence[TaskView], rows: int, width: int, glyphs: Glyphs) -> Table:
+    table = _table()
+    columns = [column for column in COLUMNS if width >= column[2]]
+    for name, justify, _, _ in columns:
+        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")
+    # Those that need to be looked at come first where not all have room; the others keep their order.
+    shown = tasks if rows >= len(tasks) else sorted(tasks, key=lambda task: task.state == "alive")[: rows - 1]
+    for task in shown:
+        table.add_row(*(cell(task, glyphs) for _, _, _, cell in columns))
+    if len(shown) < len(tasks):
+        table.add_row(f"{glyphs.more} {len(tasks) - len(shown)} more")
+    return table
+
+
+def _shards(view: ClusterView, rows: int, width: int, glyphs: Glyphs) -> Table:
+    table = _table()
+    wide = width >= 80
+    length = 24 if width >= 120 else 12
+    for name in ("shard", "on", "size", "", "version", "steps", *(("held", "waits for") if wide else ())):
+        table.add_column(name, justify="right" if name in ("shard", "size", "version", "steps", "held") else "left")
+    for column in table.columns:
+        column.no_wrap, column.overflow = True, "ellipsis"
+    shown = view.shards if rows >= len(view.shards) else view.shards[: rows - 1]
+    for shard in shown:
+        steps = str(shard.step_min) if shard.step_min == shard.step_max else f"{shard.step_min}-{shard.step_max}"
+        row: list[Text | str] = [
+            str(shard.shard),
+            Text(shard.ps, style=STYLES.get(shard.state, "")),
+            size(shard.bytes),
+            Text(bar(shard.share, length, glyphs), style="cyan"),
+            str(shard.version),
+            steps,
+        ]
+        if wide:
+            row += [size(shard.held_bytes), _awaited(shard)]
+        table.add_row(*row)
+    if len(shown) < len(view.shards):
+        table.add_row("", f"{glyphs.more} {len(view.shards) - len(shown)} more")
+    return table
+
+
+def _awaited(shard: ShardView) -> str:
+    return f"replica {', '.join(str(replica) for replica in shard.waiting_for)}" if shard.waiting_for else ""
+
+
+def _events(events: Sequence[EventView], width: int, glyphs: Glyphs) -> RenderableType:
+    lines = []
+    for event in events:
+        line = Text(overflow="ellipsis", no_wrap=True)
+        line.append(clock(event.time), style="dim")
+        line.append(f" {clean(event.sentence)}", style=LEVELS.get(event.level, ""))
+        # Cut here, since rich would cut with a character that an ASCII terminal lacks.
+        if line.cell_len > width:
+            line.truncate(width - len(glyphs.more), overflow="crop")
+            line.append(glyphs.more)
+        lines.append(line)
+    return Group(*lines)
