@@ -113,6 +113,7 @@ class PushReceiver:
     async_reply: called under the shard's lock when an asynchronous push is applied, to copy what a pull of the same
     call returns.
     spawn: starts the task that takes referred buckets; its error must end the call.
+    on_admitted(task, incarnation): told whose push it is, once it is admitted.
     """
 
     def __init__(
@@ -122,11 +123,13 @@ class PushReceiver:
         *,
         async_reply: Callable[[Shard], None] = lambda shard: None,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        on_admitted: Callable[[str, int], None] = lambda task, incarnation: None,
     ) -> None:
         self._store = store
         self._attachments = attachments
         self._async_reply = async_reply
         self._spawn = spawn
+        self._on_admitted = on_admitted
         self._push: _Push | None = None
         self._slot: Slot | None = None
         self._waited_s = 0.0
@@ -170,6 +173,7 @@ class PushReceiver:
             shard = next(iter(self._store.shards.values()), None)
             self._push = _Push(header, shard, {}, self._store.generation, rejected=decision)  # type: ignore[arg-type]
             return
+        self._on_admitted(header.data.task, header.data.incarnation)
         shard = self._store.shard(header.data.shard)
         if header.weight not in (0.0, 1.0):
             raise ProtocolError(f"weight {header.weight}: this job sums uniformly; send 0 or 1")

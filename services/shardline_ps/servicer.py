@@ -36,6 +36,7 @@ from shardline_ps.admission_servicer import (
 )
 from shardline_ps.attachments import Attachments
 from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
+from shardline_ps.calls import OpenCall, OpenCalls
 from shardline_ps.pull_servicer import SHARED_CALL, AsyncReply, pull
 from shardline_ps.push_servicer import NoRoomError, PushReceiver, PushResult
 from shardline_ps.shard import Shard
@@ -66,6 +67,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self._store = store
         self._voters = voters
         self._attachments = attachments
+        self._calls = OpenCalls()
         self._on_stop = on_stop
         self._on_push = on_push
         self.on_refused = on_refused
@@ -107,17 +109,18 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     @rpc_errors.unary
     async def Push(self, request: AsyncIterator[Any], context: Any) -> data_pb2.PushReply:
         """One contribution; acknowledged when all its buckets are counted or staged."""
-        receiver = PushReceiver(self._store, self._attachments, spawn=asyncio.create_task)
         result: PushResult | None = None
-        try:
-            async for message in request:
-                if result is not None:
-                    raise ProtocolError("Push carries one push; use PushPull for several")
-                result = await receiver.feed(_readable(message.push, message.error))
-        except NoRoomError as no_room:
-            result = no_room.result
-        finally:
-            await receiver.abandon()
+        with self._calls.enter() as call:
+            receiver = PushReceiver(self._store, self._attachments, spawn=asyncio.create_task, on_admitted=call.of)
+            try:
+                async for message in request:
+                    if result is not None:
+                        raise ProtocolError("Push carries one push; use PushPull for several")
+                    result = await receiver.feed(_readable(message.push, message.error))
+            except NoRoomError as no_room:
+                result = no_room.result
+            finally:
+                await receiver.abandon()
         if result is None:
             raise ProtocolError("the push ended without a commit; nothing that is not acknowledged counts")
         self._on_push(result)
@@ -126,40 +129,45 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     @rpc_errors.stream
     async def Pull(self, request: data_pb2.PullRequest, context: Any) -> AsyncIterator[Any]:
         """Buckets as they become ready."""
-        async for message in pull(self._store, self._attachments, request, outer=1):
-            yield message
+        with self._calls.enter() as call:
+            # Where it is not admitted it ends by itself.
+            call.of(request.data.task, request.data.incarnation)
+            async for message in pull(self._store, self._attachments, request, outer=1):
+                yield message
 
     @rpc_errors.stream
     async def PushPull(self, request: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Pushes and a pull in full duplex."""
-        replies: asyncio.Queue[Any] = asyncio.Queue(REPLY_QUEUE)
-
-        async def run() -> None:
+        with self._calls.enter() as call:
+            replies: asyncio.Queue[Any] = asyncio.Queue(REPLY_QUEUE)
+            task = asyncio.create_task(self._converse(request, replies, call))
             try:
-                async with asyncio.TaskGroup() as group:
-                    await self._read(request, replies, group)
-            except* Exception as errors:
-                await replies.put(_first(errors))
-            else:
-                await replies.put(None)
+                while (reply := await replies.get()) is not None:
+                    if isinstance(reply, NoRoomError):
+                        # Like any push that does not count, it ends the call.
+                        self._on_push(reply.result)
+                        yield write_reply(ReplyView(ack=reply.result.ack))
+                        return
+                    if isinstance(reply, Exception):
+                        raise reply
+                    yield reply
+            finally:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
 
-        task = asyncio.create_task(run())
+    async def _converse(self, request: AsyncIterator[Any], replies: asyncio.Queue[Any], call: OpenCall) -> None:
         try:
-            while (reply := await replies.get()) is not None:
-                if isinstance(reply, NoRoomError):
-                    # Like any push that does not count, it ends the call.
-                    self._on_push(reply.result)
-                    yield write_reply(ReplyView(ack=reply.result.ack))
-                    return
-                if isinstance(reply, Exception):
-                    raise reply
-                yield reply
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            async with asyncio.TaskGroup() as group:
+                await self._read(request, replies, group, call)
+        except* Exception as errors:
+            await replies.put(_first(errors))
+        else:
+            await replies.put(None)
 
-    async def _read(self, request: AsyncIterator[Any], replies: asyncio.Queue[Any], group: asyncio.TaskGroup) -> None:
+    async def _read(
+        self, request: AsyncIterator[Any], replies: asyncio.Queue[Any], group: asyncio.TaskGroup, call: OpenCall
+    ) -> None:
         """Take the call's requests; a pull runs beside the pushes."""
         fused: AsyncReply | None = None
         latest: data_pb2.PullRequest | None = None
@@ -169,7 +177,9 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
             if fused is not None:
                 fused.copy(shard)
 
-        receiver = PushReceiver(self._store, self._attachments, async_reply=copy, spawn=group.create_task)
+        receiver = PushReceiver(
+            self._store, self._attachments, async_reply=copy, spawn=group.create_task, on_admitted=call.of
+        )
         try:
             async for message in request:
                 if message.error is not None:
@@ -179,6 +189,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                     pulls += 1
                     if pulls > 1:
                         raise ProtocolError("PushPull carries one pull; this call has sent another before")
+                    call.of(message.pull.data.task, message.pull.data.incarnation)
                     if self._is_async(message.pull) and message.pull.WhichOneof("want") == "latest":
                         codec = self._store.configuration.codec if self._store.configuration else "raw"
                         # Answered from the state right after the push that this call brings.
@@ -302,6 +313,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         before = dict(authority.members or {})
         authority.members = {member.task: member.incarnation for member in request.members}
         self._attachments.keep_only(authority.members)
+        self._calls.keep_only(authority.members)
         if request.placement:
             self._store.placement = placement_from_proto(request.placement)
         fenced = [task for task, number in before.items() if authority.members.get(task) != number]

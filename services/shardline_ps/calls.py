@@ -1,0 +1,68 @@
+"""Open calls of the data plane by whose they are, so that a fence ends them. PROTOCOL 1.3 (F4)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import TracebackType
+
+from shardline.errors import UnreachableError
+
+
+class OpenCall:
+    """One call while its handler runs; a context of the handler's. Used on the server's loop.
+
+    What it holds (room in staging, copies of parameters) is given back by the handler's own end, whichever it is.
+    Raises UnreachableError from its block when the call is ended by a fence: a worker that is alive after all comes
+    again and is told why it is not admitted, in the words for that.
+    """
+
+    def __init__(self, calls: OpenCalls) -> None:
+        self._calls = calls
+        self._handler: asyncio.Task[object] | None = None
+        self._reason = ""
+        self.senders: set[tuple[str, int]] = set()
+        """(task, incarnation) of every admitted message in it."""
+
+    def of(self, task: str, incarnation: int) -> None:
+        """An admitted message in this call is of this life of a task."""
+        self.senders.add((task, incarnation))
+
+    def end(self, reason: str) -> None:
+        """Cancel the handler."""
+        if not self._reason and self._handler is not None:
+            self._reason = reason
+            self._handler.cancel()
+
+    def __enter__(self) -> OpenCall:
+        self._handler = asyncio.current_task()
+        self._calls.open.add(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._calls.open.discard(self)
+        if self._reason and isinstance(error, asyncio.CancelledError) and self._handler is not None:
+            self._handler.uncancel()
+            raise UnreachableError(self._reason) from None
+
+
+class OpenCalls:
+    """All of them. Used on the server's loop."""
+
+    def __init__(self) -> None:
+        self.open: set[OpenCall] = set()
+
+    def enter(self) -> OpenCall:
+        """A context for one call."""
+        return OpenCall(self)
+
+    def keep_only(self, members: Mapping[str, int] | None) -> None:
+        """End the calls of incarnations that are not in the table of the living."""
+        if members is None:
+            return
+        for call in list(self.open):
+            gone = [task for task, incarnation in sorted(call.senders) if members.get(task) != incarnation]
+            if gone:
+                call.end(f"the call was ended: this life of {', '.join(gone)} is fenced")

@@ -1,0 +1,123 @@
+"""A fence ends the calls of the life it fences, at once, and nobody else's."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2
+from tests.contract.plain_client import DEADLINE_S, FIRST_W, PlainClient
+from tests.contract.refusals import refused, says
+from tests.integration.cluster import Ps
+from tests.integration.test_deaths import wait_for
+
+SENTENCE = "the call was ended: this life of worker/1 is fenced"
+HALF = 3
+"""Frames of a push until the first chunk of its bucket."""
+
+
+class Half:
+    """A stream that stops in the middle of a bucket, and is never closed by its sender."""
+
+    def __init__(self, client: PlainClient, method: str, replica: int, *, pull: bool = False) -> None:
+        self._frames: queue.Queue[Any] = queue.Queue()
+        request = parameter_server_pb2.PushRequest if method == "Push" else data_pb2.PushPullRequest
+        if pull:
+            self._frames.put(data_pb2.PushPullRequest(pull=client.pull_request(exact_step=1, wait_s=15.0)))
+        frames = client.gradient(block=(replica, 1))
+        self.rest = frames[HALF:]
+        for frame in frames[:HALF]:
+            self._put(request, frame)
+        self._request = request
+        call = getattr(client.stub, method)
+        self.call = (call.future if method == "Push" else call)(iter(self._frames.get, None), timeout=DEADLINE_S)
+
+    def _put(self, request: Any, frame: data_pb2.PushFrame) -> None:
+        self._frames.put(request(**{"frame" if request is parameter_server_pb2.PushRequest else "push": frame}))
+
+    def complete(self) -> None:
+        for frame in self.rest:
+            self._put(self._request, frame)
+        self._frames.put(None)
+
+    def replies(self) -> list[Any]:
+        return [self.call.result(10.0)] if self._request is parameter_server_pb2.PushRequest else list(self.call)
+
+    def close(self) -> None:
+        self.call.cancel()
+        self._frames.put(None)
+
+
+def member(client: PlainClient, **incarnations: int) -> None:
+    members = [
+        parameter_server_pb2.Member(task=task.replace("_", "/"), incarnation=number)
+        for task, number in incarnations.items()
+    ]
+    client.call("SetMembership", parameter_server_pb2.SetMembershipRequest(term=client.term, members=members))
+
+
+@pytest.fixture
+def two(ps: Ps, client: PlainClient) -> PlainClient:
+    """A client whose shard trains two replicas and admits two workers."""
+    client.start(replicas=2)
+    member(client, worker_0=1, worker_1=1)
+    return client
+
+
+def ended(function: Callable[[], Any]) -> None:
+    refused(grpc.StatusCode.UNAVAILABLE, SENTENCE, function)
+
+
+@pytest.mark.parametrize(("method", "pull"), [("Push", False), ("PushPull", False), ("PushPull", True)])
+def test_a_fence_ends_half_a_push_and_gives_its_room_back_while_others_go_on(
+    two: PlainClient, ps: Ps, method: str, pull: bool
+) -> None:
+    staging = ps.store.staging
+    other = Half(two, method, 0, pull=pull)
+    wait_for(lambda: staging._leased > 0, "the first push to be half there")
+    one = staging._leased
+    two.task = "worker/1"
+    zombie = Half(two, method, 1, pull=pull)
+    wait_for(lambda: staging._leased == 2 * one, "the second push to be half there")
+    member(two, worker_0=1, worker_1=2)
+    ended(zombie.replies)
+    wait_for(lambda: staging._leased == one, "the room to be given back")
+    # Its next life completes the step.
+    two.incarnation = 2
+    assert two.push(two.gradient(block=(1, 1))).outcome == common_pb2.OUTCOME_COUNTED
+    other.complete()
+    acks = [reply.ack.outcome for reply in other.replies() if method == "Push" or reply.HasField("ack")]
+    assert acks == [common_pb2.OUTCOME_COUNTED]
+    assert two.weights() == tuple(value - 0.5 for value in FIRST_W)
+    wait_for(lambda: staging._leased == 0 and not ps.servicer._calls.open, "all calls to be over")
+    zombie.close()
+    other.close()
+
+
+def test_a_fence_ends_a_pull_that_waits(two: PlainClient, ps: Ps) -> None:
+    other = two.stub.Pull(two.pull_request(exact_step=1, wait_s=15.0), timeout=DEADLINE_S)
+    two.task = "worker/1"
+    zombie = two.stub.Pull(two.pull_request(exact_step=1, wait_s=15.0), timeout=DEADLINE_S)
+    wait_for(lambda: len(ps.servicer._calls.open) == 2, "both pulls to wait")
+    member(two, worker_0=1, worker_1=2)
+    ended(lambda: list(zombie))
+    assert len(ps.servicer._calls.open) == 1
+    other.cancel()
+    wait_for(lambda: not ps.servicer._calls.open, "the other pull to be over")
+
+
+def test_a_fenced_worker_that_comes_again_is_told_why_it_is_not_admitted(two: PlainClient, ps: Ps) -> None:
+    two.task = "worker/1"
+    zombie = Half(two, "PushPull", 1)
+    wait_for(lambda: ps.store.staging._leased > 0, "the push to be half there")
+    member(two, worker_0=1, worker_1=2)
+    ended(zombie.replies)
+    ack = two.push(two.gradient(block=(1, 1)))
+    assert ack.outcome == common_pb2.OUTCOME_FENCED and says(
+        ack.reason, "worker/1 incarnation 0x1 is not admitted, 0x2"
+    )
+    zombie.close()
