@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import queue
 import threading
 import time
@@ -53,6 +54,8 @@ TICK_S = 0.1
 RATES_S = 0.5
 GOODBYE_S = 10.0
 """How long tasks may take to go after the end, at most; a third of --timeout where that is less."""
+WATCHER_S = 2.5
+"""Who asked for the status so recently watches the job; how long the chief stays for it to hear of the end, at most."""
 
 
 class Channel(Protocol):
@@ -102,6 +105,10 @@ class Control:
         self._next_rates_s = 0.0
         self._begun = False
         self._goodbye_s: float | None = None
+        self._asked_s = -math.inf
+        """When the status was asked for last, other than by the chief's own page."""
+        self._watcher_until_s = -math.inf
+        """Until when somebody who watches the job may still come to hear of its end."""
         self._ended = threading.Event()
         self._targets: Targets | None = None
         # A first checkpoint that never comes grows old too.
@@ -144,7 +151,14 @@ class Control:
 
     def status(self) -> Future[ChiefStatus]:
         """The job at a glance."""
-        return self.call(self._overview)
+        return self.call(self._asked)
+
+    def _asked(self, now_s: float) -> ChiefStatus:
+        found = self._overview(now_s)
+        self._asked_s = now_s
+        if self._goodbye_s is not None:
+            self._watcher_until_s = -math.inf
+        return found
 
     def _overview(self, now_s: float) -> ChiefStatus:
         return overview(self.program, self._reporter, self._out, now_s, page=self.page)
@@ -187,10 +201,10 @@ class Control:
                 return self.program.state.exit_code
 
     def _gone(self, now_s: float) -> bool:
-        """Whether every task has let go of its stream, or the time for it is over."""
+        """Whether every task has let go of its stream and who watches has heard of the end, or the time is over."""
         assert self._goodbye_s is not None
         if not self._channels:
-            return True
+            return now_s >= self._watcher_until_s
         if now_s < self._goodbye_s:
             return False
         log.warning("still there after the end: %s", ", ".join(sorted(task for task, _ in self._channels)))
@@ -337,6 +351,7 @@ class Control:
     # The end
 
     def _finish(self, finish: Finish) -> None:
+        watched = time.monotonic() - self._asked_s < WATCHER_S
         # Tasks hear of the end before a ps goes, or they would take its going for a fault; and before the digest, which
         # takes its time with a large model.
         self._push_orders()
@@ -353,6 +368,8 @@ class Control:
                 log.warning("no digest of the parameters: %s", error)
         now_s = time.monotonic()
         self._goodbye_s = now_s + min(GOODBYE_S, self.program.state.timeouts.dead_s)
+        if watched:
+            self._watcher_until_s = now_s + WATCHER_S
         value = summary(self.program, sha256=digest, out=self._out, now_s=now_s)
         try:
             write_json(self._out / "summary.json", value)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 ASK_S = 3.0
 """One question's deadline: after so long without an answer the chief counts as silent."""
+POLL_S = 1.0
+"""Longest pause between two questions: a chief whose job has ended stays for a moment only."""
 PIPE_WIDTH = 120
 """Columns of --once where the output has no width."""
 QUIT = ("q", "Q", "\x03")
@@ -147,11 +149,12 @@ class Screen:
         self._console.print(self._frame(self._poller.known, height=None))
         return 0
 
-    def lines(self) -> int:
-        """Print a line for each answer, and the chief's events as they come; no escape codes."""
+    def lines(self, every_s: float = 0.0) -> int:
+        """Print a line every so many seconds, and the chief's events as they come; no escape codes."""
         from shardline.cli.top_frame import clock, plain_event, plain_line, silence_text
 
         silent_since: float | None = None
+        next_s = 0.0
         while True:
             known = self._next()
             if known.silent_since is not None and silent_since is None:
@@ -168,12 +171,16 @@ class Screen:
                 if event.time > self._events_until:
                     self._say(plain_event(event))
             self._events_until = max([self._events_until, *(event.time for event in known.view.events)])
-            self._say(plain_line(known.view))
-            if known.view.phase == "ended":
+            ended = known.view.phase == "ended"
+            if ended or time.monotonic() >= next_s:
+                # A little early is better than a whole question late.
+                next_s = time.monotonic() + every_s - min(POLL_S, every_s) / 2
+                self._say(plain_line(known.view))
+            if ended:
                 return 0
 
     def live(self, keys: Keys) -> int:
-        """Redraw in place at each answer and once a second, until q or Ctrl-C."""
+        """Redraw in place at each answer, and once a second while there is none, until q or Ctrl-C."""
         from rich.live import Live
 
         known = self._poller.known
@@ -317,7 +324,9 @@ def ended_by_sigterm() -> Iterator[None]:
 
 @click.command(short_help="Watch a running cluster in the terminal.")
 @options.cluster
-@options.option("--interval", type=click.FloatRange(0.1, 3600.0), default=1.0, help="Seconds between two questions.")
+@options.option(
+    "--interval", type=click.FloatRange(0.1, 3600.0), default=1.0, help="Seconds between two lines or frames."
+)
 @click.option("--once", is_flag=True, help="Print one frame and end.")
 @options.option(
     "--timeout",
@@ -349,7 +358,7 @@ def top(cluster: str | None, interval: float, once: bool, timeout: float, **file
     # What is logged on the way, such as a name that has no address, is shown as the reason of the silence.
     logging.getLogger("shardline").addHandler(logging.NullHandler())
     client = ChiefClient(address, Timeouts(total_s=timeout), security)
-    poller = Poller(client, interval, timeout)
+    poller = Poller(client, min(interval, POLL_S), timeout)
     screen = Screen(poller, console, address)
     poller.start()
     try:
@@ -357,7 +366,7 @@ def top(cluster: str | None, interval: float, once: bool, timeout: float, **file
             if once:
                 return screen.once()
             if not live:
-                return screen.lines()
+                return screen.lines(interval)
             with Keys(sys.stdin).raw() as keys:
                 return screen.live(keys)
     except KeyboardInterrupt:

@@ -108,6 +108,23 @@ def test_status_names_tasks_with_their_state_and_the_last_events(chief: Chief) -
     link.close()
 
 
+def test_who_watches_hears_of_the_end_before_the_chief_goes(chief: Chief, tmp_path: Path) -> None:
+    assert chief.client.status().phase == "waiting"
+    chief.client.stop("enough")
+    # No task is there to be waited for, so that only who watches keeps the chief.
+    chief._thread.join(0.5)
+    assert chief.code is None
+    ended = chief.client.status()
+    assert (ended.phase, ended.reason) == ("ended", "stopped: enough")
+    assert chief.wait() == 0
+
+
+def test_chief_goes_at_once_where_nobody_watches(chief: Chief, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "WATCHER_S", 600.0)
+    chief.client.stop("enough")
+    assert chief.wait() == 0
+
+
 def beats(*items: chief_pb2.Beat) -> tuple[queue.SimpleQueue[chief_pb2.Beat | None], Iterator[chief_pb2.Beat]]:
     """A stream of heartbeats that a test feeds; None ends it."""
     fed: queue.SimpleQueue[chief_pb2.Beat | None] = queue.SimpleQueue()

@@ -324,6 +324,19 @@ def test_pipe_gets_a_line_per_answer_each_event_once_and_no_escape_codes() -> No
     ]
 
 
+def test_long_interval_leaves_out_lines_but_neither_events_nor_the_last_line() -> None:
+    console, stream = pipe()
+    later = EventStatus(time=NOON + 1, level="warning", sentence="worker/1 is suspected")
+    second = dataclasses.replace(STATUS, step=130, said=(*STATUS.said, later))
+    with watching(Told(STATUS, second, ENDED), console) as screen:
+        assert screen.lines(every_s=600.0) == 0
+    assert re.findall(r"step \d+/400|is suspected", stream.getvalue()) == [
+        "step 120/400",
+        "is suspected",
+        "step 400/400",
+    ]
+
+
 def test_pipe_is_told_once_that_the_chief_is_silent_and_once_that_it_is_back() -> None:
     console, stream = pipe()
     with watching(Told(STATUS, GONE, GONE, GONE, STATUS, ENDED), console) as screen:
