@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shardline.errors import ShardlineError
-from shardline.rpc.client import Placement
+from shardline.rpc.configuration import Placement
 from shardline.sharding import Plan
 from shardline.spec import JobSpec
 

@@ -10,7 +10,8 @@ from typing import Any
 from shardline.checkpoint import Checkpoint
 from shardline.config import Timeouts
 from shardline.errors import InternalError, ShardlineError
-from shardline.rpc.client import Configuration, Placement, PsControl
+from shardline.rpc.client import PsControl
+from shardline.rpc.configuration import Configuration, Placement
 from shardline.security import PLAIN, Security
 from shardline_chief.actions import (
     Activate,

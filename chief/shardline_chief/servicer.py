@@ -15,7 +15,7 @@ from shardline.config import Timeouts
 from shardline.digest import tensor_bytes
 from shardline.errors import CheckpointError, ProtocolError
 from shardline.rpc import errors as rpc_errors
-from shardline.rpc.client import placement_to_proto
+from shardline.rpc.configuration import placement_to_proto
 from shardline.rpc.convert import DTYPE_TO_PROTO, job_from_proto, job_to_proto, plan_to_proto
 from shardline.rpc.link import Orders, StepReport
 from shardline.rpc.status import PHASES, PsStatus, Traffic

@@ -7,7 +7,7 @@ again under a new timeline.
 from __future__ import annotations
 
 from shardline.errors import JobError, ShardlineError, UnreachableError
-from shardline.rpc.client import Placement
+from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
 from shardline.sharding import balance, make_plan
 from shardline.spec import JobSpec

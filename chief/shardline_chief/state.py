@@ -13,7 +13,7 @@ from typing import Any
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UnreachableError
 from shardline.job import lowest_is_best
-from shardline.rpc.client import Placement
+from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
 from shardline.rpc.status import ShardStatus, Traffic
 from shardline.sharding import Plan

@@ -1,34 +1,18 @@
-"""What Configure says, and the memory that it comes to. Pure. PROTOCOL 3.22."""
+"""The memory that a configuration comes to. Pure. PROTOCOL 3.22."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
-from shardline.sharding import Plan, ShardSpec
-from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind
+from shardline.rpc.configuration import PsConfiguration
+from shardline.sharding import ShardSpec
+from shardline.spec import TensorKind
 from shardline.update import BucketRule
 from shardline_ps.cuts import HELD_CUTS
 from shardline_ps.publication import num_areas
 from shardline_ps.staging import floor_bytes, limit_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class PsConfiguration:
-    """What Configure says; equal ones change nothing."""
-
-    job: str
-    timeline: int
-    plan: Plan
-    shards: tuple[int, ...]
-    rule: RuleSpec
-    schedule: ScheduleSpec
-    consistency: ConsistencySpec
-    replicas: int
-    cut_every: int
-    codec: str
 
 
 def _hosted(configuration: PsConfiguration) -> list[ShardSpec]:

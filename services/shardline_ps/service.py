@@ -16,12 +16,12 @@ from shardline.errors import InternalError, ShardlineError
 from shardline.line_rate import meter_line
 from shardline.metrics import Metrics
 from shardline.process import Termination, memory_limit, resolve_device, tell_ready
+from shardline.rpc.configuration import PsConfiguration
 from shardline.rpc.link import ChiefLink, Orders, Phase
 from shardline.rpc.server import RpcServer
 from shardline.wire.codecs import RAW
 from shardline_ps.attachments import Attachments, LaneOffer
 from shardline_ps.bulk import TcpOffer
-from shardline_ps.configuration import PsConfiguration
 from shardline_ps.metering import Meter
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.shared import ShmOffer, publish

@@ -15,15 +15,8 @@ from shardline.errors import FencedError, ProtocolError
 from shardline.image import BucketImage
 from shardline.lanes.base import LaneUnavailable
 from shardline.rpc import errors as rpc_errors
-from shardline.rpc.client import Placement
-from shardline.rpc.convert import (
-    ImageAssembler,
-    consistency_from_proto,
-    image_parts,
-    plan_from_proto,
-    rule_from_proto,
-    schedule_from_proto,
-)
+from shardline.rpc.configuration import configuration_from_proto, placement_from_proto
+from shardline.rpc.convert import ImageAssembler, image_parts
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.wire.protobuf import PushFrameView, ReplyView, read_request, write_reply
 from shardline_ps.admission_servicer import (
@@ -40,7 +33,7 @@ from shardline_ps.calls import OpenCall, OpenCalls
 from shardline_ps.pull_servicer import SHARED_CALL, AsyncReply, pull
 from shardline_ps.push_servicer import NoRoomError, PushReceiver, PushResult
 from shardline_ps.shard import Shard
-from shardline_ps.store import ParameterStore, PsConfiguration, planned_bytes
+from shardline_ps.store import ParameterStore, planned_bytes
 from shardline_ps.vote_servicer import Voters
 from shardline_ps.voting import Ballot
 
@@ -266,18 +259,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         """Hold these shards. The same configuration again changes nothing."""
         self._obey(request.term)
         store = self._store
-        configuration = PsConfiguration(
-            job=request.job,
-            timeline=request.timeline,
-            plan=plan_from_proto(request.plan),
-            shards=tuple(request.shards),
-            rule=rule_from_proto(request.rule),
-            schedule=schedule_from_proto(request.schedule),
-            consistency=consistency_from_proto(request.consistency),
-            replicas=request.replicas,
-            cut_every=request.cut_every,
-            codec=request.codec or "raw",
-        )
+        configuration = configuration_from_proto(request)
         changed = store.configure(configuration, asyncio.get_running_loop())
         if changed:
             self._attachments.drop_all("this ps was configured anew")
@@ -526,11 +508,6 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
             norm=verdict.norm,
             nonfinite_tensors=verdict.nonfinite,
         )
-
-
-def placement_from_proto(messages: Any) -> tuple[Placement, ...]:
-    """Where shards are hosted."""
-    return tuple(Placement(shard=item.shard, task=item.task, address=item.address) for item in messages)
 
 
 def _first(errors: BaseExceptionGroup[Any]) -> Exception:

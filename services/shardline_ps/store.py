@@ -13,14 +13,13 @@ from typing import TypeVar
 import torch
 
 from shardline.errors import ProtocolError, UsageError
-from shardline.rpc.client import Placement
+from shardline.rpc.configuration import Placement, PsConfiguration
 from shardline.sharding import ShardSpec
 from shardline.spec import TensorKind
 from shardline.update import check_tensors
 from shardline.wire.codecs import check_codec
 from shardline_ps.authority import Authority
 from shardline_ps.configuration import (
-    PsConfiguration,
     least_staging_bytes,
     memory_plan,
     memory_sentence,

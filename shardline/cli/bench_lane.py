@@ -20,7 +20,8 @@ from shardline.errors import ProtocolError, UsageError
 from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, Sender, Want, Whole
 from shardline.lanes.open import open_lane
 from shardline.rpc.channel import Peers
-from shardline.rpc.client import Configuration, Placement, PsControl
+from shardline.rpc.client import PsControl
+from shardline.rpc.configuration import Configuration, Placement
 from shardline.sharding import make_plan
 from shardline.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.update import rule

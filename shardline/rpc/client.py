@@ -13,58 +13,21 @@ from shardline.config import Timeouts
 from shardline.errors import CheckpointError, FencedError, ProtocolError
 from shardline.image import BucketImage
 from shardline.rpc.channel import Peer
+from shardline.rpc.configuration import Configuration, Placement, configuration_to_proto, placement_to_proto
 from shardline.rpc.convert import (
     ImageAssembler,
-    consistency_to_proto,
     dtype_from_proto,
     image_parts,
     job_from_proto,
     plan_from_proto,
-    plan_to_proto,
-    rule_to_proto,
-    schedule_to_proto,
 )
 from shardline.rpc.errors import from_status
 from shardline.rpc.status import ChiefStatus, PsStatus
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.security import PLAIN, Security
 from shardline.sharding import Plan
-from shardline.spec import DTYPES, ConsistencySpec, JobSpec, RuleSpec, ScheduleSpec
+from shardline.spec import DTYPES, JobSpec
 from shardline.wire.frames import tensor_from_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Which ps hosts a shard, and where it answers."""
-
-    shard: int
-    task: str
-    address: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Configuration:
-    """What a ps needs to hold its shards."""
-
-    job: str
-    timeline: int
-    plan: Plan
-    shards: tuple[int, ...]
-    rule: RuleSpec
-    schedule: ScheduleSpec
-    consistency: ConsistencySpec
-    replicas: int
-    cut_every: int
-    placement: tuple[Placement, ...] = ()
-    codec: str = "raw"
-    activate: bool = False
-
-
-def placement_to_proto(placement: Iterable[Placement]) -> list[parameter_server_pb2.Placement]:
-    """Placement messages."""
-    return [
-        parameter_server_pb2.Placement(shard=item.shard, task=item.task, address=item.address) for item in placement
-    ]
 
 
 class PsControl:
@@ -96,21 +59,7 @@ class PsControl:
 
     def configure(self, configuration: Configuration) -> int:
         """Give the ps its shards; returns the bytes it will hold."""
-        request = parameter_server_pb2.ConfigureRequest(
-            term=self._term,
-            job=configuration.job,
-            timeline=configuration.timeline,
-            plan=plan_to_proto(configuration.plan),
-            shards=configuration.shards,
-            rule=rule_to_proto(configuration.rule),
-            schedule=schedule_to_proto(configuration.schedule),
-            consistency=consistency_to_proto(configuration.consistency),
-            replicas=configuration.replicas,
-            cut_every=configuration.cut_every,
-            placement=placement_to_proto(configuration.placement),
-            codec=configuration.codec,
-            activate=configuration.activate,
-        )
+        request = configuration_to_proto(configuration, self._term)
         # Memory is taken and touched here: gigabytes need more than a plain call's deadline.
         reply = self.peer.call(self._stub.Configure, request, what="Configure", timeout_s=self._timeouts.total_s)
         return int(reply.memory_bytes)

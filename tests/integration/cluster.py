@@ -27,7 +27,8 @@ from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
 from shardline.rpc.channel import Peer
-from shardline.rpc.client import Configuration, JobView, Placement, PsControl
+from shardline.rpc.client import JobView, PsControl
+from shardline.rpc.configuration import Configuration, Placement
 from shardline.rpc.server import RpcServer
 from shardline.sharding import Plan, Slice, make_plan
 from shardline.spec import TensorKind

@@ -1,0 +1,102 @@
+"""What Configure says: the chief's value, the ps's, and the message between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardline.rpc.convert import (
+    consistency_from_proto,
+    consistency_to_proto,
+    plan_from_proto,
+    plan_to_proto,
+    rule_from_proto,
+    rule_to_proto,
+    schedule_from_proto,
+    schedule_to_proto,
+)
+from shardline.rpc.v1 import parameter_server_pb2
+from shardline.sharding import Plan
+from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which ps hosts a shard, and where it answers."""
+
+    shard: int
+    task: str
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PsConfiguration:
+    """What a ps needs to hold its shards; equal ones change nothing there."""
+
+    job: str
+    timeline: int
+    plan: Plan
+    shards: tuple[int, ...]
+    rule: RuleSpec
+    schedule: ScheduleSpec
+    consistency: ConsistencySpec
+    replicas: int
+    cut_every: int
+    codec: str = "raw"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration(PsConfiguration):
+    """The same with what may change while the shards stay."""
+
+    placement: tuple[Placement, ...] = ()
+    activate: bool = False
+
+
+def placement_to_proto(placement: Iterable[Placement]) -> list[parameter_server_pb2.Placement]:
+    """Placement messages."""
+    return [
+        parameter_server_pb2.Placement(shard=item.shard, task=item.task, address=item.address) for item in placement
+    ]
+
+
+def placement_from_proto(messages: Iterable[parameter_server_pb2.Placement]) -> tuple[Placement, ...]:
+    """Where shards are hosted."""
+    return tuple(Placement(shard=item.shard, task=item.task, address=item.address) for item in messages)
+
+
+def configuration_to_proto(
+    configuration: Configuration, term: parameter_server_pb2.Term
+) -> parameter_server_pb2.ConfigureRequest:
+    """The command of this term."""
+    return parameter_server_pb2.ConfigureRequest(
+        term=term,
+        job=configuration.job,
+        timeline=configuration.timeline,
+        plan=plan_to_proto(configuration.plan),
+        shards=configuration.shards,
+        rule=rule_to_proto(configuration.rule),
+        schedule=schedule_to_proto(configuration.schedule),
+        consistency=consistency_to_proto(configuration.consistency),
+        replicas=configuration.replicas,
+        cut_every=configuration.cut_every,
+        codec=configuration.codec,
+        placement=placement_to_proto(configuration.placement),
+        activate=configuration.activate,
+    )
+
+
+def configuration_from_proto(message: parameter_server_pb2.ConfigureRequest) -> PsConfiguration:
+    """What its shards are to be; raises ProtocolError or UsageError where that can't be."""
+    return PsConfiguration(
+        job=message.job,
+        timeline=message.timeline,
+        plan=plan_from_proto(message.plan),
+        shards=tuple(message.shards),
+        rule=rule_from_proto(message.rule),
+        schedule=schedule_from_proto(message.schedule),
+        consistency=consistency_from_proto(message.consistency),
+        replicas=message.replicas,
+        cut_every=message.cut_every,
+        codec=message.codec or "raw",
+    )
