@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
@@ -66,8 +67,11 @@ class _Payload:
     marked: bool = False
 
 
-class _Direction:
-    """One socket of an attachment, used by its owner thread alone once it is there."""
+Item = TypeVar("Item")
+
+
+class _Direction(Generic[Item]):
+    """One socket of an attachment, used by its owner thread alone once it is there, and what waits for it."""
 
     def __init__(
         self, thread: SocketThread, limit_s: float, changed: Callable[[], None], broke: Callable[[str], None]
@@ -80,6 +84,7 @@ class _Direction:
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
         self._failed = False
+        self._queue: deque[Item] = deque()
 
     def attach(self, sock: socket.socket) -> None:
         """The worker's socket is there. On any thread; from now on it belongs to the owner."""
@@ -97,6 +102,39 @@ class _Direction:
         state = "came" if self._sock is None else "moved"
         self._broke(f"nothing {state} for {self.limit_s:.0f} s")
 
+    def fail(self) -> None:
+        """Nothing moves any more. From any thread; may be called twice."""
+        with self._lock:
+            self._queue.clear()
+            if not self._failed:
+                self._failed = True
+                if self._sock is not None:
+                    # Calls under way return at once.
+                    shut(self._sock)
+                self._thread.post(self._free)
+
+    def _append(self, item: Item) -> None:
+        """One more to be moved after those before."""
+        with self._lock:
+            if self._failed:
+                return
+            self._queue.append(item)
+            first = len(self._queue) == 1
+        if first:
+            self._thread.post(self._begin)
+
+    def _first(self) -> Item | None:
+        with self._lock:
+            return self._queue[0] if self._queue else None
+
+    def _moved(self) -> bool:
+        """The first one is through; False where nothing counts any more."""
+        with self._lock:
+            if self._failed:
+                return False
+            self._queue.popleft()
+        return True
+
     def _begin(self) -> None:
         """There is something to move."""
         self.moved_s = time.monotonic()
@@ -106,19 +144,16 @@ class _Direction:
 
     def _move(self) -> None:
         """Move what can be moved now. On the owner thread."""
+        if self._sock is not None and not self._failed:
+            self._transfer(self._sock, isinstance(self._sock, ssl.SSLSocket))
+
+    def _transfer(self, sock: socket.socket, secure: bool) -> None:
         raise NotImplementedError
 
     def _rest(self, sock: socket.socket) -> None:
         """There is nothing to move at present."""
         self._thread.unwatch(sock)
         self._thread.unguard(self)
-
-    def _end(self) -> None:
-        """With the lock held: no more after this; calls under way return at once."""
-        self._failed = True
-        if self._sock is not None:
-            shut(self._sock)
-        self._thread.post(self._free)
 
     def _free(self) -> None:
         self._thread.unguard(self)
@@ -127,38 +162,21 @@ class _Direction:
             self._sock.close()
 
 
-class Incoming(_Direction):
+class Incoming(_Direction[TcpTicket]):
     """The socket on which buckets of pushes come, read only while some are expected: that is the sender's credit."""
 
     def __init__(
         self, thread: SocketThread, limit_s: float, changed: Callable[[], None], broke: Callable[[str], None]
     ) -> None:
         super().__init__(thread, limit_s, changed, broke)
-        self._tickets: deque[TcpTicket] = deque()
         self._batch = 1
 
     def expect(self, ticket: TcpTicket) -> None:
         """The next bytes belong to this ticket."""
-        with self._lock:
-            if self._failed:
-                return
-            self._tickets.append(ticket)
-            first = len(self._tickets) == 1
-        if first:
-            self._thread.post(self._begin)
+        self._append(ticket)
 
-    def fail(self) -> None:
-        """Nothing more comes. From any thread; may be called twice."""
-        with self._lock:
-            self._tickets.clear()
-            if not self._failed:
-                self._end()
-
-    def _move(self) -> None:
-        sock, budget = self._sock, TURN_BYTES
-        if sock is None or self._failed:
-            return
-        secure = isinstance(sock, ssl.SSLSocket)
+    def _transfer(self, sock: socket.socket, secure: bool) -> None:
+        budget = TURN_BYTES
         while True:
             ticket = self._first()
             if ticket is None:
@@ -186,21 +204,14 @@ class Incoming(_Direction):
             self._gather(sock)
         self._thread.watch(sock, READ, self._move)
 
-    def _first(self) -> TcpTicket | None:
-        with self._lock:
-            return self._tickets[0] if self._tickets else None
-
     def _took(self, ticket: TcpTicket, count: int) -> None:
         self.moved_s = time.monotonic()
         ticket.filled += count
         if ticket.filled < len(ticket.memory):
             return
-        with self._lock:
-            if self._failed:
-                return
-            self._tickets.popleft()
+        if self._moved():
             ticket.whole = True
-        self._changed()
+            self._changed()
 
     def _gather(self, sock: socket.socket) -> None:
         """Have the kernel wake us for a batch of bytes, or for the end of a bucket.
@@ -215,43 +226,23 @@ class Incoming(_Direction):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, batch)
 
 
-class Outgoing(_Direction):
+class Outgoing(_Direction[_Payload]):
     """The socket on which pulled buckets leave."""
 
-    def __init__(
-        self, thread: SocketThread, limit_s: float, changed: Callable[[], None], broke: Callable[[str], None]
-    ) -> None:
-        super().__init__(thread, limit_s, changed, broke)
-        self._queue: deque[_Payload] = deque()
-        self.queued_bytes = 0
+    @property
+    def queued_bytes(self) -> int:
+        """What waits to be sent, or is being sent."""
+        with self._lock:
+            return sum(item.size for item in self._queue)
 
     def put(self, payload: memoryview, intact: Callable[[], bool]) -> None:
         """Send these bytes after those before."""
-        with self._lock:
-            if self._failed:
-                return
-            self._queue.append(_Payload(payload, len(payload), intact))
-            self.queued_bytes += len(payload)
-            first = len(self._queue) == 1
-        if first:
-            self._thread.post(self._begin)
+        self._append(_Payload(payload, len(payload), intact))
 
-    def fail(self) -> None:
-        """Nothing more leaves. From any thread; may be called twice."""
-        with self._lock:
-            self._queue.clear()
-            self.queued_bytes = 0
-            if not self._failed:
-                self._end()
-
-    def _move(self) -> None:
-        sock, budget = self._sock, TURN_BYTES
-        if sock is None or self._failed:
-            return
-        secure = isinstance(sock, ssl.SSLSocket)
+    def _transfer(self, sock: socket.socket, secure: bool) -> None:
+        budget = TURN_BYTES
         while budget > 0:
-            with self._lock:
-                item = self._queue[0] if self._queue else None
+            item = self._first()
             if item is None:
                 self._rest(sock)
                 return
@@ -282,11 +273,8 @@ class Outgoing(_Direction):
             item.marked = True
             item.rest = memoryview(WHOLE)
             return True
-        with self._lock:
-            if self._failed:
-                return False
-            self._queue.popleft()
-            self.queued_bytes -= item.size
+        if not self._moved():
+            return False
         self._changed()
         return True
 
