@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 
 Key = tuple[int, int]
 """(shard, bucket)."""
+LOOK_S = 1.0
+"""How often whoever waits for an exchange looks whether it is overdue."""
 
 
 class Arrivals:
@@ -77,10 +79,10 @@ class Arrivals:
             self._holding = False
             self._changed.notify_all()
 
-    def load(self, keys: Iterable[Key]) -> bool:
+    def load(self, keys: Iterable[Key], look: Callable[[], None] = lambda: None) -> bool:
         """Return when these buckets are in the model; False where the exchange ended without one of them.
 
-        The exchange's own deadlines end this wait.
+        look: called every LOOK_S while nothing comes; what it raises ends the wait.
         """
         wanted = [key for key in keys if key in self._missing]
 
@@ -89,10 +91,12 @@ class Arrivals:
 
         while wanted:
             with self._changed:
-                self._changed.wait_for(some)
+                moved = self._changed.wait_for(some, LOOK_S)
                 ready = [key for key in wanted if key in self._held]
                 stuck = self._over and not ready
                 loads = [(key, self._held.pop(key)) for key in ready]
+            if not moved:
+                look()
             for key, load in loads:
                 load()
                 with self._changed:

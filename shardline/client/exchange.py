@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from shardline.client.arrivals import LOOK_S
 from shardline.client.layout import BucketSink
 from shardline.client.live import LivePayloads, Unready
 from shardline.config import Timeouts
@@ -21,6 +22,8 @@ log = logging.getLogger("shardline.client")
 
 SLOWEST_BYTES_PER_S = 1e6
 """Links slower than 8 Mbit/s run into deadlines."""
+TRIES = 4
+"""A call may try the lanes of a pair of tasks in turn, so it takes some times its own deadline at most."""
 
 
 class Restart(Exception):
@@ -90,20 +93,32 @@ class StepFigures:
 class Running:
     """An exchange with all shards that is under way.
 
-    on_end: called once, when the last shard's part has ended, on that part's thread.
+    interrupt: ends it early; interrupted: whether that was asked for. grace_s: how long a part may take longer than it
+    promised. on_end: called once, when the last shard's part has ended, on that part's thread.
     """
 
-    def __init__(self, parts: int, *, interrupt: Callable[[], None], on_end: Callable[[], None]) -> None:
-        self._left = parts
+    def __init__(
+        self,
+        shards: Sequence[int],
+        *,
+        interrupt: Callable[[], None],
+        interrupted: Callable[[], bool],
+        grace_s: float,
+        on_end: Callable[[], None],
+    ) -> None:
         self._interrupt = interrupt
+        self._interrupted = interrupted
+        self._grace_s = grace_s
         self._on_end = on_end
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._left_s = dict.fromkeys(shards, grace_s)
+        """By shard whose part has not ended: seconds that somebody may still wait for it."""
         self._results: dict[int, ShardOutcome] = {}
         self._errors: list[Exception] = []
         self.ended_s = 0.0
         """When the last part ended, by the monotonic clock."""
-        if parts == 0:
+        if not self._left_s:
             self._end()
 
     def part_ended(self, shard: int, future: Future[ShardOutcome]) -> None:
@@ -115,8 +130,8 @@ class Running:
                 self._errors.append(error)
             elif error is None:
                 self._results[shard] = future.result()
-            self._left -= 1
-            last = self._left == 0
+            del self._left_s[shard]
+            last = not self._left_s
         if first:
             # The others may wait for a step that won't come because this one has failed.
             self._interrupt()
@@ -138,12 +153,45 @@ class Running:
         """Whether some shard's part has failed."""
         return bool(self._errors)
 
+    def promise(self, shard: int, seconds: float) -> None:
+        """A shard's part begins something that ends by itself within this time."""
+        with self._lock:
+            if shard in self._left_s:
+                self._left_s[shard] = seconds + self._grace_s
+
+    def look(self) -> None:
+        """Called every LOOK_S by whoever waits. Raises UnreachableError where a part should have ended long ago.
+
+        Looks are counted, not the clock: a process that stood still has not waited.
+        """
+        if self._interrupted():
+            # A call that was about to begin when it was cancelled may have forgotten that.
+            self._interrupt()
+        with self._lock:
+            for shard in self._left_s:
+                self._left_s[shard] -= LOOK_S
+            late = sorted(shard for shard, left_s in self._left_s.items() if left_s <= 0.0)
+        if late:
+            raise UnreachableError(
+                f"the exchange with shard {', '.join(map(str, late))} has not ended {self._grace_s:.0f} s after the "
+                f"deadlines of its own calls; this process can't train any further: start it again"
+            )
+
     def wait(self) -> dict[int, ShardOutcome]:
-        """Outcome by shard; raises the most telling error of all shards. Every call within has a deadline."""
-        self._ended.wait()
+        """Outcome by shard; raises the most telling error of all shards, and what look() raises."""
+        while not self._ended.wait(LOOK_S):
+            self.look()
         if self._errors:
             raise min(self._errors, key=_rank)
         return self._results
+
+    def join(self) -> bool:
+        """Wait for the end, whatever it is; False where it does not come."""
+        try:
+            self.wait()
+        except Exception as error:
+            log.debug("an exchange ended: %s", error or type(error).__name__)
+        return self.ended
 
 
 class Exchange:
@@ -172,6 +220,7 @@ class Exchange:
         self._on_retry = on_retry
         self._told: dict[int, str] = {}
         self._live: list[LivePayloads] = []
+        self._running: Running | None = None
         self.still_ordered: Callable[[], bool] = lambda: True
         """Asked whenever a shard says WAITING: whether what this exchange waits for is still wanted of it."""
 
@@ -186,6 +235,12 @@ class Exchange:
             lane.cancel()
         for payloads in list(self._live):
             payloads.wake()
+
+    def give_up(self) -> None:
+        """End what was started last; what became of it doesn't matter. Raises UnreachableError where it doesn't end."""
+        self.interrupt()
+        if self._running is not None and not self._running.join():
+            raise UnreachableError("an exchange that was given up does not end; start this process again")
 
     def refusal(self) -> Exception | None:
         """What a wait within an exchange has to raise, if anything."""
@@ -202,9 +257,16 @@ class Exchange:
             if isinstance(push.payloads, LivePayloads)
         ]
         order = [shard for shard in self._order if shard in tasks]
-        running = Running(len(order), interrupt=self.interrupt, on_end=on_end)
+        running = self._running = Running(
+            order,
+            interrupt=self.interrupt,
+            interrupted=self._interrupted.is_set,
+            grace_s=self._timeouts.total_s,
+            on_end=on_end,
+        )
         for shard in order:
-            future = self._pool.submit(self._one, sender, tasks[shard])
+            promise = functools.partial(running.promise, shard)
+            future = self._pool.submit(self._one, sender, tasks[shard], promise)
             future.add_done_callback(functools.partial(running.part_ended, shard))
         return running
 
@@ -233,7 +295,7 @@ class Exchange:
                 self._interrupted.wait(pause_s)
                 pause_s = min(pause_s * 2, 1.0)
 
-    def _one(self, sender: Sender, task: ShardTask) -> ShardOutcome:
+    def _one(self, sender: Sender, task: ShardTask, promise: Callable[[float], None]) -> ShardOutcome:
         lane, sink = self._lanes[task.shard], self._sinks[task.shard]
         sink.begin()
         start_s = heard_s = time.monotonic()
@@ -246,6 +308,7 @@ class Exchange:
             try:
                 timeout_s = self._deadline_s(sink, pending) + task.patience_s
                 call_s = time.monotonic()
+                promise(TRIES * timeout_s)
                 done = lane.exchange(sender, pending, want, sink, timeout_s=timeout_s)
             except Unready:
                 # Nobody's fault: a call is made again when there is something to send.
@@ -339,8 +402,13 @@ class Exchange:
 
     def close(self) -> None:
         """End threads."""
-        self.interrupt()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            self.give_up()
+        except UnreachableError as error:
+            log.warning("%s", error)
+            return
+        self._pool.shutdown(wait=True)
 
 
 def _rank(error: Exception) -> int:

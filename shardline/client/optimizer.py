@@ -39,9 +39,14 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; with zero_copy gradients are zeroed where they lie, so that they stay in shared memory."""
-        if not self._session.share_gradients():
+        """As in torch. With zero_copy every .grad is zeros in shared memory, which count as none until they are used.
+
+        With overlap, outside of a loop over session.steps(), gradients of the backward pass after this one leave early.
+        Raises JobError where a backward pass has sent some that no step() followed.
+        """
+        if not self._session.share_gradients(set_to_none=set_to_none):
             super().zero_grad(set_to_none)
+        self._session.gradients_cleared()
 
     def hyper(self) -> dict[int, Mapping[str, float]]:
         """Numbers of the groups that differ from what the job was configured with (an LR scheduler's doing)."""

@@ -119,6 +119,15 @@ def why_not_early(job: JobSpec, expected: Expected, *, first: bool) -> str:
     return ""
 
 
+def not_stepped(step: int) -> JobError:
+    """Gradients have left in a backward pass that no step followed."""
+    return JobError(
+        f"step {step}: backward() has sent gradients, and no step() followed; with overlap every backward() needs its "
+        f"step(), since what it computed has left. Where a batch may be left out, or is only looked at, use "
+        f"attach(..., overlap=False), SHARDLINE_OVERLAP=0 or torch.autograd.grad()"
+    )
+
+
 class EarlyPush:
     """One replica's gradients on their way to all shards while they are computed. A listener of GradientHooks.
 
@@ -167,7 +176,7 @@ class EarlyPush:
         self._begun = False
         self._closed = False
         self.error: Exception | None = None
-        """What went wrong in a hook; autograd must not see it."""
+        """What went wrong. In a hook it is kept, since autograd must not see it."""
         self._lacking = {
             (s, b): len({piece.tensor for piece in bucket.slices})
             for s, shard in enumerate(plan.shards)
@@ -238,6 +247,17 @@ class EarlyPush:
             for bucket in offered[shard]:
                 payloads.offer(bucket)
             payloads.close(empty[shard])
+
+    @property
+    def begun(self) -> bool:
+        """Whether something may have left."""
+        return self._begun
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more leaves: this is why."""
+        self.error = self.error or error
+        for payloads in self.payloads.values():
+            payloads.fail(error)
 
     def _has_values(self, key: Key, buffers: Mapping[int, torch.Tensor]) -> bool:
         """Whether a bucket that is offered only now has anything in it; what needs no lane's thread is added here."""

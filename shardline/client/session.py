@@ -26,6 +26,7 @@ from shardline.client.exchange import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.optimizer import ShardlineOptimizer
 from shardline.client.overlap import Expected
 from shardline.client.pipeline import Pipeline, Sent
+from shardline.client.shared_gradients import SharedGradients
 from shardline.client.steps import StepFinder
 from shardline.client.trainer import Trainer
 from shardline.client.workplace import Workplace
@@ -90,6 +91,7 @@ class Session:
         self._contributed: list[StepReport] = []
         self._step_began_s = self._accounted_s = time.monotonic()
         self._loss: float | None = None
+        self._lent: SharedGradients | None = None
         self._closed = False
 
     # What a script asks
@@ -163,8 +165,6 @@ class Session:
         if self._optimizer is not None:
             raise UsageError("this session is attached already; one session trains one model")
         spec = job or script_spec(self._script, model, optimizer)
-        if overlap and zero_copy:
-            raise UsageError("overlap and zero_copy exclude each other: there is nothing left to overlap with")
         self._place.furnish(model, from_file=job is not None, overlap=overlap, zero_copy=zero_copy)
         address = self._server.start()
         metrics_address = self.metrics.serve(self.config.host, self.config.metrics_port)
@@ -199,7 +199,10 @@ class Session:
         )
         self._begin()
         self._optimizer = ShardlineOptimizer(self, optimizer, spec.rule.name)
-        self._expect_by_itself()
+        if zero_copy:
+            owned = {id(item) for group in optimizer.param_groups for item in group["params"]}
+            lent = {name: value for name, value in self._values.items() if id(value) in owned}
+            self._lent = SharedGradients(lent, self._gradient_view)
         return self._optimizer
 
     def _begin(self) -> None:
@@ -248,6 +251,8 @@ class Session:
 
         The body runs again for a step that has to be repeated, so a loop over this survives whatever happens to the
         cluster. In asynchronous jobs from a file the numbers are those of batches the chief has leased to this worker.
+
+        Raises JobError where the body has overlap, called backward() and left step() out.
         """
         self._steps.iterating = True
         try:
@@ -266,6 +271,8 @@ class Session:
                 yield number
         finally:
             self._steps.iterating = False
+            if self._place.current is not None:
+                self._place.current.disarm()
 
     # One step
 
@@ -282,6 +289,11 @@ class Session:
         owned = sorted(self._steps.todo) if self.trainer.is_sync else [0]
         # A GPU's loss isn't asked for before it has to be.
         return self._pipeline.watch(replica, owned, ask_loss=self.device.type == "cpu")
+
+    def gradients_cleared(self) -> None:
+        """The optimizer's zero_grad() was called: outside of steps(), a step begins."""
+        if not self._steps.iterating and not self._closed:
+            self._expect_by_itself()
 
     def _expect_by_itself(self) -> None:
         """A person's own loop: whatever backward() comes next is the open step's."""
@@ -310,7 +322,8 @@ class Session:
             if clip_norm > 0.0 and not self.trainer.is_sync:
                 # torch's own way: each worker its own gradient, before anybody else sees it.
                 torch.nn.utils.clip_grad_norm_([v for v in self._values.values() if v.grad is not None], clip_norm)
-            gradients = {name: v.grad for name, v in self._values.items() if v.grad is not None}
+            given = {name: v.grad for name, v in self._values.items() if v.grad is not None}
+            gradients = given if self._lent is None else self._lent.gradients()
         self.trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=hyper, keep=keep)
         compute_s = time.monotonic() - self._step_began_s - self._pipeline.waited_s
         compute_s -= sum(item.compute_s for item in self._contributed)
@@ -357,8 +370,6 @@ class Session:
                 self._pipeline.sent = sent
             else:
                 self._account(sent, figures)
-                if not self._steps.iterating:
-                    self._expect_by_itself()
             return True
 
     def wait(self) -> None:
@@ -372,7 +383,14 @@ class Session:
         return self._steps.still_ordered()
 
     def _go_on(self, error: Exception) -> bool:
-        return self._steps.go_on(error)
+        again = False
+        try:
+            again = self._steps.go_on(error)
+        finally:
+            if self._lent is not None and not again:
+                # What was counted of a step that is given up may be read for longer.
+                self._lent.take_back()
+        return again
 
     def _account(self, sent: Sent, figures: StepFigures) -> None:
         """Tell metrics and chief about a step that is closed."""
@@ -402,16 +420,17 @@ class Session:
         """
         if name not in self._values:
             raise TensorError(f"there is no tensor {name!r} in the job; it has {', '.join(list(self._values)[:8])}")
-        view = self.trainer.gradient_view(name)
+        view = self._gradient_view(name)
         return view if view is not None else torch.zeros_like(self._values[name])
 
-    def share_gradients(self) -> bool:
-        """Let every .grad be a zeroed tensor that gradient() gives; False where the session was attached otherwise."""
-        if not self._place.zero_copy:
+    def _gradient_view(self, name: str) -> torch.Tensor | None:
+        return self.trainer.gradient_view(name)
+
+    def share_gradients(self, *, set_to_none: bool = True) -> bool:
+        """The optimizer's zero_grad() where gradients lie in shared memory; False where they are private."""
+        if self._lent is None or self._closed:
             return False
-        for name, tensor in self._values.items():
-            if tensor.requires_grad:
-                tensor.grad = self.gradient(name).zero_()
+        self._lent.zero(set_to_none=set_to_none)
         return True
 
     def pull(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
@@ -436,15 +455,22 @@ class Session:
             self._link.fail(str(error), error.exit_code)
 
     def close(self) -> None:
-        """Tell the chief that this worker has done its part, wait for the job's end, free everything."""
+        """Tell the chief that this worker has done its part, wait for the job's end, free everything.
+
+        Raises JobError where a backward pass has sent gradients and no step() followed: the job ends with that.
+        """
         if self._closed:
             return
         self._closed = True
         try:
             if self._link is not None and self._optimizer is not None and not self._link.orders.fenced:
+                self.trainer.check_stepped()
                 self._steps.finish_part()
                 # A script's job ends when all its workers have finished; nobody needs this process after that.
                 self._link.wait(lambda o: o.phase is Phase.ENDED or o.fenced, timeout_s=self.config.timeouts.total_s)
+        except JobError as error:
+            self.fail(error)
+            raise
         except (UnreachableError, FencedError) as error:
             log.warning("%s", error)
         finally:
@@ -453,6 +479,8 @@ class Session:
     def shutdown(self) -> None:
         """Free sockets and threads without telling anybody."""
         self._closed = True
+        if self._lent is not None:
+            self._lent.close()
         if self._link is not None:
             self._link.close()
         self._place.close()

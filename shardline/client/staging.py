@@ -11,7 +11,7 @@ from shardline.client.arrivals import Key
 from shardline.client.device import HostPath
 from shardline.client.layout import fill_bucket, present_bits, tensor_piece
 from shardline.contributions import Contributions, Partial
-from shardline.lanes.base import BucketPayload, Contribution, Whole
+from shardline.lanes.base import BucketPayload, Contribution, Payloads, Whole
 from shardline.reduce import Block, is_finite
 from shardline.sharding import BucketSpec, Plan
 from shardline.spec import DTYPES, TensorKind
@@ -223,9 +223,17 @@ class Staging:
             nonfinite=tuple(nonfinite),
         )
 
-    def samples(self, block: Block) -> int:
-        """Samples that a block's replicas computed with."""
-        return sum(self.extras.samples.get(replica, 0) for replica in range(block.first, block.end))
+    def contribution(self, block: Block, payloads: Payloads) -> Contribution:
+        """A block's push of these payloads, with what travels beside them; of no step yet."""
+        samples = self.extras.samples
+        return Contribution(
+            payloads=payloads,
+            block=block,
+            hyper=self.extras.hyper,
+            nonfinite=tuple(self.extras.nonfinite),
+            num_samples=sum(samples.get(replica, 0) for replica in range(block.first, block.end)),
+            codec=self._codec,
+        )
 
 
 def initial_contribution(plan: Plan, shard: int, values: Sequence[torch.Tensor]) -> Contribution:

@@ -76,11 +76,15 @@ class StepFinder:
         return orders.timeline == self._place.view.timeline and not (moves and orders.replicas != self.assigned)
 
     def next(self) -> int | None:
-        """Number of the next step or batch, None when there is none; waits while there may be one later."""
+        """Number of the next step or batch, None when there is none; waits while there may be one later.
+
+        Raises JobError where the step before was begun and not ended: see Trainer.check_stepped.
+        """
         while True:
             link = self.link
             if self._pipeline.rewind():
                 self.stale = True
+            self._trainer.check_stepped()
             number = self._next_while_sending()
             if number is not None:
                 link.set_step(number)
@@ -237,7 +241,11 @@ class StepFinder:
                 link.wait(lambda o: o != orders, timeout_s=0.1)
             self._trainer.exchange.arm()
             # Orders that came before arm() are looked at here, later ones interrupt again.
-            return self.still_ordered()
+            if self.still_ordered():
+                return True
+            self.stale = True
+            self._lose_sent()
+            return False
         if not self.iterating:
             raise RolledBackError(
                 f"{link.task}: the job went back to an earlier step ({error or 'its timeline changed'}); loop over "

@@ -24,16 +24,17 @@ from shardline.client.overlap import (
     filled_payloads,
     homes,
     keys_of,
+    not_stepped,
     why_not_early,
 )
 from shardline.client.priority import bucket_ranks, pull_order
 from shardline.client.staging import Staging, initial_contribution
 from shardline.client.traffic import Traffic
-from shardline.client.zero_copy import ZeroCopy
+from shardline.client.zero_copy import ZeroCopy, check_shareable
 from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
-from shardline.errors import JobError, ProtocolError, UsageError
-from shardline.lanes.base import Contribution, Lane, Payloads, Sender, Want, Whole
+from shardline.errors import JobError, ProtocolError
+from shardline.lanes.base import Contribution, Lane, Payloads, Sender, Standing, Want, Whole
 from shardline.reduce import Block, cover
 from shardline.rpc.client import JobView
 from shardline.spec import TensorKind
@@ -157,12 +158,8 @@ class Trainer:
         return zero.tensors
 
     def _share(self) -> ZeroCopy:
-        if not self.is_sync or self.job.codec != RAW.name:
-            raise UsageError(
-                f"zero_copy needs a synchronous job with codec raw, this one is {self.job.consistency.mode} with "
-                f"codec {self.job.codec}"
-            )
         if self._zero is None:
+            check_shareable(self.job)
             self._zero = ZeroCopy(self.plan, self.layout, self._lanes)
             for sink in self.sinks.values():
                 sink.zero_copy = self._zero
@@ -205,9 +202,7 @@ class Trainer:
             return set(owned)
         steps = dict.fromkeys(owned, 0)
         for number, shard in enumerate(sorted(self._lanes)):
-            standing = self.exchange.progress(self._sender, shard, owned)
-            if standing.outcome is not Outcome.SERVED:
-                raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
+            standing = self._standing(shard, owned)
             for replica in owned:
                 found = standing.replicas[replica]
                 steps[replica] = found if number == 0 else min(steps[replica], found)
@@ -215,16 +210,19 @@ class Trainer:
         self._pull(self.step)
         return {replica for replica, step in steps.items() if step == self.step}
 
+    def _standing(self, shard: int, replicas: Sequence[int]) -> Standing:
+        standing = self.exchange.progress(self._sender, shard, replicas)
+        if standing.outcome is not Outcome.SERVED:
+            raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
+        return standing
+
     def _pull(self, step: int) -> None:
         self._pull_all(Want(step=step, have_step=self._have, wait_s=self._timeouts.server_wait_s))
         self._arrived(step)
 
     def _pull_latest(self) -> None:
         for shard in sorted(self._lanes):
-            standing = self.exchange.progress(self._sender, shard, [])
-            if standing.outcome is not Outcome.SERVED:
-                raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
-            self._seq[shard] = standing.last_seq
+            self._seq[shard] = self._standing(shard, []).last_seq
         self._pull_all(Want(step=None, wait_s=self._timeouts.server_wait_s))
         self._arrived(None)
 
@@ -263,15 +261,13 @@ class Trainer:
         self._staging.clear()
 
     def give_up(self) -> None:
-        """End what is under way; what arrived of it is of no use. arm() the exchange before the next one."""
-        running = self._running
-        if running is not None:
-            self.exchange.interrupt()
+        """End what is under way; what arrived of it is of no use. arm() the exchange before the next one.
+
+        Raises UnreachableError where it doesn't end.
+        """
+        if self._running is not None:
             self.arrivals.end()
-            try:
-                running.wait()
-            except Exception as error:
-                log.debug("given up: %s", error)
+            self.exchange.give_up()
         self._touched = False
         self._close_step()
 
@@ -319,12 +315,12 @@ class Trainer:
         return self._finished and (self.arrivals.waiting or self.layout.unsettled or self._host.unjoined)
 
     def _load(self, keys: Iterable[Key]) -> None:
-        keys = list(keys)
-        if self.arrivals.load(keys):
+        keys, running = list(keys), self._running
+        if self.arrivals.load(keys, running.look if running is not None else lambda: None):
             self._host.join(keys)
             return
-        if self._running is not None:
-            self._running.wait()
+        if running is not None:
+            running.wait()
         raise ProtocolError("a pull ended well without all the buckets it was to bring")
 
     def settle(self) -> StepFigures | None:
@@ -334,11 +330,14 @@ class Trainer:
     def expect(self, expected: Expected) -> None:
         """Right before the last backward pass of a replica: let its gradients leave as they are computed, if they may.
 
-        Otherwise contribute() and finish() send them. Nothing may be pending. Raises NonFiniteError as contribute().
+        Otherwise contribute() and finish() send them. Nothing may be pending. Raises NonFiniteError as contribute(),
+        JobError as check_stepped().
         """
         hooks = self._hooks
         if hooks is None:
             return
+        self.check_stepped()
+        self.disarm()
         if not self._once:
             # How often hooks are called is seen in the first step; nothing leaves early in it.
             self._count = FireCount()
@@ -369,6 +368,25 @@ class Trainer:
             host=self._gpu,
         )
         hooks.listen(self._early)
+
+    def check_stepped(self) -> None:
+        """Every backward pass that sent something was followed by its step. Raises JobError after giving it up."""
+        early = self._early
+        if early is None or not early.begun or self._finished:
+            return
+        error = early.error or not_stepped(self.step)
+        early.fail(error)
+        self.give_up()
+        raise error
+
+    def disarm(self) -> None:
+        """Expect no backward pass any more; what has begun to leave stays as it is."""
+        if self._hooks is None or self._finished or (self._early is not None and self._early.begun):
+            return
+        self._hooks.ignore()
+        if self._early is not None:
+            self._early.drop()
+        self._early = self._expected = None
 
     def _begin_early(self) -> None:
         """The first bucket is ready. Called by a hook, during the backward pass."""
@@ -438,8 +456,7 @@ class Trainer:
             if early.error is not None:
                 raise early.error
         except Exception as error:
-            for payloads in early.payloads.values():
-                payloads.fail(error)
+            early.fail(error)
             raise
 
     def _judge(self, replica: int, bad: Sequence[str], *, early: bool = False, step: int | None = None) -> None:
@@ -486,35 +503,21 @@ class Trainer:
         skip = bool(self._staging.extras.nonfinite) and not self.is_sync
         if not self.is_sync and len(blocks) != 1:
             raise ProtocolError("asynchronous mode takes one contribution per step")
-        for shard in self.sinks:
-            self._pushes[shard] = [
-                self._push(shard, Whole() if skip else self._payloads(shard, block), block, scale=clip_scale, skip=skip)
-                for block in blocks
-            ]
-
-    def _payloads(self, shard: int, block: Block) -> LivePayloads:
-        return filled_payloads(
+        filled = functools.partial(
+            filled_payloads,
             self.plan,
             self._staging,
-            shard,
-            block,
-            ranks=self._ranks[shard],
             credit_bytes=self._credit_bytes,
             interrupted=self.exchange.refusal,
         )
+        for shard, ranks in enumerate(self._ranks):
+            found = [(block, Whole() if skip else filled(shard, block, ranks=ranks)) for block in blocks]
+            self._pushes[shard] = [self._push(shard, p, block, scale=clip_scale, skip=skip) for block, p in found]
 
     def _push(
         self, shard: int, payloads: Payloads, block: Block, *, scale: float = 1.0, skip: bool = False
     ) -> Contribution:
-        extras = self._staging.extras
-        push = Contribution(
-            payloads=payloads,
-            block=block,
-            hyper=extras.hyper,
-            nonfinite=tuple(extras.nonfinite),
-            num_samples=self._staging.samples(block),
-            codec=self.job.codec,
-        )
+        push = self._staging.contribution(block, payloads)
         if self.is_sync:
             return replace(push, step=self.step)
         base = self._base[shard]

@@ -57,7 +57,15 @@ class Workplace:
     def furnish(
         self, model: nn.Module | Mapping[str, torch.Tensor], *, from_file: bool, overlap: bool, zero_copy: bool = False
     ) -> None:
-        """Take the model. from_file: a job file's; its passes are watched, so the next one may wait per layer."""
+        """Take the model. from_file: a job file's; its passes are watched, so the next one may wait per layer.
+
+        Raises UsageError where gradients would leave during the backward pass although they lie in shared memory.
+        """
+        if zero_copy and (overlap or (from_file and self._config.overlap)):
+            remedy = "give attach() one of them" if overlap else "a job overlaps by itself, but for SHARDLINE_OVERLAP=0"
+            raise UsageError(
+                f"overlap and zero_copy exclude each other, since there is nothing left to overlap with; {remedy}"
+            )
         self.zero_copy = zero_copy
         self.overlaps = self._config.overlap and (overlap or from_file)
         if isinstance(model, nn.Module):

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 import torch
 
 from shardline.client.layout import ModelLayout
+from shardline.errors import UsageError
 from shardline.lanes.base import Lane
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.lanes.shm import Mapped, ShmLane
 from shardline.segments import layout as offsets_of
 from shardline.sharding import Plan
-from shardline.spec import DTYPES, TensorKind
+from shardline.spec import DTYPES, JobSpec, TensorKind
+from shardline.wire.codecs import RAW
 from shardline.wire.frames import borrowed_tensor, tensor_from_bytes
 
 log = logging.getLogger("shardline.client")
@@ -78,6 +80,15 @@ def _region(plan: Plan, number: int) -> Region | None:
         return None
     start, end = pieces[0][3], pieces[-1][4]
     return Region(number, pieces[0][1], start, end - start, frozenset((s, b) for _, s, b, _, _ in pieces))
+
+
+def check_shareable(job: JobSpec) -> None:
+    """Raises UsageError where a job's replies are made for one worker, so that nobody can read them where they lie."""
+    if job.consistency.mode != "sync" or job.codec != RAW.name:
+        raise UsageError(
+            f"zero_copy needs a synchronous job with codec raw, this one is {job.consistency.mode} with "
+            f"codec {job.codec}"
+        )
 
 
 def shared(lane: Lane) -> Mapped | None:

@@ -20,6 +20,7 @@ from torch import nn
 
 import shardline
 from shardline import log
+from shardline.client.exchange import Restart
 from shardline.client.session import Session
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
@@ -27,6 +28,7 @@ from shardline.errors import JobError, MismatchError, NonFiniteError, TensorErro
 from shardline.process import Termination
 from shardline_chief import service as chief_service
 from shardline_ps import service as ps_service
+from tests.integration.jobs import make_job
 
 T = TypeVar("T")
 TIMEOUTS = Timeouts(total_s=20.0)
@@ -99,14 +101,18 @@ def batch(step: int, replica: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
 
 
+def backward(model: nn.Module, step: int) -> None:
+    points, labels = batch(step)
+    nn.functional.cross_entropy(model(points), labels).backward()  # type: ignore[no-untyped-call]
+
+
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> list[float]:
     """A plain training loop with a scheduler; the rates it used."""
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
     rates = []
     for step in steps:
-        points, labels = batch(step)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(points), labels).backward()
+        backward(model, step)
         optimizer.step()
         rates.append(optimizer.param_groups[0]["lr"])
         scheduler.step()
@@ -308,3 +314,225 @@ def test_what_changes_after_gradients_have_left_is_refused(start: Callable[..., 
     session.fail(found.value)
     session.shutdown()
     assert services.end(code=2)["steps"] in (2, 3)
+
+
+def overlapping(services: Services) -> tuple[Session, nn.Module, torch.optim.Optimizer]:
+    model, session = make_model(), services.connect()
+    return session, model, session.attach(model, torch.optim.SGD(model.parameters(), lr=0.05), overlap=True)
+
+
+NOT_STEPPED = r"step 3: backward\(\) has sent gradients, and no step\(\) followed; .*overlap=False"
+
+
+def test_a_batch_that_is_left_out_after_its_gradients_have_left_ends_the_job_with_what_to_do(
+    start: Callable[..., Services],
+) -> None:
+    services = start(ps=1, workers=1)
+    session, model, optimizer = overlapping(services)
+
+    def train() -> None:
+        for step in session.steps(5):
+            optimizer.zero_grad()
+            backward(model, step)
+            if step != 3:
+                optimizer.step()
+
+    with pytest.raises(JobError, match=NOT_STEPPED) as found:
+        train()
+    # Nothing of it is under way any more.
+    assert session.trainer._early is None and session.trainer._running is None
+    session.fail(found.value)
+    session.shutdown()
+    # One of the two may have been applied by the single server before anybody could know.
+    assert services.end(code=2)["steps"] in (3, 4)
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "close"])
+def test_a_backward_pass_without_its_step_outside_of_a_loop_is_refused_too(
+    start: Callable[..., Services], how: str
+) -> None:
+    services = start(ps=1, workers=1)
+    session, model, optimizer = overlapping(services)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 3)
+    if how == "zero_grad":
+        with pytest.raises(JobError, match=NOT_STEPPED) as found:
+            optimizer.zero_grad()
+        session.fail(found.value)
+        session.shutdown()
+    else:
+        with pytest.raises(JobError, match=NOT_STEPPED):
+            session.close()
+    assert "no step() followed" in services.end(code=2)["reason"]
+
+
+@pytest.mark.parametrize("how", ["by hand", "loop", "broken loop"])
+def test_a_backward_pass_that_belongs_to_no_step_trains_nothing(start: Callable[..., Services], how: str) -> None:
+    services = start(ps=1, workers=1)
+    session, model, optimizer = overlapping(services)
+    for step in range(4) if how == "by hand" else session.steps(4 if how == "loop" else 9):
+        if step == 4:
+            break
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    assert session.step == 4
+    # To look at the gradients, say: without the optimizer's zero_grad() no step begins.
+    model.zero_grad()
+    backward(model, 9)
+    assert session.trainer._running is None
+    session.close()
+    found = services.end()
+    assert (found["steps"], found["checkpoint_step"], found["versions"]) == (4, 4, [4])
+
+
+def test_steps_outside_of_a_loop_overlap_from_zero_grad_on(start: Callable[..., Services]) -> None:
+    plain = make_model()
+    loop(plain, torch.optim.SGD(plain.parameters(), lr=0.05), iter(range(5)))
+    services = start(ps=1, workers=1)
+    session, model, optimizer = overlapping(services)
+    pushes = session.trainer._begin_early
+    left: list[int] = []
+
+    def begin() -> None:
+        left.append(session.step)
+        pushes()
+
+    session.trainer._begin_early = begin  # type: ignore[method-assign]
+    loop(model, optimizer, iter(range(5)))
+    session.close()
+    assert left == [1, 2, 3, 4]
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert services.end()["steps"] == 5
+
+
+@pytest.mark.usefixtures("start")
+@pytest.mark.parametrize("way", ["declared", "job"])
+def test_overlap_and_zero_copy_exclude_each_other_whatever_way_they_come_in(way: str) -> None:
+    nobody = '{"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"], "worker": ["127.0.0.1:0"]}'
+    session = shardline.connect(cluster=nobody, task="worker/0", timeout_s=1.0)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    settings: dict[str, Any] = {"overlap": True} if way == "declared" else {"job": make_job("sgd").spec(model)}
+    with pytest.raises(UsageError, match="overlap and zero_copy exclude each other"):
+        session.attach(model, optimizer, zero_copy=True, **settings)
+    session.shutdown()
+
+
+class Uneven(nn.Module):
+    """One layer that every pass uses, one that every other pass does, one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.always, self.sometimes, self.never = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        found: torch.Tensor = self.always(x)
+        return found + self.sometimes(x) if self.passes % 2 == 0 else found
+
+
+def uneven_loop(model: Uneven, optimizer: torch.optim.Optimizer, steps: Iterator[int], **how: bool) -> list[set[str]]:
+    """Names of the gradients that there are after each step."""
+    found = []
+    for step in steps:
+        optimizer.zero_grad(**how)
+        backward(model, step)
+        # Written to by hand, as clipping does: what has no gradient stays without.
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        found.append({name for name, item in model.named_parameters() if item.grad is not None})
+    return found
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("zero_copy", [False, True], ids=["private", "shared"])
+def test_a_parameter_that_took_no_part_in_a_step_is_left_alone_as_in_plain_torch(
+    start: Callable[..., Services], zero_copy: bool, set_to_none: bool
+) -> None:
+    arguments: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    plain = Uneven()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), **arguments)
+    there = uneven_loop(plain, plain_optimizer, iter(range(6)), set_to_none=set_to_none)
+
+    services = start(ps=1, workers=1)
+    model, session = Uneven(), services.connect()
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = session.attach(model, torch.optim.SGD(model.parameters(), **arguments), zero_copy=zero_copy)
+    assert uneven_loop(model, optimizer, session.steps(6), set_to_none=set_to_none) == there
+    session.close()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+        assert torch.equal(value, first[name]) == name.startswith("never")
+    # Hooks go with the session.
+    assert not any(value._post_accumulate_grad_hooks for value in model.parameters())
+    assert services.end()["steps"] == 6
+
+
+def test_a_gradient_written_by_hand_into_shared_memory_counts(start: Callable[..., Services]) -> None:
+    services = start(ps=1, workers=1)
+    model, session = Uneven(), services.connect()
+    before = model.never.bias.detach().clone()
+    optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.5), zero_copy=True)
+    for how in range(2):
+        optimizer.zero_grad()
+        assert model.never.bias.grad is not None
+        if how == 0:
+            model.never.bias.grad.fill_(1.0)
+        else:
+            model.never.bias.grad = torch.ones(3)
+        optimizer.step()
+    session.close()
+    assert torch.equal(model.never.bias, before - 0.5 - 0.5)
+    assert services.end()["steps"] == 2
+
+
+def test_gradients_are_private_once_their_step_was_given_up(start: Callable[..., Services]) -> None:
+    services = start(ps=1, workers=1)
+    model, session = make_model(), services.connect()
+    optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.05), zero_copy=True)
+    plain = make_model()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    finish = session.trainer.finish
+    lost: list[set[int]] = []
+
+    def places() -> set[int]:
+        return {item.grad.data_ptr() for item in model.parameters() if item.grad is not None}
+
+    def lose_the_answer() -> Any:
+        if session.step == 2 and not lost:
+            lost.append(places())
+            # The step was counted, but this worker is told to look for its step again.
+            finish()
+            session._steps.stale = True
+            session._steps.go_on = lambda error: False  # type: ignore[method-assign]
+            raise Restart("told to begin again")
+        return finish()
+
+    session.trainer.finish = lose_the_answer  # type: ignore[method-assign,assignment]
+    for step in session.steps(5):
+        if step < 2:
+            optimizer.zero_grad()
+        elif step == 3:
+            assert not places() & lost[0]
+            # Not the optimizer's: it zeroes whatever lies there.
+            model.zero_grad(set_to_none=False)
+        else:
+            optimizer.zero_grad(set_to_none=False)
+        backward(model, step)
+        optimizer.step()
+        plain_optimizer.zero_grad()
+        backward(plain, step)
+        plain_optimizer.step()
+    session.close()
+    assert lost
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert services.end()["steps"] == 5

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardline.client.exchange import Interrupted
+from shardline.client.shared_gradients import SharedGradients
 from shardline.client.zero_copy import regions
 from shardline.config import Timeouts
 from shardline.errors import UsageError
@@ -194,6 +195,42 @@ def test_no_gradient_is_computed_where_the_shard_may_still_read_one() -> None:
         assert trainer.gradient_view(name) is None
         worker.step([1])
         assert trainer.gradient_view(name) is not None
+
+
+def test_what_the_shard_may_still_read_of_a_step_that_was_given_up_is_not_written_to() -> None:
+    job = make_job("sgd", model=Even, replicas=2, steps=2)
+    with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="shm", timeouts=Timeouts(total_s=4.0)) as cluster:
+        worker = cluster.worker(0)
+        trainer = worker.trainer
+        trainer.exchange.arm()
+        trainer.locate([0], cluster.timeline)
+        names = trainer.map_parameters()
+        before = {name: worker.values[name].clone() for name in names}
+        lent = SharedGradients({name: worker.values[name] for name in names}, trainer.gradient_view)
+        lent.zero()
+        gradients = [worker.values[name].grad for name in names]
+        for gradient in gradients:
+            assert gradient is not None
+            gradient.fill_(1.0)
+        trainer.contribute(0, lent.gradients(), keep=True)
+        # The step waits for replica 1; replica 0 is counted, and given up by this worker.
+        trainer.exchange.still_ordered = lambda: False
+        with pytest.raises(Interrupted):
+            trainer.finish()
+        lent.take_back()
+        for name in names:
+            gradient = worker.values[name].grad
+            assert gradient is not None and torch.equal(gradient, torch.ones_like(gradient))
+            # As zero_grad(set_to_none=False) does.
+            gradient.zero_()
+        trainer.exchange.still_ordered = lambda: True
+        trainer.exchange.arm()
+        assert trainer.locate([0, 1], cluster.timeline) == {1}
+        trainer.contribute(1, {name: torch.full_like(before[name], 3.0) for name in names})
+        trainer.finish()
+        for name in names:
+            assert torch.equal(worker.values[name], before[name].sub(2.0, alpha=0.05)), name
+        lent.close()
 
 
 def test_closing_leaves_the_model_with_private_tensors_of_the_last_step() -> None:
