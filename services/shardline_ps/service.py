@@ -12,7 +12,7 @@ import torch
 
 from shardline.cluster import parse_address
 from shardline.config import RoleConfig
-from shardline.errors import InternalError, ShardlineError
+from shardline.errors import InternalError, ShardlineError, UnreachableError
 from shardline.line_rate import meter_line
 from shardline.metrics import Metrics
 from shardline.process import Termination, memory_limit, resolve_device, tell_ready
@@ -186,9 +186,17 @@ def _serve(config: RoleConfig, process: PsProcess, termination: Termination, add
         if failure:
             raise failure[0]
         log.info("the job has ended: %s", process.end_reason or "done")
-        return link.orders.exit_code if config.exit_with_job else 0
+        return _exit_code(link) if config.exit_with_job else 0
     finally:
         link.close()
+
+
+def _exit_code(link: ChiefLink) -> int:
+    """How the job went. The command to stop may come before the orders that say so."""
+    if not link.wait(lambda orders: orders.phase is Phase.ENDED, link.timeouts.suspect_s):
+        log.warning("told to stop, but not how the job went; ending as if it had failed")
+        return UnreachableError.exit_code
+    return link.orders.exit_code
 
 
 def _report(link: ChiefLink, error: Exception) -> None:
