@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gc
 import os
@@ -25,95 +24,33 @@ from shardline.client.exchange import Interrupted
 from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
 from shardline.errors import ProtocolError, ShardlineError, UnreachableError, UsageError
-from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, LaneUnavailable, Sender, Want, Whole
-from shardline.lanes.shm import ShmLane
+from shardline.lanes.base import Arrival, BucketPayload, Contribution, LaneUnavailable, Want, Whole
 from shardline.reduce import Block
-from shardline.rpc.channel import Peer
-from shardline.rpc.convert import plan_from_proto
 from shardline.rpc.data import referred_requests
-from shardline.sharding import ShardSpec
+from shardline.rpc.v1 import common_pb2
 from shardline.testing import reference
 from shardline_ps.shared import SegmentPublication, ShmOffer, publish
-from tests.contract.plain_client import FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats, plan
-from tests.contract.refusals import unchanged
-from tests.contract.test_tcp_lane import SENDER, Taken, gradient, on_loop, payload
+from tests.contract.lanes import (
+    DEADLINE_S,
+    GRADIENTS,
+    SENDER,
+    Mapping,
+    ShmBench,
+    a_push_that_does_not_count_ends_the_exchange,
+    a_sender_that_is_not_admitted_is_told_as_on_the_stream,
+    gradient,
+    on_loop,
+    payload,
+    unchanged_buckets_come_without_bytes,
+)
+from tests.contract.plain_client import FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats
+from tests.contract.refusals import OUTCOMES, unchanged
 from tests.integration.cluster import Cluster, Ps, assert_same_end
 from tests.integration.jobs import Wide, make_job
 from tests.integration.test_deaths import wait_for
 from tests.unit.test_segments import descriptors, mappings, unsealed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfds are Linux's")
-TIMEOUTS = Timeouts(total_s=20.0)
-DEADLINE_S = 20.0
-GRADIENTS = "shardline-gradients"
-
-
-def spec() -> ShardSpec:
-    return plan_from_proto(plan()).shards[0]
-
-
-class Mapping(Taken):
-    """A sink that copies what it is shown."""
-
-    def take(self, arrival: Arrival, memory: memoryview) -> None:
-        assert memory.readonly
-        self.memory[arrival.bucket] = bytearray(memory)
-        self.heads.append(arrival)
-
-
-class Bench:
-    """One ps that offers shm, and one lane to it."""
-
-    def __init__(self, ps: Ps, run_dir: Path | None = None) -> None:
-        self.ps = ps
-        self.offer = ShmOffer(lambda: "raw", run_dir=run_dir, timeout_s=TIMEOUTS.rpc_s)
-        ps.attachments.offer(self.offer)
-        self.peer = Peer(ps.task, ps.address, TIMEOUTS)
-        self.lane = ShmLane(self.peer, 0, spec(), timeout_s=TIMEOUTS.rpc_s)
-
-    def exchange(
-        self, push: Contribution | None = None, want: Want | None = None, *, sender: Sender = SENDER, sink: Any = None
-    ) -> Exchanged:
-        pushes = [push] if push is not None else []
-        return self.lane.exchange(sender, pushes, want, sink or Mapping(), timeout_s=DEADLINE_S)
-
-    def pull(self, step: int) -> Mapping:
-        sink = Mapping()
-        done = self.exchange(want=Want(step=step, wait_s=5.0), sink=sink)
-        assert done.end is not None and done.end.outcome is Outcome.SERVED
-        return sink
-
-    def knock(self, message: bytes, fds: Sequence[int]) -> int:
-        """Say something at the ps's socket; returns whether it was taken."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(5.0)
-            sock.connect(segments.to_kernel(self.offer.address))
-            answer = b""
-            # Who is sent away before speaking may find the door shut already.
-            with contextlib.suppress(ConnectionError):
-                socket.send_fds(sock, [message], list(fds))
-                answer = sock.recv(64)
-        for fd in fds:
-            os.close(fd)
-        return int(answer[0]) if answer else 0
-
-    def token(self) -> bytes:
-        return self.lane._open(SENDER, timeout_s=DEADLINE_S).token
-
-    @property
-    def length(self) -> int:
-        return segments.layout([bucket.nbytes for bucket in spec().buckets])[-1]
-
-    @property
-    def open(self) -> int:
-        """Attachments that the ps holds."""
-        return int(on_loop(self.ps, lambda: self.ps.attachments.count()["shm"]))
-
-    def close(self) -> None:
-        self.lane.close()
-        self.peer.close()
-        if not self.ps.server.loop.is_closed():
-            on_loop(self.ps, self.ps.attachments.close)
 
 
 @pytest.fixture
@@ -123,8 +60,8 @@ def ps(ps: Ps) -> Ps:
 
 
 @pytest.fixture
-def bench(ps: Ps, ready: PlainClient) -> Iterator[Bench]:
-    made = Bench(ps)
+def bench(ps: Ps, ready: PlainClient) -> Iterator[ShmBench]:
+    made = ShmBench(ps)
     yield made
     made.close()
 
@@ -139,7 +76,7 @@ def short_path() -> Iterator[Path]:
 # What the stream does too
 
 
-def test_a_step_in_shared_memory_ends_as_on_the_stream(bench: Bench, ready: PlainClient) -> None:
+def test_a_step_in_shared_memory_ends_as_on_the_stream(bench: ShmBench, ready: PlainClient) -> None:
     sink = Mapping()
     done = bench.exchange(gradient(), Want(step=1, wait_s=5.0), sink=sink)
     assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
@@ -149,7 +86,7 @@ def test_a_step_in_shared_memory_ends_as_on_the_stream(bench: Bench, ready: Plai
     assert {head.bucket: head.area for head in sink.heads} == {W: 1, FROZEN: 0, STATS: 1}
 
 
-def test_one_pair_of_segments_serves_many_exchanges(bench: Bench) -> None:
+def test_one_pair_of_segments_serves_many_exchanges(bench: ShmBench) -> None:
     bench.pull(0)
     first = bench.lane.mapped
     for step in range(5):
@@ -159,7 +96,7 @@ def test_one_pair_of_segments_serves_many_exchanges(bench: Bench) -> None:
     assert bench.pull(5).weights() == tuple(value - 5 * RATE for value in FIRST_W)
 
 
-def test_a_gradient_computed_in_the_lanes_memory_is_read_where_it_lies(bench: Bench, ready: PlainClient) -> None:
+def test_a_gradient_computed_in_the_lanes_memory_is_read_where_it_lies(bench: ShmBench, ready: PlainClient) -> None:
     assert bench.lane.allocate(W, 256) is None
     bench.pull(0)
     memory = bench.lane.allocate(W, 256)
@@ -167,12 +104,12 @@ def test_a_gradient_computed_in_the_lanes_memory_is_read_where_it_lies(bench: Be
     memory[:] = floats([1.0] * 12)
     mapped = bench.lane.mapped
     assert mapped is not None and mapped.holds(memory) == bench.lane.offset(W)
-    bench.exchange(gradient(items=[payload(memory)]), Want(step=1, wait_s=5.0))  # type: ignore[arg-type]
+    bench.exchange(gradient(items=[payload(memory)]), Want(step=1, wait_s=5.0))
     assert mapped.used == {bench.lane.offset(W)}
     assert ready.weights() == tuple(value - RATE for value in FIRST_W)
 
 
-def test_memory_that_the_shard_may_still_read_is_not_given_out_again(bench: Bench) -> None:
+def test_memory_that_the_shard_may_still_read_is_not_given_out_again(bench: ShmBench) -> None:
     bench.pull(0)
     bench.exchange(gradient())
     first = bench.lane.mapped
@@ -185,32 +122,23 @@ def test_memory_that_the_shard_may_still_read_is_not_given_out_again(bench: Benc
     assert bench.lane.mapped is not first
 
 
-def test_buckets_that_did_not_change_come_without_bytes(bench: Bench) -> None:
-    sink = Mapping()
-    bench.exchange(gradient(), Want(step=1, have_step=0, wait_s=5.0), sink=sink)
-    assert [head.bucket for head in sink.heads if head.unchanged] == [FROZEN, STATS]
-    assert list(sink.memory) == [W]
+def test_buckets_that_did_not_change_come_without_bytes(bench: ShmBench) -> None:
+    unchanged_buckets_come_without_bytes(bench)
 
 
-def test_a_push_that_does_not_count_ends_the_exchange_and_its_segments(bench: Bench) -> None:
+def test_a_push_that_does_not_count_ends_the_exchange_and_its_segments(bench: ShmBench) -> None:
     bench.exchange(gradient(), Want(step=1, wait_s=5.0))
     old = bench.lane.mapped
-    done = bench.exchange(gradient(step=7), Want(step=8, wait_s=5.0))
-    assert [ack.outcome for ack in done.acks] == [Outcome.REFUSED] and done.end is None
-    assert "step 7 is ahead" in done.acks[0].reason
+    a_push_that_does_not_count_ends_the_exchange(bench)
     assert old is not None and bench.lane.mapped is None
     assert bench.exchange(gradient(), Want(step=1)).acks[0].outcome is Outcome.DUPLICATE
 
 
-def test_a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: Bench) -> None:
-    stale = Sender(job="plain", timeline=7, plan_id=SENDER.plan_id, task="worker/0", incarnation=1)
-    done = bench.exchange(gradient(), Want(step=1), sender=stale)
-    assert [ack.outcome for ack in done.acks] == [Outcome.WRONG_TIMELINE] and done.end is None
-    pulled = bench.exchange(want=Want(step=0), sender=stale)
-    assert pulled.end is not None and pulled.end.outcome is Outcome.WRONG_TIMELINE
+def test_a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: ShmBench) -> None:
+    a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench)
 
 
-def test_a_gradient_that_is_refused_changes_nothing_and_is_not_read_again(bench: Bench, ready: PlainClient) -> None:
+def test_a_gradient_that_is_refused_changes_nothing_and_is_not_read_again(bench: ShmBench, ready: PlainClient) -> None:
     with pytest.raises(ShardlineError, match=r"gradient of 'w' from replicas .* has NaN or infinity"):
         bench.exchange(gradient(float("nan")), Want(step=1, wait_s=5.0))
     unchanged(ready)
@@ -219,9 +147,44 @@ def test_a_gradient_that_is_refused_changes_nothing_and_is_not_read_again(bench:
     assert bench.open == 1
 
 
-def test_only_exact_steps_are_asked_for_on_this_lane(bench: Bench) -> None:
+def test_only_exact_steps_are_asked_for_on_this_lane(bench: ShmBench) -> None:
     with pytest.raises(ProtocolError, match="something else than an exact step; ask on lane grpc"):
         bench.exchange(want=Want(step=None))
+
+
+@pytest.mark.parametrize("case", OUTCOMES)
+def test_a_push_that_is_not_admitted_costs_only_its_own_sender_a_lane(
+    bench: ShmBench, ready: PlainClient, case: str
+) -> None:
+    settings, outcome, _ = OUTCOMES[case]
+    bench.pull(0)
+    mapped = bench.lane.mapped
+    assert mapped is not None
+    number = mapped.attached.number
+    lane = settings["data"].get("lane", common_pb2.LANE_SHM)
+
+    def push(**data: int) -> None:
+        ack = ready.push(ready.gradient(data={**settings["data"], **data}))
+        assert ack.outcome == common_pb2.Outcome.Value(f"OUTCOME_{outcome}")
+
+    # Anybody can say these names; the number is told to nobody but the worker.
+    for data in ({}, {"lane": lane}, {"lane": lane, "attachment": number + 1}, {"attachment": number}):
+        push(**data)
+        push(**data, incarnation=7)
+    assert bench.open == 1
+    push(lane=lane, attachment=number)
+    assert bench.open == (0 if outcome == "WRONG_TIMELINE" else 1)
+    unchanged(ready)
+
+
+def test_a_lane_that_is_lost_with_its_place_in_the_history_is_opened_anew(bench: ShmBench, ready: PlainClient) -> None:
+    bench.pull(0)
+    bench.ps.store.authority.members = {"worker/0": 2}
+    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert [ack.outcome for ack in done.acks] == [Outcome.FENCED] and bench.open == 0
+    bench.ps.store.authority.members = {"worker/0": 1}
+    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert done.end is not None and done.end.outcome is Outcome.SERVED and bench.open == 1
 
 
 # Places
@@ -229,7 +192,7 @@ def test_only_exact_steps_are_asked_for_on_this_lane(bench: Bench) -> None:
 
 @pytest.mark.parametrize("offset", [1, 32, 1 << 20, (1 << 64) - 64])
 def test_bytes_beyond_the_segment_or_at_a_crooked_place_are_refused(
-    bench: Bench, ready: PlainClient, offset: int
+    bench: ShmBench, ready: PlainClient, offset: int
 ) -> None:
     bench.pull(0)
     mapped = bench.lane.mapped
@@ -243,7 +206,7 @@ def test_bytes_beyond_the_segment_or_at_a_crooked_place_are_refused(
 
 def test_pushes_of_one_exchange_get_places_of_their_own(ps: Ps, client: PlainClient) -> None:
     client.start(replicas=3)
-    bench = Bench(ps)
+    bench = ShmBench(ps)
     pushes = [
         Contribution(payloads=Whole([payload(floats([value] * 12))], (FROZEN, STATS)), step=0, block=Block(number, 1))
         for number, value in enumerate((1.0, 2.0, 3.0))
@@ -261,7 +224,7 @@ def test_what_lies_in_the_lanes_memory_keeps_its_bits_whichever_push_is_sent_fir
     ps: Ps, client: PlainClient, held: int
 ) -> None:
     client.start(replicas=3)
-    bench = Bench(ps)
+    bench = ShmBench(ps)
 
     def push(number: int, data: Any, step: int) -> Contribution:
         return Contribution(payloads=Whole([payload(data)], (FROZEN, STATS)), step=step, block=Block(number, 1))
@@ -282,7 +245,7 @@ def test_what_lies_in_the_lanes_memory_keeps_its_bits_whichever_push_is_sent_fir
     bench.close()
 
 
-def test_a_reply_that_points_outside_of_an_area_is_refused(bench: Bench) -> None:
+def test_a_reply_that_points_outside_of_an_area_is_refused(bench: ShmBench) -> None:
     bench.pull(0)
     mapped = bench.lane.mapped
     assert mapped is not None
@@ -302,7 +265,7 @@ def test_a_reply_that_points_outside_of_an_area_is_refused(bench: Bench) -> None
 # Strangers
 
 
-def test_wrong_and_used_tokens_are_refused_and_descriptors_closed(bench: Bench) -> None:
+def test_wrong_and_used_tokens_are_refused_and_descriptors_closed(bench: ShmBench) -> None:
     bench.pull(0)
     before = descriptors("shardline-test")
     token = bench.token()
@@ -326,7 +289,7 @@ def test_wrong_and_used_tokens_are_refused_and_descriptors_closed(bench: Bench) 
     assert bench.pull(0).heads
 
 
-def test_a_token_that_comes_late_is_refused(bench: Bench) -> None:
+def test_a_token_that_comes_late_is_refused(bench: ShmBench) -> None:
     bench.offer._tokens._valid_s = 0.0
     with pytest.raises(LaneUnavailable, match="refused"):
         bench.pull(0)
@@ -344,7 +307,7 @@ def test_a_token_that_comes_late_is_refused(bench: Bench) -> None:
     ],
     ids=["unsealed", "can shrink", "truncated", "longer than said", "too small", "too large"],
 )
-def test_a_segment_that_is_not_as_agreed_is_refused(bench: Bench, seals: int, said: int, real: int) -> None:
+def test_a_segment_that_is_not_as_agreed_is_refused(bench: ShmBench, seals: int, said: int, real: int) -> None:
     """said, real: bytes more than one push has."""
     fd = unsealed(bench.length + real, seals)
     assert bench.knock(segments._KNOCK.pack(b"shardln1", bench.token(), bench.length + said), [fd]) == 0
@@ -353,14 +316,14 @@ def test_a_segment_that_is_not_as_agreed_is_refused(bench: Bench, seals: int, sa
     assert bench.pull(0).heads
 
 
-def test_noise_at_the_socket_is_refused_and_the_next_one_is_served(bench: Bench) -> None:
+def test_noise_at_the_socket_is_refused_and_the_next_one_is_served(bench: ShmBench) -> None:
     assert bench.knock(b"GET / HTTP/1.1\r\n\r\n", []) == 0
     assert bench.knock(bytes(segments.KNOCK_BYTES), [unsealed(64)]) == 0
     assert bench.offer.refused == 2 and descriptors("shardline-test") == 0
     assert bench.pull(0).heads
 
 
-def test_who_says_nothing_does_not_stay(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_does_not_stay(bench: ShmBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardline_ps.shared._Guest.limit_s", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.settimeout(5.0)
@@ -369,7 +332,7 @@ def test_who_says_nothing_does_not_stay(bench: Bench, monkeypatch: pytest.Monkey
     assert bench.pull(0).heads
 
 
-def test_another_user_gets_no_segments(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_gets_no_segments(bench: ShmBench, monkeypatch: pytest.MonkeyPatch) -> None:
     uid = os.geteuid()
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: uid + 1)
@@ -383,13 +346,13 @@ def test_another_user_gets_no_segments(bench: Bench, monkeypatch: pytest.MonkeyP
 # Where it can't be
 
 
-def test_a_socket_that_is_not_there_makes_the_lane_unavailable(bench: Bench) -> None:
+def test_a_socket_that_is_not_there_makes_the_lane_unavailable(bench: ShmBench) -> None:
     bench.offer.address = "@shardline-nobody"
     with pytest.raises(LaneUnavailable, match=r"through @shardline-nobody .*refused.* one network namespace"):
         bench.pull(0)
 
 
-def test_memory_that_is_full_makes_the_lane_unavailable(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_full_makes_the_lane_unavailable(bench: ShmBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "available_bytes", lambda: 100)
     with pytest.raises(LaneUnavailable, match="a shared segment of 768 bytes doesn't fit: 100 bytes"):
         bench.pull(0)
@@ -402,14 +365,14 @@ def test_a_shard_in_ordinary_memory_offers_no_lane(
         patch.setattr(segments, "available_bytes", lambda: 100)
         client.start()
     assert "parameters are not published in shared memory" in caplog.text
-    bench = Bench(ps)
+    bench = ShmBench(ps)
     with pytest.raises(LaneUnavailable, match="shard 0 does not lie in shared memory here"):
         bench.pull(0)
     client.complete()
     bench.close()
 
 
-def test_a_ps_that_is_gone_is_told_apart_from_one_without_the_lane(bench: Bench) -> None:
+def test_a_ps_that_is_gone_is_told_apart_from_one_without_the_lane(bench: ShmBench) -> None:
     bench.pull(0)
     bench.ps.close()
     with pytest.raises(UnreachableError):
@@ -422,7 +385,7 @@ def test_a_socket_in_a_folder_is_this_users_alone_and_goes_with_its_server(
     stale = short_path / "shardline-0.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(stale))
-    bench = Bench(ps, short_path)
+    bench = ShmBench(ps, short_path)
     path = Path(bench.offer.address)
     assert [path] == list(short_path.iterdir())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -439,7 +402,7 @@ def test_a_folder_whose_path_is_too_long_is_refused_with_a_sentence(tmp_path: Pa
 # Ends
 
 
-def test_segments_that_the_ps_has_given_back_are_shared_anew(bench: Bench) -> None:
+def test_segments_that_the_ps_has_given_back_are_shared_anew(bench: ShmBench) -> None:
     bench.pull(0)
     on_loop(bench.ps, lambda: bench.ps.attachments.drop_all("a test"))
     with pytest.raises(UnreachableError, match="is not open here"):
@@ -448,7 +411,7 @@ def test_segments_that_the_ps_has_given_back_are_shared_anew(bench: Bench) -> No
     assert done.end is not None and done.end.outcome is Outcome.SERVED
 
 
-def test_a_fenced_worker_loses_its_segments(bench: Bench) -> None:
+def test_a_fenced_worker_loses_its_segments(bench: ShmBench) -> None:
     bench.pull(0)
     on_loop(bench.ps, lambda: bench.ps.attachments.keep_only({"worker/0": 2}))
     assert bench.open == 0
@@ -456,7 +419,7 @@ def test_a_fenced_worker_loses_its_segments(bench: Bench) -> None:
         bench.pull(0)
 
 
-def test_an_exchange_is_cancelled_while_it_waits_and_its_segments_are_never_written_again(bench: Bench) -> None:
+def test_an_exchange_is_cancelled_while_it_waits_and_its_segments_are_never_written_again(bench: ShmBench) -> None:
     bench.pull(0)
     old = bench.lane.mapped
     waiting = threading.Event()
@@ -481,7 +444,7 @@ def test_nothing_is_left_when_lane_and_server_are_closed(ps: Ps, client: PlainCl
     gc.collect()
     before = descriptors("shardline"), mappings("shardline")
     client.start()
-    bench = Bench(ps)
+    bench = ShmBench(ps)
     bench.exchange(gradient(), Want(step=1, wait_s=5.0))
     assert isinstance(ps.store.shards[0].publication, SegmentPublication)
     # Two areas here and there, and the gradients at both ends.
@@ -498,7 +461,7 @@ import sys, threading
 from shardline.rpc.channel import Peer
 from shardline.rpc.data import referred_requests
 from shardline.lanes.base import Contribution
-from tests.contract.test_shm_lane import *
+from tests.contract.lanes import *
 
 class Stuck(Whole):
     def batches(self):
@@ -516,7 +479,7 @@ def test_a_worker_killed_in_mid_push_leaves_nothing_and_its_next_life_completes_
     ps: Ps, client: PlainClient
 ) -> None:
     client.start(replicas=2)
-    bench = Bench(ps)
+    bench = ShmBench(ps)
     gc.collect()
     before = descriptors(GRADIENTS), mappings(GRADIENTS)
     bucket = ps.store.shards[0].buckets[W]

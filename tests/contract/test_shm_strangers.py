@@ -37,14 +37,23 @@ from shardline.lanes.negotiated import NegotiatedLane
 from shardline.lanes.shm import ShmLane
 from shardline.reduce import Block
 from shardline.rpc.data import Attached, referred_requests
-from shardline.rpc.v1 import common_pb2
 from shardline_ps import bulk, shared
 from shardline_ps.service import offers
 from shardline_ps.shared import SegmentPublication, ShmOffer, publish
+from tests.contract.lanes import (
+    DEADLINE_S,
+    GRADIENTS,
+    SENDER,
+    TIMEOUTS,
+    Mapping,
+    ShmBench,
+    gradient,
+    on_loop,
+    payload,
+    spec,
+)
 from tests.contract.plain_client import ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient, floats
-from tests.contract.refusals import OUTCOMES, unchanged
-from tests.contract.test_shm_lane import DEADLINE_S, GRADIENTS, TIMEOUTS, Bench, Mapping, spec
-from tests.contract.test_tcp_lane import SENDER, gradient, on_loop, payload
+from tests.contract.refusals import unchanged
 from tests.integration.cluster import Ps
 from tests.integration.test_deaths import wait_for
 from tests.unit.test_segments import descriptors, mappings, unsealed
@@ -65,8 +74,8 @@ def ps(ps: Ps) -> Ps:
 
 
 @pytest.fixture
-def bench(ps: Ps, ready: PlainClient) -> Iterator[Bench]:
-    made = Bench(ps)
+def bench(ps: Ps, ready: PlainClient) -> Iterator[ShmBench]:
+    made = ShmBench(ps)
     yield made
     made.close()
 
@@ -107,7 +116,7 @@ def leave_network() -> None:
 class Negotiated:
     """The lanes of one pair, and what was told of those that were left."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: ShmBench) -> None:
         self.told: list[tuple[str, str]] = []
         self.bench = bench
         self.lane = NegotiatedLane(
@@ -128,7 +137,7 @@ class Negotiated:
 # What is published
 
 
-def test_nothing_makes_what_is_published_writable_or_shorter_for_a_worker(bench: Bench, ready: PlainClient) -> None:
+def test_nothing_makes_what_is_published_writable_or_shorter_for_a_worker(bench: ShmBench, ready: PlainClient) -> None:
     bench.pull(0)
     published = bench.ps.store.shards[0].publication
     assert isinstance(published, SegmentPublication) and bench.lane.mapped is not None
@@ -183,7 +192,7 @@ def odd_files(nbytes: int) -> dict[str, int]:
     return kinds
 
 
-def test_what_is_no_readable_segment_is_refused_whatever_it_is(bench: Bench) -> None:
+def test_what_is_no_readable_segment_is_refused_whatever_it_is(bench: ShmBench) -> None:
     bench.pull(0)
     on_loop(bench.ps, lambda: bench.ps.attachments.drop_all("a test"))
     before = all_descriptors()
@@ -200,7 +209,7 @@ def test_what_is_no_readable_segment_is_refused_whatever_it_is(bench: Bench) -> 
 
 
 @pytest.mark.parametrize("count", [0, 2, 3, 40])
-def test_one_descriptor_comes_with_a_token_neither_none_nor_more(bench: Bench, count: int) -> None:
+def test_one_descriptor_comes_with_a_token_neither_none_nor_more(bench: ShmBench, count: int) -> None:
     bench.pull(0)
     before = all_descriptors()
     whole = unsealed(bench.length, segments.FIXED)
@@ -216,7 +225,7 @@ def test_one_descriptor_comes_with_a_token_neither_none_nor_more(bench: Bench, c
 # References
 
 
-def test_bytes_are_referred_to_only_by_who_passed_them(bench: Bench, ready: PlainClient) -> None:
+def test_bytes_are_referred_to_only_by_who_passed_them(bench: ShmBench, ready: PlainClient) -> None:
     bench.pull(0)
     mapped = bench.lane.mapped
     assert mapped is not None
@@ -246,7 +255,7 @@ def test_bytes_are_referred_to_only_by_who_passed_them(bench: Bench, ready: Plai
     assert bench.lane.mapped is mapped and ready.weights() == STEPPED
 
 
-def test_a_reference_before_any_segment_was_passed_is_refused(bench: Bench, ready: PlainClient) -> None:
+def test_a_reference_before_any_segment_was_passed_is_refused(bench: ShmBench, ready: PlainClient) -> None:
     opened = bench.lane._open(SENDER, timeout_s=DEADLINE_S)
     requests = referred_requests(
         SENDER, 0, [gradient()], None, Attached("shm", opened.attachment), place=lambda item: 0
@@ -257,7 +266,7 @@ def test_a_reference_before_any_segment_was_passed_is_refused(bench: Bench, read
     ready.complete()
 
 
-def test_more_bytes_than_the_bucket_has_are_not_read(bench: Bench, ready: PlainClient) -> None:
+def test_more_bytes_than_the_bucket_has_are_not_read(bench: ShmBench, ready: PlainClient) -> None:
     bench.pull(0)
     mapped = bench.lane.mapped
     assert mapped is not None
@@ -269,7 +278,7 @@ def test_more_bytes_than_the_bucket_has_are_not_read(bench: Bench, ready: PlainC
     ready.complete()
 
 
-def test_a_worker_with_a_plan_of_another_size_shares_no_memory(bench: Bench, ready: PlainClient) -> None:
+def test_a_worker_with_a_plan_of_another_size_shares_no_memory(bench: ShmBench, ready: PlainClient) -> None:
     bench.lane._length *= 2
     with pytest.raises(LaneUnavailable, match="the server refused the token or the segment"):
         bench.pull(0)
@@ -284,45 +293,10 @@ def test_a_worker_with_a_plan_of_another_size_shares_no_memory(bench: Bench, rea
     unchanged(ready)
 
 
-@pytest.mark.parametrize("case", OUTCOMES)
-def test_a_push_that_is_not_admitted_costs_only_its_own_sender_a_lane(
-    bench: Bench, ready: PlainClient, case: str
-) -> None:
-    settings, outcome, _ = OUTCOMES[case]
-    bench.pull(0)
-    mapped = bench.lane.mapped
-    assert mapped is not None
-    number = mapped.attached.number
-    lane = settings["data"].get("lane", common_pb2.LANE_SHM)
-
-    def push(**data: int) -> None:
-        ack = ready.push(ready.gradient(data={**settings["data"], **data}))
-        assert ack.outcome == common_pb2.Outcome.Value(f"OUTCOME_{outcome}")
-
-    # Anybody can say these names; the number is told to nobody but the worker.
-    for data in ({}, {"lane": lane}, {"lane": lane, "attachment": number + 1}, {"attachment": number}):
-        push(**data)
-        push(**data, incarnation=7)
-    assert bench.open == 1
-    push(lane=lane, attachment=number)
-    assert bench.open == (0 if outcome == "WRONG_TIMELINE" else 1)
-    unchanged(ready)
-
-
-def test_a_lane_that_is_lost_with_its_place_in_the_history_is_opened_anew(bench: Bench, ready: PlainClient) -> None:
-    bench.pull(0)
-    bench.ps.store.authority.members = {"worker/0": 2}
-    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
-    assert [ack.outcome for ack in done.acks] == [Outcome.FENCED] and bench.open == 0
-    bench.ps.store.authority.members = {"worker/0": 1}
-    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
-    assert done.end is not None and done.end.outcome is Outcome.SERVED and bench.open == 1
-
-
 # Other users, other namespaces
 
 
-def test_another_users_process_is_sent_away_and_sends_itself_away(bench: Bench) -> None:
+def test_another_users_process_is_sent_away_and_sends_itself_away(bench: ShmBench) -> None:
     bench.pull(0)
     token = bench.token()
     message = segments._KNOCK.pack(b"shardln1", token, bench.length)
@@ -335,7 +309,7 @@ def test_another_users_process_is_sent_away_and_sends_itself_away(bench: Bench) 
 
 
 def test_another_user_can_not_use_a_socket_in_a_folder(ps: Ps, ready: PlainClient, folder: Path) -> None:
-    bench = Bench(ps, folder)
+    bench = ShmBench(ps, folder)
     bench.token()
     with pytest.raises(LaneUnavailable, match="Permission denied"):
         elsewhere(become_nobody, lambda: bench.pull(0))
@@ -344,7 +318,7 @@ def test_another_user_can_not_use_a_socket_in_a_folder(ps: Ps, ready: PlainClien
 
 
 def test_without_a_common_network_the_abstract_name_is_out_of_reach_and_the_next_lane_is_taken(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    bench: ShmBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = Negotiated(bench)
     bench.token()
@@ -360,7 +334,7 @@ def test_without_a_common_network_the_abstract_name_is_out_of_reach_and_the_next
 def test_without_a_common_network_a_socket_in_a_folder_is_within_reach(
     ps: Ps, ready: PlainClient, folder: Path
 ) -> None:
-    bench = Bench(ps, folder)
+    bench = ShmBench(ps, folder)
     pair = Negotiated(bench)
     bench.token()
     sink = elsewhere(leave_network, lambda: pair.step(0))
@@ -372,7 +346,7 @@ def test_without_a_common_network_a_socket_in_a_folder_is_within_reach(
 
 
 def test_a_crowd_that_says_nothing_keeps_a_worker_waiting_and_no_longer(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: ShmBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardline_ps.shared._Guest.limit_s", 0.1)
     bench.token()
@@ -393,7 +367,7 @@ def test_a_crowd_that_says_nothing_keeps_a_worker_waiting_and_no_longer(
     wait_for(lambda: all_descriptors() <= before, "all descriptors to be closed")
 
 
-def test_a_door_that_stays_shut_is_left_within_its_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_door_that_stays_shut_is_left_within_its_time(bench: ShmBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardline.lanes.shm.KNOCK_S", 0.3)
     bench.token()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as shut, contextlib.ExitStack() as crowd:
@@ -408,7 +382,7 @@ def test_a_door_that_stays_shut_is_left_within_its_time(bench: Bench, monkeypatc
 
 def test_sixty_four_workers_cost_no_thread_each_and_leave_nothing(ps: Ps, client: PlainClient) -> None:
     client.start(replicas=64)
-    bench = Bench(ps)
+    bench = ShmBench(ps)
     bench.pull(0)
     gc.collect()
     before = all_descriptors(), threading.active_count(), mappings("shardline")
@@ -518,7 +492,7 @@ def another_system(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_worker_without_shared_memory_says_so_once_and_takes_the_next_lane(
-    bench: Bench, caplog: pytest.LogCaptureFixture, happens: Callable[[pytest.MonkeyPatch], None], says: str
+    bench: ShmBench, caplog: pytest.LogCaptureFixture, happens: Callable[[pytest.MonkeyPatch], None], says: str
 ) -> None:
     pair = Negotiated(bench)
     bench.token()
@@ -564,7 +538,7 @@ def test_a_server_on_another_system_offers_no_shared_memory(ps: Ps, monkeypatch:
 def test_a_server_that_is_configured_anew_keeps_nothing_of_before(ps: Ps, client: PlainClient) -> None:
     gc.collect()
     before = descriptors("shardline"), len(mappings("shardline"))
-    bench = Bench(ps)
+    bench = ShmBench(ps)
     gc.disable()
     try:
         for life in range(3):
@@ -598,7 +572,7 @@ threading.Event().wait(60.0)
 """
 
 
-def test_an_idle_worker_that_is_killed_leaves_nothing_once_it_is_fenced(bench: Bench, ready: PlainClient) -> None:
+def test_an_idle_worker_that_is_killed_leaves_nothing_once_it_is_fenced(bench: ShmBench, ready: PlainClient) -> None:
     bench.pull(0)
     opened = bench.lane._open(SENDER, timeout_s=DEADLINE_S)
     gc.collect()
@@ -620,7 +594,7 @@ def test_an_idle_worker_that_is_killed_leaves_nothing_once_it_is_fenced(bench: B
     assert sink.weights() == STEPPED == ready.weights() and bench.open == 1
 
 
-def test_a_token_that_nobody_used_goes_with_its_worker(bench: Bench) -> None:
+def test_a_token_that_nobody_used_goes_with_its_worker(bench: ShmBench) -> None:
     token = bench.token()
     assert bench.open == 1 and len(bench.offer._tokens) == 1
     on_loop(bench.ps, lambda: bench.ps.attachments.keep_only({"worker/0": 2}))

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
-from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes import tcp
-from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, LaneUnavailable, Sender, Want, Whole
+from shardline.lanes.base import BucketPayload, Contribution, LaneUnavailable, Sender, Want, Whole
 from shardline.lanes.tcp import TcpLane
 from shardline.reduce import Block
 from shardline.rpc.channel import Peer
 from shardline.rpc.data import Attached, referred_requests
 from shardline.wire import bulk
-from shardline.wire.frames import digest
-from shardline_ps.bulk import TcpOffer
+from tests.contract.lanes import (
+    DEADLINE_S,
+    SENDER,
+    TIMEOUTS,
+    Taken,
+    TcpBench,
+    a_push_that_does_not_count_ends_the_exchange,
+    a_sender_that_is_not_admitted_is_told_as_on_the_stream,
+    gradient,
+    on_loop,
+    payload,
+    unchanged_buckets_come_without_bytes,
+)
 from tests.contract.plain_client import (
     ELEMENTS,
     FIRST_W,
@@ -40,104 +48,15 @@ from tests.contract.refusals import unchanged
 from tests.integration.cluster import Ps
 from tests.integration.test_deaths import wait_for
 
-TIMEOUTS = Timeouts(total_s=20.0)
-DEADLINE_S = 20.0
-SENDER = Sender(job="plain", timeline=TIMELINE, plan_id=plan_id(), task="worker/0", incarnation=1)
-
-
-class Taken:
-    """A sink that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.memory: dict[int, bytearray] = {}
-        self.heads: list[Arrival] = []
-
-    def buffer(self, arrival: Arrival) -> memoryview:
-        self.memory[arrival.bucket] = bytearray(arrival.payload_bytes)
-        return memoryview(self.memory[arrival.bucket])
-
-    def done(self, arrival: Arrival) -> None:
-        self.heads.append(arrival)
-
-    def take(self, arrival: Arrival, memory: memoryview) -> None:
-        raise AssertionError("nothing is mapped on this lane")
-
-    def weights(self) -> tuple[float, ...]:
-        return struct.unpack(f"<{ELEMENTS}f", self.memory[W])[: len(FIRST_W)]
-
-
-def on_loop(ps: Ps, act: Callable[[], Any]) -> Any:
-    """Attachments are used on the server's loop."""
-
-    async def now() -> Any:
-        return act()
-
-    return ps.server.run(now(), timeout_s=10.0)
-
-
-class Bench:
-    """One ps that offers tcp, and one lane to it."""
-
-    def __init__(self, ps: Ps) -> None:
-        self.ps = ps
-        self.offer = TcpOffer("127.0.0.1", timeout_s=TIMEOUTS.rpc_s)
-        ps.attachments.offer(self.offer)
-        self.peer = Peer(ps.task, ps.address, TIMEOUTS)
-        self.lane = TcpLane(self.peer, 0, [ELEMENTS] * 3, timeouts=TIMEOUTS)
-
-    def exchange(
-        self, push: Contribution | None = None, want: Want | None = None, *, sender: Sender = SENDER, sink: Any = None
-    ) -> Exchanged:
-        pushes = [push] if push is not None else []
-        return self.lane.exchange(sender, pushes, want, sink or Taken(), timeout_s=DEADLINE_S)
-
-    def pull(self, step: int) -> Taken:
-        sink = Taken()
-        done = self.exchange(want=Want(step=step, wait_s=5.0), sink=sink)
-        assert done.end is not None and done.end.outcome is Outcome.SERVED
-        return sink
-
-    def drop(self) -> None:
-        """The ps closes the bulk sockets."""
-        on_loop(self.ps, lambda: self.ps.attachments.drop_all("a test"))
-
-    @property
-    def open(self) -> int:
-        """Attachments that the ps holds."""
-        return int(on_loop(self.ps, lambda: self.ps.attachments.count()["tcp"]))
-
-    def close(self) -> None:
-        self.lane.close()
-        self.peer.close()
-        on_loop(self.ps, self.ps.attachments.close)
-
 
 @pytest.fixture
-def bench(ps: Ps, ready: PlainClient) -> Iterator[Bench]:
-    made = Bench(ps)
+def bench(ps: Ps, ready: PlainClient) -> Iterator[TcpBench]:
+    made = TcpBench(ps)
     yield made
     made.close()
 
 
-def payload(data: bytes, bucket: int = W) -> BucketPayload:
-    return BucketPayload(
-        bucket=bucket,
-        dtype="float32",
-        elements=ELEMENTS,
-        present=b"",
-        data=data,
-        raw_bytes=len(data),
-        digest=digest(data),
-    )
-
-
-def gradient(value: float = 1.0, *, step: int = 0, items: Sequence[BucketPayload] | None = None) -> Contribution:
-    """A push of one number for every element of `w`."""
-    items = [payload(floats([value] * 12))] if items is None else items
-    return Contribution(payloads=Whole(items, (FROZEN, STATS)), step=step, block=Block(0, 1))
-
-
-def test_a_step_over_bulk_sockets_ends_as_on_the_stream(bench: Bench, ready: PlainClient) -> None:
+def test_a_step_over_bulk_sockets_ends_as_on_the_stream(bench: TcpBench, ready: PlainClient) -> None:
     sink = Taken()
     done = bench.exchange(gradient(), Want(step=1, wait_s=5.0), sink=sink)
     assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
@@ -146,7 +65,7 @@ def test_a_step_over_bulk_sockets_ends_as_on_the_stream(bench: Bench, ready: Pla
     assert sorted(head.bucket for head in sink.heads) == [0, 1, 2]
 
 
-def test_sockets_serve_many_exchanges(bench: Bench) -> None:
+def test_sockets_serve_many_exchanges(bench: TcpBench) -> None:
     for step in range(5):
         done = bench.exchange(gradient(step=step), Want(step=step + 1, have_step=step, wait_s=5.0))
         assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
@@ -156,24 +75,19 @@ def test_sockets_serve_many_exchanges(bench: Bench) -> None:
     assert bench.lane._sockets is sockets
 
 
-def test_buckets_that_did_not_change_come_without_bytes(bench: Bench) -> None:
-    sink = Taken()
-    bench.exchange(gradient(), Want(step=1, have_step=0, wait_s=5.0), sink=sink)
-    assert [head.bucket for head in sink.heads if head.unchanged] == [FROZEN, STATS]
-    assert list(sink.memory) == [W]
+def test_buckets_that_did_not_change_come_without_bytes(bench: TcpBench) -> None:
+    unchanged_buckets_come_without_bytes(bench)
 
 
-def test_a_push_that_does_not_count_ends_the_exchange_and_its_sockets(bench: Bench, ready: PlainClient) -> None:
+def test_a_push_that_does_not_count_ends_the_exchange_and_its_sockets(bench: TcpBench, ready: PlainClient) -> None:
     bench.exchange(gradient())
     old = bench.lane._sockets
-    done = bench.exchange(gradient(step=7), Want(step=8, wait_s=5.0))
-    assert [ack.outcome for ack in done.acks] == [Outcome.REFUSED] and done.end is None
-    assert "step 7 is ahead" in done.acks[0].reason
+    a_push_that_does_not_count_ends_the_exchange(bench)
     assert old is not None and not old.alive and bench.lane._sockets is None
     assert bench.exchange(gradient(), Want(step=1)).acks[0].outcome is Outcome.DUPLICATE
 
 
-def test_the_shards_own_words_come_before_a_broken_socket(bench: Bench, ready: PlainClient) -> None:
+def test_the_shards_own_words_come_before_a_broken_socket(bench: TcpBench, ready: PlainClient) -> None:
     # Far more than the kernels hold, so that the socket breaks while it is sent.
     with pytest.raises(ProtocolError, match=r"payload of 67108864 bytes announced, codec raw makes 256"):
         bench.exchange(gradient(items=[payload(bytes(64 << 20))]), Want(step=1, wait_s=5.0))
@@ -183,7 +97,7 @@ def test_the_shards_own_words_come_before_a_broken_socket(bench: Bench, ready: P
     assert ready_weights == tuple(value - RATE for value in FIRST_W)
 
 
-def test_a_wrong_digest_is_refused_with_its_bucket(bench: Bench, ready: PlainClient) -> None:
+def test_a_wrong_digest_is_refused_with_its_bucket(bench: TcpBench, ready: PlainClient) -> None:
     data = floats([1.0] * 12)
     lying = BucketPayload(
         bucket=W, dtype="float32", elements=ELEMENTS, present=b"", data=data, raw_bytes=len(data), digest=1
@@ -194,15 +108,11 @@ def test_a_wrong_digest_is_refused_with_its_bucket(bench: Bench, ready: PlainCli
     ready.complete()
 
 
-def test_a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: Bench) -> None:
-    stale = Sender(job="plain", timeline=7, plan_id=plan_id(), task="worker/0", incarnation=1)
-    done = bench.exchange(gradient(), Want(step=1), sender=stale)
-    assert [ack.outcome for ack in done.acks] == [Outcome.WRONG_TIMELINE] and done.end is None
-    pulled = bench.exchange(want=Want(step=0), sender=stale)
-    assert pulled.end is not None and pulled.end.outcome is Outcome.WRONG_TIMELINE and pulled.acks == ()
+def test_a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: TcpBench) -> None:
+    a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench)
 
 
-def test_another_life_of_the_worker_opens_sockets_of_its_own(bench: Bench) -> None:
+def test_another_life_of_the_worker_opens_sockets_of_its_own(bench: TcpBench) -> None:
     bench.pull(0)
     first = bench.lane._sockets
     later = Sender(job="plain", timeline=TIMELINE, plan_id=plan_id(), task="worker/0", incarnation=2)
@@ -222,20 +132,20 @@ def test_a_ps_without_the_lane_is_told_apart_from_one_that_is_gone(ps: Ps, ready
     peer.close()
 
 
-def test_a_worker_of_another_plan_is_told_so_and_not_that_there_is_no_such_lane(bench: Bench) -> None:
+def test_a_worker_of_another_plan_is_told_so_and_not_that_there_is_no_such_lane(bench: TcpBench) -> None:
     other = dataclasses.replace(SENDER, plan_id="feed")
     with pytest.raises(LaneUnavailable, match=r"shard 0 takes nothing of worker/0: the plan is .* by feed") as caught:
         bench.exchange(want=Want(step=0), sender=other)
     assert "opens no tcp lane" not in str(caught.value)
 
 
-def test_a_port_that_nobody_answers_makes_the_lane_unavailable(bench: Bench) -> None:
+def test_a_port_that_nobody_answers_makes_the_lane_unavailable(bench: TcpBench) -> None:
     bench.offer.close()
     with pytest.raises(LaneUnavailable, match=rf"bulk port {bench.offer.port} at 127.0.0.1 can't be used .*refused"):
         bench.pull(0)
 
 
-def test_a_port_that_is_blocked_makes_the_lane_unavailable(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_blocked_makes_the_lane_unavailable(bench: TcpBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "DIAL_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         bench.offer.port = silent.getsockname()[1]
@@ -243,13 +153,13 @@ def test_a_port_that_is_blocked_makes_the_lane_unavailable(bench: Bench, monkeyp
             bench.pull(0)
 
 
-def test_a_refused_token_makes_the_lane_unavailable(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_token_makes_the_lane_unavailable(bench: TcpBench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.offer._tokens._valid_s = 0.0
     with pytest.raises(LaneUnavailable, match="the token was refused"):
         bench.pull(0)
 
 
-def test_sockets_that_broke_between_exchanges_are_opened_anew(bench: Bench) -> None:
+def test_sockets_that_broke_between_exchanges_are_opened_anew(bench: TcpBench) -> None:
     bench.pull(0)
     bench.drop()
     with pytest.raises(UnreachableError):
@@ -260,7 +170,7 @@ def test_sockets_that_broke_between_exchanges_are_opened_anew(bench: Bench) -> N
 
 @pytest.mark.parametrize("sent", [0, 1, 255])
 def test_a_push_cut_within_its_bytes_counts_no_bucket_and_a_retry_completes_the_step(
-    bench: Bench, ready: PlainClient, sent: int
+    bench: TcpBench, ready: PlainClient, sent: int
 ) -> None:
     opened = bench.lane._open(SENDER, timeout_s=DEADLINE_S)
     up = bulk.dial("127.0.0.1", opened.port, opened.up_token, timeout_s=5.0, stall_s=5.0)
@@ -280,7 +190,7 @@ def test_a_push_cut_within_its_bytes_counts_no_bucket_and_a_retry_completes_the_
     assert ready.weights() == tuple(value - RATE for value in FIRST_W)
 
 
-def test_an_exchange_is_cancelled_wherever_it_waits(bench: Bench) -> None:
+def test_an_exchange_is_cancelled_wherever_it_waits(bench: TcpBench) -> None:
     waiting = threading.Event()
 
     class Payloads(Whole):
@@ -300,7 +210,7 @@ def test_an_exchange_is_cancelled_wherever_it_waits(bench: Bench) -> None:
     assert bench.pull(0).heads
 
 
-def test_opening_sockets_is_cancelled_too(bench: Bench) -> None:
+def test_opening_sockets_is_cancelled_too(bench: TcpBench) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
         bench.offer.port, port = silent.getsockname()[1], bench.offer.port
         running = pool.submit(bench.pull, 0)
@@ -312,7 +222,7 @@ def test_opening_sockets_is_cancelled_too(bench: Bench) -> None:
     assert bench.pull(0).heads
 
 
-def test_a_fenced_worker_loses_its_sockets(bench: Bench, ready: PlainClient) -> None:
+def test_a_fenced_worker_loses_its_sockets(bench: TcpBench, ready: PlainClient) -> None:
     bench.pull(0)
     on_loop(bench.ps, lambda: bench.ps.attachments.keep_only({"worker/0": 2}))
     assert bench.open == 0

@@ -1,0 +1,193 @@
+"""What the contract tests of both lanes have in common: a lane to one ps, what is sent over it and taken from it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from shardline import segments
+from shardline.config import Timeouts
+from shardline.consistency.decision import Outcome
+from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, Lane, Sender, Want, Whole
+from shardline.lanes.shm import ShmLane
+from shardline.lanes.tcp import TcpLane
+from shardline.reduce import Block
+from shardline.rpc.channel import Peer
+from shardline.rpc.convert import plan_from_proto
+from shardline.sharding import ShardSpec
+from shardline.wire.frames import Buffer, digest
+from shardline_ps.bulk import TcpOffer
+from shardline_ps.shared import ShmOffer
+from tests.contract.plain_client import ELEMENTS, FIRST_W, FROZEN, STATS, TIMELINE, W, floats, plan, plan_id
+from tests.integration.cluster import Ps
+
+TIMEOUTS = Timeouts(total_s=20.0)
+DEADLINE_S = 20.0
+SENDER = Sender(job="plain", timeline=TIMELINE, plan_id=plan_id(), task="worker/0", incarnation=1)
+GRADIENTS = "shardline-gradients"
+L = TypeVar("L", bound=Lane)
+
+
+class Taken:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, bytearray] = {}
+        self.heads: list[Arrival] = []
+
+    def buffer(self, arrival: Arrival) -> memoryview:
+        self.memory[arrival.bucket] = bytearray(arrival.payload_bytes)
+        return memoryview(self.memory[arrival.bucket])
+
+    def done(self, arrival: Arrival) -> None:
+        self.heads.append(arrival)
+
+    def take(self, arrival: Arrival, memory: memoryview) -> None:
+        raise AssertionError("nothing is mapped on this lane")
+
+    def weights(self) -> tuple[float, ...]:
+        return struct.unpack(f"<{ELEMENTS}f", self.memory[W])[: len(FIRST_W)]
+
+
+class Mapping(Taken):
+    """A sink that copies what it is shown."""
+
+    def take(self, arrival: Arrival, memory: memoryview) -> None:
+        assert memory.readonly
+        self.memory[arrival.bucket] = bytearray(memory)
+        self.heads.append(arrival)
+
+
+def on_loop(ps: Ps, act: Callable[[], Any]) -> Any:
+    """Attachments are used on the server's loop."""
+
+    async def now() -> Any:
+        return act()
+
+    return ps.server.run(now(), timeout_s=10.0)
+
+
+def payload(data: Buffer, bucket: int = W) -> BucketPayload:
+    return BucketPayload(
+        bucket=bucket,
+        dtype="float32",
+        elements=ELEMENTS,
+        present=b"",
+        data=data,
+        raw_bytes=len(data),
+        digest=digest(data),
+    )
+
+
+def gradient(value: float = 1.0, *, step: int = 0, items: Sequence[BucketPayload] | None = None) -> Contribution:
+    """A push of one number for every element of `w`."""
+    items = [payload(floats([value] * 12))] if items is None else items
+    return Contribution(payloads=Whole(items, (FROZEN, STATS)), step=step, block=Block(0, 1))
+
+
+def spec() -> ShardSpec:
+    return plan_from_proto(plan()).shards[0]
+
+
+class Bench(Generic[L]):
+    """One ps that offers a lane, and one lane to it."""
+
+    sink: type[Taken] = Taken
+
+    def __init__(self, ps: Ps, offer: Any, lane: Callable[[Peer], L]) -> None:
+        self.ps = ps
+        self.offer = offer
+        ps.attachments.offer(offer)
+        self.peer = Peer(ps.task, ps.address, TIMEOUTS)
+        self.lane = lane(self.peer)
+
+    def exchange(
+        self, push: Contribution | None = None, want: Want | None = None, *, sender: Sender = SENDER, sink: Any = None
+    ) -> Exchanged:
+        pushes = [push] if push is not None else []
+        return self.lane.exchange(sender, pushes, want, sink or self.sink(), timeout_s=DEADLINE_S)
+
+    def pull(self, step: int) -> Taken:
+        sink = self.sink()
+        done = self.exchange(want=Want(step=step, wait_s=5.0), sink=sink)
+        assert done.end is not None and done.end.outcome is Outcome.SERVED
+        return sink
+
+    def drop(self) -> None:
+        """The ps closes its side of the lane."""
+        on_loop(self.ps, lambda: self.ps.attachments.drop_all("a test"))
+
+    @property
+    def open(self) -> int:
+        """Attachments that the ps holds."""
+        return int(on_loop(self.ps, lambda: self.ps.attachments.count()[self.offer.lane]))
+
+    def close(self) -> None:
+        self.lane.close()
+        self.peer.close()
+        if not self.ps.server.loop.is_closed():
+            on_loop(self.ps, self.ps.attachments.close)
+
+
+class TcpBench(Bench[TcpLane]):
+    def __init__(self, ps: Ps) -> None:
+        offer = TcpOffer("127.0.0.1", timeout_s=TIMEOUTS.rpc_s)
+        super().__init__(ps, offer, lambda peer: TcpLane(peer, 0, [ELEMENTS] * 3, timeouts=TIMEOUTS))
+
+
+class ShmBench(Bench[ShmLane]):
+    sink = Mapping
+
+    def __init__(self, ps: Ps, run_dir: Path | None = None) -> None:
+        offer = ShmOffer(lambda: "raw", run_dir=run_dir, timeout_s=TIMEOUTS.rpc_s)
+        super().__init__(ps, offer, lambda peer: ShmLane(peer, 0, spec(), timeout_s=TIMEOUTS.rpc_s))
+
+    def knock(self, message: bytes, fds: Sequence[int]) -> int:
+        """Say something at the ps's socket; returns whether it was taken."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(5.0)
+            sock.connect(segments.to_kernel(self.offer.address))
+            answer = b""
+            # Who is sent away before speaking may find the door shut already.
+            with contextlib.suppress(ConnectionError):
+                socket.send_fds(sock, [message], list(fds))
+                answer = sock.recv(64)
+        for fd in fds:
+            os.close(fd)
+        return int(answer[0]) if answer else 0
+
+    def token(self) -> bytes:
+        return self.lane._open(SENDER, timeout_s=DEADLINE_S).token
+
+    @property
+    def length(self) -> int:
+        return segments.layout([bucket.nbytes for bucket in spec().buckets])[-1]
+
+
+# What holds on every lane
+
+
+def unchanged_buckets_come_without_bytes(bench: Bench[Any]) -> None:
+    sink = bench.sink()
+    bench.exchange(gradient(), Want(step=1, have_step=0, wait_s=5.0), sink=sink)
+    assert [head.bucket for head in sink.heads if head.unchanged] == [FROZEN, STATS]
+    assert list(sink.memory) == [W]
+
+
+def a_push_that_does_not_count_ends_the_exchange(bench: Bench[Any]) -> None:
+    done = bench.exchange(gradient(step=7), Want(step=8, wait_s=5.0))
+    assert [ack.outcome for ack in done.acks] == [Outcome.REFUSED] and done.end is None
+    assert "step 7 is ahead" in done.acks[0].reason
+
+
+def a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: Bench[Any]) -> None:
+    stale = Sender(job="plain", timeline=7, plan_id=SENDER.plan_id, task="worker/0", incarnation=1)
+    done = bench.exchange(gradient(), Want(step=1), sender=stale)
+    assert [ack.outcome for ack in done.acks] == [Outcome.WRONG_TIMELINE] and done.end is None
+    pulled = bench.exchange(want=Want(step=0), sender=stale)
+    assert pulled.end is not None and pulled.end.outcome is Outcome.WRONG_TIMELINE and pulled.acks == ()
