@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +33,11 @@ def client(ps: Ps) -> Iterator[PlainClient]:
     plain = PlainClient(ps.address)
     yield plain
     plain.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One that everybody may enter, with a short name: addresses of unix sockets have little more than 100 bytes."""
+    with tempfile.TemporaryDirectory(prefix="sl-") as name:
+        os.chmod(name, 0o755)
+        yield Path(name)

@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,13 +63,6 @@ def bench(ps: Ps, ready: PlainClient) -> Iterator[ShmBench]:
     made = ShmBench(ps)
     yield made
     made.close()
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """A folder in which unix sockets can lie, whose addresses have little more than 100 bytes."""
-    with tempfile.TemporaryDirectory(prefix="sl-") as name:
-        yield Path(name)
 
 
 # What the stream does too
@@ -380,18 +372,18 @@ def test_a_ps_that_is_gone_is_told_apart_from_one_without_the_lane(bench: ShmBen
 
 
 def test_a_socket_in_a_folder_is_this_users_alone_and_goes_with_its_server(
-    ps: Ps, ready: PlainClient, short_path: Path
+    ps: Ps, ready: PlainClient, folder: Path
 ) -> None:
-    stale = short_path / "shardline-0.sock"
+    stale = folder / "shardline-0.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(stale))
-    bench = ShmBench(ps, short_path)
+    bench = ShmBench(ps, folder)
     path = Path(bench.offer.address)
-    assert [path] == list(short_path.iterdir())
+    assert [path] == list(folder.iterdir())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert bench.pull(0).heads
     bench.close()
-    assert list(short_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_a_folder_whose_path_is_too_long_is_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -80,14 +80,6 @@ def bench(ps: Ps, ready: PlainClient) -> Iterator[ShmBench]:
     made.close()
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """One that everybody may enter, with a short name: addresses of unix sockets have little more than 100 bytes."""
-    with tempfile.TemporaryDirectory(prefix="sl-") as name:
-        os.chmod(name, 0o755)
-        yield Path(name)
-
-
 def all_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
