@@ -55,7 +55,15 @@ class NegotiatedLane:
         self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
         """Push and pull by the best lane; see Lane.exchange."""
-        self._cancelled.clear()
+        try:
+            return self._exchange(sender, contributions, want, sink, timeout_s=timeout_s)
+        finally:
+            # Here and not at the beginning: cancel() may come before the exchange that it is meant for has begun.
+            self._cancelled.clear()
+
+    def _exchange(
+        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
         while True:
             lane = self.current
             try:
@@ -76,12 +84,12 @@ class NegotiatedLane:
                 return done
 
     def _answers(self, lane: Lane, sender: Sender, timeout_s: float) -> bool:
-        """Whether the shard answers calls: then the lane is what is broken, not the shard."""
+        """Whether the shard answers calls, and is still wanted: then the lane is what is broken, not the shard."""
         try:
             lane.progress(sender, (), timeout_s=min(timeout_s, 5.0))
         except UnreachableError:
             return False
-        return True
+        return not self._cancelled.is_set()
 
     def _leave(self, lane: Lane, reason: str) -> None:
         with self._lock:

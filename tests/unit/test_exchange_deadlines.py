@@ -1,0 +1,125 @@
+"""Whoever waits for an exchange does so with an end, and an interruption that came too early is said again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from shardline.client import arrivals, exchange
+from shardline.client.arrivals import Arrivals
+from shardline.client.exchange import Exchange, Interrupted, Running, ShardOutcome, ShardTask
+from shardline.client.layout import BucketSink, ModelLayout
+from shardline.config import Timeouts
+from shardline.errors import UnreachableError
+from shardline.lanes.base import Contribution, Exchanged, Sender, Sink, Standing, Want
+from shardline.sharding import make_plan
+from shardline.spec import TensorSpec
+
+PATIENCE_S = 20.0
+LOOK_S = 0.01
+SENDER = Sender(job="j", timeline=1, plan_id="p", task="worker/0", incarnation=1)
+TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float32"),)
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "LOOK_S", LOOK_S)
+    monkeypatch.setattr(arrivals, "LOOK_S", LOOK_S)
+
+
+def running(shards: Sequence[int], *, grace_looks: float = 3.0) -> Running:
+    return Running(
+        shards,
+        interrupt=lambda: None,
+        interrupted=lambda: False,
+        grace_s=grace_looks * LOOK_S,
+        on_end=lambda: None,
+    )
+
+
+def outcome() -> ShardOutcome:
+    return ShardOutcome(acks=(), began_s=0.0, pushed_s=0.0, first_s=0.0, ended_s=0.0)
+
+
+def ended(found: Running, shard: int) -> None:
+    future: Future[ShardOutcome] = Future()
+    future.set_result(outcome())
+    found.part_ended(shard, future)
+
+
+def test_a_part_that_does_not_end_is_not_waited_for_without_an_end() -> None:
+    found = running([0, 2])
+    ended(found, 0)
+    with pytest.raises(UnreachableError, match=r"the exchange with shard 2 has not ended .* start it again"):
+        found.wait()
+    assert not found.ended and not found.join()
+
+
+def test_as_many_looks_as_a_part_promised_pass_before_it_is_late() -> None:
+    found = running([0], grace_looks=2.5)
+    found.look()
+    found.promise(0, 10 * LOOK_S)
+    for _ in range(12):
+        found.look()
+    with pytest.raises(UnreachableError):
+        found.look()
+    # Somebody who promises again has been late only.
+    found.promise(0, 0.0)
+    found.look()
+    ended(found, 0)
+    assert found.wait() == {0: outcome()}
+    # What has ended is never late, and promises of it mean nothing.
+    found.promise(0, 0.0)
+    for _ in range(5):
+        found.look()
+
+
+def test_buckets_that_never_come_are_not_waited_for_without_an_end() -> None:
+    found, buckets = running([0]), Arrivals([(0, 0)])
+    buckets.begin(hold=False)
+    with pytest.raises(UnreachableError, match="has not ended"):
+        buckets.load([(0, 0)], found.look)
+
+
+class ForgetfulLane:
+    """A lane that is cancelled just before its call begins, and forgets that as it begins."""
+
+    name = "forgetful"
+
+    def __init__(self) -> None:
+        self.entered, self.go_on, self.cancelled = threading.Event(), threading.Event(), threading.Event()
+
+    def exchange(
+        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
+        self.entered.set()
+        assert self.go_on.wait(PATIENCE_S)
+        self.cancelled.clear()
+        assert self.cancelled.wait(PATIENCE_S), "the call was not cancelled again"
+        raise UnreachableError("given up")
+
+    def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
+        raise AssertionError
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_call_that_began_as_it_was_interrupted_ends_all_the_same() -> None:
+    lane = ForgetfulLane()
+    layout = ModelLayout(make_plan(TENSORS, 1), {"w": torch.zeros(64)})
+    found = Exchange({0: lane}, {0: BucketSink(layout, 0, "raw")}, Timeouts(total_s=PATIENCE_S), index=0)
+    under_way = found.start(SENDER, {0: ShardTask(shard=0, contributions=[], want=Want(step=1))})
+    assert lane.entered.wait(PATIENCE_S)
+    found.interrupt()
+    lane.go_on.set()
+    with pytest.raises(Interrupted):
+        under_way.wait()
+    found.close()

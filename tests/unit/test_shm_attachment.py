@@ -1,0 +1,41 @@
+"""A worker's segments at the server: what is there when the worker hears that it may push."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from shardline import segments
+from shardline.segments import Segment
+from shardline.sharding import make_plan
+from shardline.spec import TensorSpec
+from shardline_ps.attachments import Holder
+from shardline_ps.shared import SegmentPublication, ShmAttachment
+
+
+def test_a_worker_that_was_welcomed_can_push_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_plan((TensorSpec(name="w", shape=(64,), dtype="float32"),), 1).shards[0]
+    publication = SegmentPublication(spec, sync=True)
+    attachment = ShmAttachment(
+        Holder(task="worker/0", incarnation=1, shard=0), publication, by_reference=True, pushes=1, forget=lambda: None
+    )
+    mine = Segment.create(max(publication.nbytes, segments.ALIGNMENT_BYTES), name="gradients")
+    mine.memory[:4] = b"push"
+    read: list[bytes] = []
+    plain = segments.welcome
+
+    def welcome(sock: socket.socket, areas: list[Segment], replies: Segment | None) -> None:
+        # What the loop's thread does for a worker that is faster than this one.
+        read.append(bytes(attachment.expect(0, 4).memory))
+        plain(sock, areas, replies)
+
+    monkeypatch.setattr(segments, "welcome", welcome)
+    here, there = socket.socketpair()
+    with here, there:
+        attachment.take(here, os.dup(mine.fd), mine.nbytes)
+        areas, replies = segments.hear_welcome(there)
+    assert read == [b"push"]
+    assert len(areas) == 2 and replies is None
+    attachment.close()
