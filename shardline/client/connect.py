@@ -93,8 +93,17 @@ def connect(
     )
     _tell_what_ends_the_script(session)
     # A script that runs off its end without close() has done its part: nobody should wait for it.
-    atexit.register(session.close)
+    atexit.register(_close_at_exit, session)
     return session
+
+
+def _close_at_exit(session: Session) -> None:
+    """Close; an error ends the process with its sentence and code, which Python alone would not do here."""
+    try:
+        session.close()
+    except ShardlineError as error:
+        _say(error)
+        _end_with(error)
 
 
 def _tell_what_ends_the_script(session: Session) -> None:
@@ -107,7 +116,7 @@ def _tell_what_ends_the_script(session: Session) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, ShardlineError):
-            print(f"shardline: {error}", file=sys.stderr)
+            _say(error)
             known = error
         else:
             before(kind, error, trace)
@@ -115,12 +124,20 @@ def _tell_what_ends_the_script(session: Session) -> None:
         if isinstance(error, Exception):
             session.fail(known)
         session.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
         if isinstance(error, ShardlineError):
-            os._exit(error.exit_code)
+            _end_with(error)
 
     sys.excepthook = hook
+
+
+def _say(error: ShardlineError) -> None:
+    print(f"shardline: {error}", file=sys.stderr)
+
+
+def _end_with(error: ShardlineError) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.exit_code)
 
 
 def _number(name: str, default: float) -> float:

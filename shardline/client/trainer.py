@@ -221,8 +221,7 @@ class Trainer:
         self._arrived(step)
 
     def _pull_latest(self) -> None:
-        for shard in sorted(self._lanes):
-            self._seq[shard] = self._standing(shard, []).last_seq
+        self._seq = {shard: self._standing(shard, []).last_seq for shard in sorted(self._lanes)}
         self._pull_all(Want(step=None, wait_s=self._timeouts.server_wait_s))
         self._arrived(None)
 
@@ -393,8 +392,8 @@ class Trainer:
         assert self._early is not None and self._expected is not None
         if self._expected.replica == 0:
             self._staging.extras.hyper = self._expected.hyper()
-        block = self._early.block if self.is_sync else Block(0, 1)
-        self._pushes = {shard: [self._push(shard, payloads, block)] for shard, payloads in self._early.payloads.items()}
+        block, early = self._early.block, self._early.payloads
+        self._pushes = {shard: [self._push(shard, payloads, block)] for shard, payloads in early.items()}
         self._start(hold=True, compute_s=self._longest_s)
 
     def contribute(

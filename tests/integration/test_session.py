@@ -6,6 +6,7 @@ All roles run as threads of this process; the sockets between them are real.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from torch import nn
 
 import shardline
 from shardline import log
+from shardline.client import connect as connecting
 from shardline.client.exchange import Restart
 from shardline.client.session import Session
 from shardline.cluster import ClusterSpec
@@ -347,9 +349,9 @@ def test_a_batch_that_is_left_out_after_its_gradients_have_left_ends_the_job_wit
     assert services.end(code=2)["steps"] in (3, 4)
 
 
-@pytest.mark.parametrize("how", ["zero_grad", "close"])
+@pytest.mark.parametrize("how", ["zero_grad", "close", "end of the script"])
 def test_a_backward_pass_without_its_step_outside_of_a_loop_is_refused_too(
-    start: Callable[..., Services], how: str
+    start: Callable[..., Services], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     services = start(ps=1, workers=1)
     session, model, optimizer = overlapping(services)
@@ -364,6 +366,11 @@ def test_a_backward_pass_without_its_step_outside_of_a_loop_is_refused_too(
             optimizer.zero_grad()
         session.fail(found.value)
         session.shutdown()
+    elif how == "end of the script":
+        codes: list[int] = []
+        monkeypatch.setattr(os, "_exit", codes.append)
+        connecting._close_at_exit(session)
+        assert codes == [2]
     else:
         with pytest.raises(JobError, match=NOT_STEPPED):
             session.close()
