@@ -21,6 +21,7 @@ from shardline.cli.health import health
 from shardline.cli.roles import role_options
 from shardline.cluster import read_spec
 from shardline.config import RoleConfig
+from tests.deploy import kustomize
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
@@ -28,7 +29,7 @@ BASE = KUBERNETES / "base"
 VERSIONS = ("1.28", "1.37")
 """The oldest that docs/deploy.md promises, and the newest whose schemas are at hand."""
 PODS = ("chief", "ps", "worker", "evaluator")
-NO_KUBECTL = "kubectl is not installed: its kustomize makes the manifests of a folder"
+KUBECTL = shutil.which("kubectl")
 
 Manifest = dict[str, Any]
 
@@ -46,11 +47,13 @@ def base_manifests() -> tuple[Manifest, ...]:
 
 @cache
 def rendered(folder: str) -> tuple[Manifest, ...]:
-    """What `kubectl apply -k` would send."""
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        pytest.skip(NO_KUBECTL)
-    made = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True, timeout=60, check=False)
+    """What `kubectl apply -k` would send: by kubectl, or without it by our small reader of the same files."""
+    return by_kubectl(folder) if KUBECTL is not None else tuple(kustomize.render(Path(folder)))
+
+
+def by_kubectl(folder: str) -> tuple[Manifest, ...]:
+    assert KUBECTL is not None
+    made = subprocess.run([KUBECTL, "kustomize", folder], capture_output=True, text=True, timeout=60, check=False)
     assert made.returncode == 0, made.stderr
     return tuple(yaml.safe_load_all(made.stdout))
 
@@ -127,6 +130,19 @@ def test_rendered_manifests_follow_the_schemas(tmp_path: Path) -> None:
     expected |= {"NetworkPolicy": 1}
     counts = {kind: kinds.count(kind) for kind in kinds}
     assert counts == {kind: 3 * count for kind, count in expected.items()} | {"ServiceMonitor": 2}
+
+
+@pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed; its kustomize is what ours is compared with")
+@pytest.mark.parametrize("folder", ["base", "secured", "gpu"])
+def test_our_reader_makes_what_kubectl_makes(folder: str, tmp_path: Path) -> None:
+    path = with_gpus(tmp_path) if folder == "gpu" else str(KUBERNETES / folder)
+
+    def by_name(manifests: tuple[Manifest, ...]) -> list[Manifest]:
+        # The suffix of a generated name is a hash of its content.
+        text = re.sub(r"(shardline-(?:job|settings))-\w+", r"\1", json.dumps(manifests))
+        return sorted(json.loads(text), key=lambda one: (one["kind"], one["metadata"]["name"]))
+
+    assert by_name(tuple(kustomize.render(Path(path)))) == by_name(by_kubectl(path))
 
 
 # Pods
