@@ -17,8 +17,11 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from shardline.errors import ProtocolError
 
@@ -41,6 +44,10 @@ def layout(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate((-(-n // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for n in sizes), initial=0))
 
 
+_LIVE: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
+"""By the identity of its mapping."""
+
+
 class SegmentError(Exception):
     """A segment can't be made or used; the sentence says why. Another lane takes its place."""
 
@@ -54,6 +61,24 @@ class Segment:
         self._mapped = mapped
         self.memory = memoryview(mapped)
         """Writable where it was made here, read-only where it was adopted."""
+        self._at_end: list[Callable[[], None]] = []
+        _LIVE[id(mapped)] = self
+
+    @staticmethod
+    def of(view: memoryview) -> Segment | None:
+        """The segment whose memory this is a part of; None for other memory."""
+        segment = _LIVE.get(id(view.obj))
+        return segment if segment is not None and segment._mapped is view.obj else None
+
+    @property
+    def address(self) -> int:
+        """Where it is mapped in this process."""
+        # A view of its own, which ends here: what is exported can't be unmapped.
+        return np.frombuffer(self._mapped, np.uint8).ctypes.data
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Call this when nobody holds this object any more, its memory still mapped. It must not raise."""
+        self._at_end.append(call)
 
     @property
     def fd(self) -> int:
@@ -104,6 +129,8 @@ class Segment:
         return cls(-1, nbytes, mapped)
 
     def __del__(self) -> None:
+        for call in getattr(self, "_at_end", ()):
+            call()
         # The mapping ends with the last view of it; nobody has to wait for that to give the descriptor back.
         if getattr(self, "_fd", -1) >= 0:
             os.close(self._fd)

@@ -4,18 +4,27 @@ Gradients: the copy waits, on a stream of its own, for an event recorded where t
 that sends it waits for the copy. Parameters: a copy waits for the fence, which is recorded on the computing stream when
 the model may be written to (everything enqueued before it, such as the backward pass, still reads the old values); the
 computing stream waits for the copy before the first read. Pinned memory is filled again only after the copy out of it.
+
+Where worker and server share memory, the segment that the server reads gradients from is page-locked, and the device
+copies into it by itself. What the server publishes is not: it must stay as it is until the device has read it, which
+only a buffer of our own can promise.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from shardline.client.arrivals import Key
+from shardline.segments import Segment
+
+log = logging.getLogger("shardline.device")
 
 Copy = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 """(targets, sources): copies pairwise and returns when the targets hold the values."""
@@ -34,10 +43,41 @@ class HostPath:
         """The last copy out of each bucket's host memory."""
         self._unjoined: dict[Key, torch.cuda.Event] = {}
         """Loads that the computing stream doesn't wait for yet."""
+        self._locked: weakref.WeakKeyDictionary[Segment, bool] = weakref.WeakKeyDictionary()
+        """Shared segments, and whether their pages could be locked."""
 
     def pinned(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros in page-locked host memory, which the device copies from and to by itself."""
         return torch.zeros(elements, dtype=dtype, pin_memory=True)
+
+    def lock_pages(self, memory: memoryview) -> bool:
+        """Page-lock the shared segment that this is a part of, once; whether the device may copy into it by itself.
+
+        Until nobody holds the segment any more. A refusal (a limit on locked memory, say) is logged once per segment.
+        """
+        segment = Segment.of(memory)
+        if segment is None or memory.readonly:
+            return False
+        with self._lock:
+            if segment not in self._locked:
+                self._locked[segment] = self._register(segment)
+            return self._locked[segment]
+
+    def _register(self, segment: Segment) -> bool:
+        address = segment.address
+        with torch.cuda.device(self.device):
+            error = int(torch.cuda.cudart().cudaHostRegister(address, segment.nbytes, 0))  # type: ignore[no-untyped-call]
+        if error:
+            log.warning(
+                "%d bytes of shared memory can't be page-locked for %s (CUDA error %d): gradients are copied once more "
+                "on their way; is there a limit on locked memory (ulimit -l)?",
+                segment.nbytes,
+                self.device,
+                error,
+            )
+            return False
+        segment.at_end(functools.partial(_unregister, self.device, address))
+        return True
 
     def mark(self) -> torch.cuda.Event:
         """Everything that has been enqueued on the current stream of this thread."""
@@ -105,6 +145,15 @@ class HostPath:
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
+
+
+def _unregister(device: torch.device, address: int) -> None:
+    with torch.cuda.device(device):
+        # A copy that was given up may still be under way.
+        torch.cuda.synchronize()
+        error = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+    if error:
+        log.warning("shared memory stays page-locked for %s: CUDA error %d", device, error)
 
 
 class OnHost:

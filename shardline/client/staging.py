@@ -56,8 +56,7 @@ class Staging:
         self._plan = plan
         self._replicas = replicas
         self._codec = codec
-        # A GPU's gradients need pinned memory, which a lane's is not.
-        self._allocate = allocate if host is None else no_memory
+        self._allocate = allocate
         self._host = host
         self._free: dict[Key, list[torch.Tensor]] = {}
         self._lent: dict[Key, list[torch.Tensor]] = {}
@@ -94,7 +93,8 @@ class Staging:
         # Another codec's bytes are made elsewhere anyway.
         wanted = spec.nbytes > 0 and codec_for(self._codec, spec) is RAW
         memory = self._allocate(*key, spec.nbytes) if wanted else None
-        if memory is None:
+        if memory is None or (self._host is not None and not self._host.lock_pages(memory)):
+            # A GPU's gradients need page-locked memory.
             return None
         self._shared.add(key)
         return tensor_from_bytes(memory, spec.dtype)

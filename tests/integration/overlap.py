@@ -40,7 +40,7 @@ class OverlapWorker(Worker):
         per_layer: bool = True,
         **settings: Any,
     ) -> None:
-        super().__init__(cluster, index, incarnation=incarnation, wrap=wrap)
+        super().__init__(cluster, index, incarnation=incarnation, lane=cluster.lane, wrap=wrap)
         plain = self.trainer
         plain.close()
         self.trainer = Trainer(

@@ -314,9 +314,14 @@ class LazyDevice:
         self._marks = 0
         self._fences = 0
         self.loaded = 0
+        self.locked = 0
 
     def pinned(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(elements, dtype=dtype)
+
+    def lock_pages(self, memory: memoryview) -> bool:
+        self.locked += 1
+        return True
 
     def mark(self) -> int:
         self._marks += 1
@@ -354,9 +359,10 @@ class LazyDevice:
                     self.loaded += 1
 
 
+@pytest.mark.parametrize("lane", ["grpc", "shm"])
 @pytest.mark.parametrize("per_layer", [True, False])
 def test_a_device_that_copies_late_is_waited_for_before_anybody_reads(
-    per_layer: bool, monkeypatch: pytest.MonkeyPatch
+    per_layer: bool, lane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices: list[LazyDevice] = []
 
@@ -365,12 +371,14 @@ def test_a_device_that_copies_late_is_waited_for_before_anybody_reads(
         return devices[-1]
 
     job = make_job("adam", model=Rich)
-    with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS) as cluster:
+    with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS, lane=lane) as cluster:
         monkeypatch.setattr("shardline.client.trainer.host_path", lazy)
         train(cluster, [[0, 1], [2]], per_layer=per_layer)
         assert_same_end(cluster.state(), reference(job))
     # Each of the two workers has one for the trainer that it doesn't use.
     assert [device.loaded > 20 for device in devices] == [False, True] * 2
+    # Gradients go into the shared segment itself.
+    assert [device.locked > 20 for device in devices] == [False, lane == "shm"] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device on this machine")

@@ -1,0 +1,109 @@
+"""Shared memory that a GPU copies into by itself; CUDA is played."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from shardline.client.device import HostPath
+from shardline.segments import Segment
+
+
+class Cuda:
+    """The two calls, and what is registered. Unregistering looks whether the memory is mapped still."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.registered: dict[int, int] = {}
+        self.calls: list[str] = []
+        self.watched: memoryview | None = None
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == 0
+        self.calls.append("register")
+        if not self.error:
+            self.registered[address] = nbytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append("unregister")
+        maps = open("/proc/self/maps").read()  # noqa: SIM115
+        assert any(int(line.split("-")[0], 16) == address for line in maps.splitlines()), "it was unmapped before"
+        del self.registered[address]
+        return 0
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    played = Cuda()
+
+    @contextlib.contextmanager
+    def device(_device: torch.device) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: played)
+    monkeypatch.setattr(torch.cuda, "synchronize", played.synchronize)
+    return played
+
+
+def test_a_segment_is_locked_once_and_let_go_before_it_is_unmapped(cuda: Cuda) -> None:
+    host = HostPath(torch.device("cuda"))
+    segment = Segment.create(8192, name="test")
+    address = np.frombuffer(segment.memory, np.uint8).ctypes.data
+    assert host.lock_pages(segment.memory[64:128])
+    assert host.lock_pages(segment.memory[4096:])
+    assert cuda.registered == {address: 8192}
+    del segment
+    gc.collect()
+    assert cuda.calls == ["register", "synchronize", "unregister"]
+
+
+def test_another_segment_is_locked_for_itself(cuda: Cuda) -> None:
+    host = HostPath(torch.device("cuda"))
+    segments = [Segment.create(4096, name="test") for _ in range(2)]
+    assert all(host.lock_pages(segment.memory) for segment in segments)
+    assert len(cuda.registered) == 2
+
+
+def test_ordinary_memory_is_not_locked(cuda: Cuda) -> None:
+    host = HostPath(torch.device("cuda"))
+    assert not host.lock_pages(memoryview(bytearray(4096)))
+    assert not cuda.calls
+
+
+def test_a_refusal_is_said_once_and_the_memory_not_used(cuda: Cuda, caplog: pytest.LogCaptureFixture) -> None:
+    cuda.error = 2
+    host = HostPath(torch.device("cuda"))
+    segment = Segment.create(4096, name="test")
+    with caplog.at_level(logging.WARNING, logger="shardline.device"):
+        assert not host.lock_pages(segment.memory)
+        assert not host.lock_pages(segment.memory)
+    assert len(caplog.records) == 1
+    assert "4096 bytes of shared memory can't be page-locked for cuda (CUDA error 2)" in caplog.text
+    del segment
+    gc.collect()
+    assert cuda.calls == ["register"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_a_device_copies_into_locked_shared_memory() -> None:
+    host = HostPath(torch.device("cuda"))
+    segment = Segment.create(1 << 20, name="test")
+    assert host.lock_pages(segment.memory)
+    target = torch.frombuffer(segment.memory, dtype=torch.float32)
+    assert target.is_pinned()
+    source = torch.randn(target.numel(), device="cuda")
+    host.copier([host.mark()])([target], [source])
+    torch.testing.assert_close(target, source.cpu(), rtol=0, atol=0)
