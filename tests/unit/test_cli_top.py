@@ -379,7 +379,7 @@ def test_command_without_a_chief_ends_with_code_three(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     spec = '{"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:0"]}'
-    assert main(["top", "--cluster", spec, "--timeout", "1", "--interval", "0.1"]) == 3
+    assert main(["top", "--cluster", spec, "--timeout", "4", "--interval", "0.1"]) == 3
     printed = capsys.readouterr()
     assert "no answer from the chief at 127.0.0.1:1 since" in printed.out
     assert "\x1b" not in printed.out + printed.err
