@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from shardline.cli.launcher import LaunchOptions, LocalCluster  # noqa: E402
 from shardline.config import Timeouts  # noqa: E402
 from shardline.rpc.client import ChiefClient  # noqa: E402
-from tests.e2e.browser import Browser, find_chromium  # noqa: E402
+from tests.monitoring.browser import Browser, find_chromium  # noqa: E402
 
 LIMIT_BYTES = 300_000
 STEPS = 6000

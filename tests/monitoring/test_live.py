@@ -195,9 +195,12 @@ def check_bytes(prometheus: Prometheus) -> None:
             assert prometheus.total(f'{held}{{run="sync",lane="shm",{chosen}}}') > 0, (way, task)
             assert prometheus.total(f'{sent}{{run="sync",{chosen}}}') == 0, (way, task)
             assert prometheus.total(f'{held}{{run="sync",lane!="shm",{chosen}}}') == 0, (way, task)
-            ratios = prometheus.values(f'shardline:compression:ratio{{run="async",way="{way}",{chosen}}}')
+            ratio = f'shardline:compression:ratio{{run="async",way="{way}",{chosen}}}'
+            # A rate needs two scrapes of a task, and that of another may have been there before.
+            wait_until(lambda ratio=ratio: prometheus.values(ratio), f"data for {ratio}", limit_s=30.0)
             # Batch norm's statistics are never rounded.
-            assert ratios and all(1.5 < ratio < 2.0 for ratio in ratios), (way, task, ratios)
+            ratios = prometheus.values(ratio)
+            assert ratios and all(1.5 < value < 2.0 for value in ratios), (way, task, ratios)
     assert prometheus.total('shardline:compression:ratio{run="sync"}') == 0
 
 

@@ -19,7 +19,6 @@ from shardline.rpc.status import ChiefStatus, EventStatus, TaskStatus
 from shardline.security import PLAIN, Security
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
-from tests.e2e.browser import Browser, find_chromium
 from tests.e2e.support import (
     TIMEOUT_S,
     Command,
@@ -32,6 +31,7 @@ from tests.e2e.support import (
     wait_until,
     write_job,
 )
+from tests.monitoring.browser import Browser, find_chromium
 
 pytestmark = [
     pytest.mark.e2e,
