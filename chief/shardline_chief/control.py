@@ -203,11 +203,14 @@ class Control:
     def _gone(self, now_s: float) -> bool:
         """Whether every task has let go of its stream and who watches has heard of the end, or the time is over."""
         assert self._goodbye_s is not None
-        if not self._channels:
+        # Admitted just now and without a stream yet: nobody would be left to tell it of the end.
+        silent = {m.task for m in self.program.state.members if m.living and (m.task, m.incarnation) not in self._sent}
+        there = silent | {task for task, _ in self._channels}
+        if not there:
             return now_s >= self._watcher_until_s
         if now_s < self._goodbye_s:
             return False
-        log.warning("still there after the end: %s", ", ".join(sorted(task for task, _ in self._channels)))
+        log.warning("still there after the end: %s", ", ".join(sorted(there)))
         return True
 
     # Streams

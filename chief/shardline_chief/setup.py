@@ -25,6 +25,8 @@ class Setup:
     def __init__(self, state: State) -> None:
         self.state = state
         self.begun = False
+        self.done_before = ""
+        """Why there is nothing to do; the end then waits for those who are still to come."""
         self.table_there = False
         self.values_there = False
         self.cut_asked_s: float | None = None
@@ -44,7 +46,10 @@ class Setup:
         state = self.state
         if state.ended:
             return
-        if not self.begun and state.job is not None and not state.missing_ps():
+        if self.done_before:
+            if not self._to_come():
+                state.end(0, self.done_before, now_s)
+        elif not self.begun and state.job is not None and not state.missing_ps():
             self.begun = True
             self._begin(now_s)
         elif state.phase is Phase.INIT and not self.values_there:
@@ -100,12 +105,37 @@ class Setup:
         return 0 < job.steps <= state.resume.step
 
     def _nothing_to_do(self, now_s: float) -> None:
+        """All steps are made: end, once everybody is there to hear it.
+
+        Who comes later would find no chief, wait for it and fail: containers are started one after another, each when
+        the one before it is healthy.
+        """
         state = self.state
         assert state.resume is not None
         assert state.job is not None
         state.first_step = state.checkpoint_step = state.resume.step
         state.checkpoint_path = state.resume.path
-        state.end(0, f"done before: {state.resume.path} holds all {state.job.steps} steps; ask for more --steps", now_s)
+        self.begun = False
+        self.done_before = f"done before: {state.resume.path} holds all {state.job.steps} steps; ask for more --steps"
+        to_come = self._to_come()
+        if to_come:
+            wait = f"waiting up to {state.timeouts.join_s:g} s for {to_come}, to tell them so"
+            state.say("done_before", f"all {state.job.steps} steps were made before; {wait}")
+        self.advance(now_s)
+
+    def _to_come(self) -> str:
+        """Tasks of this cluster that have not joined, as a phrase; empty where all have."""
+        state = self.state
+        expected = {
+            "ps": len(state.settings.ps),
+            "worker": state.settings.workers,
+            "chief": int(state.settings.chief_trains),
+            "evaluator": state.settings.evaluators,
+        }
+        # A finished job needs nobody: who has come and gone again is not waited for.
+        came = [member.role for member in state.members]
+        lacking = {role: count - came.count(role) for role, count in expected.items()}
+        return ", ".join(f"{count} {role}" for role, count in lacking.items() if count > 0)
 
     # The servers
 
@@ -281,6 +311,9 @@ class Setup:
             state.say("cut", f"no cut 0 within {state.timeouts.dead_s:g} s; training starts without it", "error")
             self._activate()
         if now_s - state.started_s >= state.timeouts.join_s:
+            if self.done_before:
+                state.end(0, self.done_before, now_s)
+                return
             self._too_late(now_s)
             if self.active and not state.ended:
                 self._maybe_run(now_s)

@@ -315,13 +315,29 @@ def test_resume_restores_and_goes_on_from_the_step_without_a_cut_zero() -> None:
     assert [save.step for save in cluster.saves] == [100]
 
 
-def test_resume_of_a_finished_job_ends_at_once() -> None:
-    cluster = Cluster(job=make_job(steps=40), resume=FakeResume(step=40))
-    for number in (0, 1):
-        cluster.join("ps", number)
+def test_resume_of_a_finished_job_ends_when_everybody_is_there_to_hear_it() -> None:
+    cluster = Cluster(job=make_job(steps=40), resume=FakeResume(step=40), evaluators=1)
+    for task in (("ps", 0), ("worker", 0), ("ps", 1), ("worker", 1)):
+        cluster.join(*task)
+        assert cluster.finish is None
+    assert "waiting up to 60 s for 1 worker, 1 evaluator, to tell them so" in cluster.text()
+    cluster.join("evaluator", 0)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
     assert cluster.kinds(Configure) == []
+
+
+def test_resume_of_a_finished_job_is_not_waited_with_for_longer_than_the_time_to_join() -> None:
+    cluster = Cluster(job=make_job(steps=40), resume=FakeResume(step=40))
+    for number in (0, 1):
+        cluster.join("ps", number)
+    # What happens to tasks of a job that needs none of them is no failure.
+    cluster.tick(T - 1, silent=("ps/1",))
+    assert cluster.finish is None
+    cluster.tick(2)
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+    assert cluster.finish.reason.startswith("done before: /out/checkpoints/step-00000040 holds all 40 steps")
 
 
 def test_resume_from_a_foreign_checkpoint_ends_with_its_sentence() -> None:

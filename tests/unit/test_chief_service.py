@@ -147,6 +147,20 @@ def test_every_heartbeat_is_answered_with_the_orders_whether_they_changed_or_not
     assert versions == [1, 1, 1, 1]
 
 
+def test_chief_waits_for_the_stream_of_a_task_that_it_has_just_admitted(chief: Chief) -> None:
+    stub = chief.client.stub
+    reply = stub.Join(chief_pb2.JoinRequest(role="evaluator", stable_id="s", address="h:1"), timeout=5.0)
+    chief.client.stop("enough")
+    chief._thread.join(0.5)
+    assert chief.code is None
+    fed, stream = beats(chief_pb2.Beat(task=reply.task, incarnation=reply.incarnation))
+    assert next(stub.Heartbeat(stream, timeout=5.0)).phase == chief_pb2.PHASE_ENDED
+    fed.put(None)
+    # It goes because the task has heard of the end, not because the time for that is over.
+    chief._thread.join(control.GOODBYE_S / 10)
+    assert chief.code == 0
+
+
 def test_a_second_stream_of_the_same_life_is_answered_at_once(chief: Chief) -> None:
     stub = chief.client.stub
     reply = stub.Join(chief_pb2.JoinRequest(role="evaluator", stable_id="s", address="h:1"), timeout=5.0)
