@@ -18,8 +18,10 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard, heatmap, prometheus
 
 SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
-CLUSTER = 'job=~"$job",run=~"$run"'
-"""What chooses a cluster; `run` is there where targets come from OUT/prometheus-targets.json."""
+CLUSTER = 'job=~"$job",namespace=~"$namespace",run=~"$run"'
+"""What chooses a cluster: `namespace` is there in Kubernetes, `run` where targets come from OUT/prometheus-targets.json.
+
+A label that isn't there matches "All"."""
 
 
 def one(metric: str, more: str = "", *, tasks: str = "$task") -> str:
@@ -394,8 +396,9 @@ def make() -> dashboard.Dashboard:
             .current(dashboard.VariableOption(text="Shardline", value="shardline-prometheus"))
         )
         .with_variable(variable("job", "Job", "shardline_step"))
-        .with_variable(variable("run", "Run", 'shardline_step{job=~"$job"}'))
-        .with_variable(variable("task", "Task", 'shardline_step{job=~"$job",run=~"$run"}'))
+        .with_variable(variable("namespace", "Namespace", 'shardline_step{job=~"$job"}'))
+        .with_variable(variable("run", "Run", 'shardline_step{job=~"$job",namespace=~"$namespace"}'))
+        .with_variable(variable("task", "Task", f"shardline_step{{{CLUSTER}}}"))
     )
     for number, item in enumerate(PANELS, start=1):
         if isinstance(item, Row):

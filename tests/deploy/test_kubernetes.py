@@ -360,15 +360,18 @@ def test_pods_refer_to_config_maps_that_are_made_with_them(folder: str) -> None:
     assert job == {name: (BASE / name).read_text() for name in ("cluster.json", "job.py")}
 
 
-def test_service_monitor_selects_every_service_and_a_port_that_it_has() -> None:
+def test_service_monitor_selects_every_service_by_a_port_that_it_has_and_makes_them_one_job() -> None:
     (monitor,) = documents(KUBERNETES / "components" / "monitoring" / "servicemonitor.yaml")
     assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "ServiceMonitor")
     (endpoint,) = monitor["spec"]["endpoints"]
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
     services = [one for one in base_manifests() if one["kind"] == "Service"]
     assert len(services) == len(PODS)
+    # What Prometheus calls the job, in its own configuration for compose and in what rules and dashboard ask for.
+    (scrape,) = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
     for service in services:
         assert service["metadata"]["labels"].items() >= wanted
+        assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == scrape["job_name"]
         ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
         assert ports[endpoint["port"]] == int(settings()["SHARDLINE_METRICS_PORT"])
 

@@ -15,7 +15,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
 GRAFANA = DEPLOY / "grafana"
 DASHBOARD = GRAFANA / "dashboards" / "shardline.json"
-VARIABLES = {"$__rate_interval": "10s", "$job": ".*", "$run": ".*", "$task": ".*"}
+VARIABLES = {"$__rate_interval": "10s", "$job": ".*", "$namespace": ".*", "$run": ".*", "$task": ".*"}
 """As Grafana fills them in where everything is chosen."""
 COMPARISON = re.compile(r" (==|>|<) (?!.* (?:==|>|<) )")
 

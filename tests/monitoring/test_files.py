@@ -99,7 +99,7 @@ def test_dashboard_is_one_to_grafanas_own_library() -> None:
             assert panel.datasource is not None and panel.datasource.uid == "${datasource}"
             assert panel.grid_pos is not None and panel.grid_pos.x + panel.grid_pos.w <= 24
     variables = {item.name: item for item in (read.templating.list_val or ())}
-    assert list(variables) == ["datasource", "job", "run", "task"]
+    assert list(variables) == ["datasource", "job", "namespace", "run", "task"]
 
 
 def test_provisioning_leads_to_the_dashboard_and_from_it_to_prometheus() -> None:
