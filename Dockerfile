@@ -4,7 +4,8 @@ ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE} AS build
 # cpu or cuda: the build of torch that must come out.
 ARG TORCH=cpu
-# The index that has that build, where neither pip's own nor wheelhouse/ has it.
+# The index that has that build. Empty: PyTorch's own for cpu, unless pip's settings name a place or a wheel of it lies in
+# wheelhouse/; Python's public index has the CUDA build for most machines.
 ARG TORCH_INDEX_URL=
 # pip reads these as it reads the environment.
 ARG PIP_INDEX_URL
@@ -20,8 +21,14 @@ COPY constraints.txt /src/
 # A layer of its own: torch is nine tenths of the image and changes least.
 RUN --mount=type=bind,source=wheelhouse,target=/wheelhouse \
     version=$(sed -n 's/^torch==//p' /src/constraints.txt) \
+    && index=$TORCH_INDEX_URL \
+    && if [ -z "$index" ] && [ "$TORCH" = cpu ] \
+        && [ -z "$(find /wheelhouse -name "torch-$version[-+]*.whl")" ] \
+        && ! /opt/venv/bin/pip config list | grep -Eq "(index-url|find-links|no-index)='[^']"; then \
+        index=https://download.pytorch.org/whl/cpu; \
+    fi \
     && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check --find-links /wheelhouse \
-        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} -c /src/constraints.txt "torch==$version" \
+        ${index:+--extra-index-url "$index"} -c /src/constraints.txt "torch==$version" \
     && found=$(/opt/venv/bin/python -c 'import torch; print("cuda" if torch.version.cuda else "cpu")') \
     && if [ "$found" != "$TORCH" ]; then \
         echo "pip found a $found build of torch $version, but TORCH=$TORCH was asked for: give TORCH_INDEX_URL (the address of PyTorch's index of $TORCH builds), put that wheel into wheelhouse/, or build with TORCH=$found" >&2; \

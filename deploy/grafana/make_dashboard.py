@@ -19,7 +19,7 @@ from grafana_foundation_sdk.models import common, dashboard, heatmap, prometheus
 
 SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
 CLUSTER = 'job=~"$job",namespace=~"$namespace",run=~"$run"'
-"""What chooses a cluster: `namespace` is there in Kubernetes, `run` where targets come from OUT/prometheus-targets.json.
+"""What chooses a cluster. namespace: of Kubernetes; run: where targets come from OUT/prometheus-targets.json.
 
 A label that isn't there matches "All"."""
 
