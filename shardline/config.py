@@ -86,7 +86,10 @@ class RoleConfig:
     """Inherited file descriptor to which the bound address is written as one line, for launchers."""
     life_fd: int | None = None
     """Inherited pipe; the process ends when its other end closes (the launcher died)."""
+    min_workers: int = 1
+    """With fewer tasks that train the job stands still, for as long as a task may take to join, and then ends."""
     max_workers: int = 64
+    """Workers that may take part, those beyond the cluster spec included."""
     security: Security = PLAIN
     lane: str = "auto"
     """One of LANES."""
@@ -100,6 +103,11 @@ class RoleConfig:
     def __post_init__(self) -> None:
         if self.lane not in LANES:
             raise UsageError(f"--lane is {self.lane!r}; it must be one of {', '.join(LANES)}")
+        if not 1 <= self.min_workers <= self.max_workers:
+            raise UsageError(
+                f"--min-workers is {self.min_workers} and --max-workers {self.max_workers}; the first must be at least "
+                "1 and no more than the second"
+            )
 
     @property
     def task(self) -> str:

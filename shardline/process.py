@@ -7,8 +7,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
+import psutil
 import torch
 
 from shardline.config import RoleConfig
@@ -77,6 +79,20 @@ def resolve_device(name: str, memory_fraction: float | None = None) -> torch.dev
     if memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(memory_fraction, device)
     return device
+
+
+def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of host memory that this process may still take: the machine's, or its container's where that has less."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
+        held = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="ascii").splitlines())
+    except (OSError, ValueError):
+        return free
+    if not limit.isdigit():
+        return free
+    # What is cached of files gives way.
+    return max(0, min(free, int(limit) - int(held.get("anon", 0)) - int(held.get("shmem", 0))))
 
 
 def memory_limit(device: torch.device, memory_fraction: float | None) -> int | None:

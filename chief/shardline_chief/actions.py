@@ -30,6 +30,11 @@ class Resume(Protocol):
         """Data cursor of asynchronous training."""
         ...
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Version of each shard of the plan it was written with."""
+        ...
+
     def check(self, job: JobSpec) -> None:
         """Raise CheckpointError where it is of another job, with the difference named."""
         ...
@@ -63,7 +68,10 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Lead:
-    """Take command of every ps."""
+    """Take command of every ps that will hold shards; commands go to these from now on."""
+
+    addresses: Mapping[str, str]
+    """Where each answers, by task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +82,8 @@ class Configure:
     plan: Plan
     timeline: int
     placement: tuple[Placement, ...]
+    keep: frozenset[int] = frozenset()
+    """Shards whose present values stay (asynchronous mode); the others' are made anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +96,12 @@ class Members:
 
 @dataclass(frozen=True, kw_only=True)
 class Restore:
-    """Fill every shard from the checkpoint that the run goes on from."""
+    """Fill every shard, but those to keep, from the checkpoint that the run goes on from."""
 
     timeline: int
     plan: Plan
     placement: tuple[Placement, ...]
+    keep: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +176,21 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Find:
+    """Look for the newest checkpoint that can be gone back to; a save that waits for these tasks is given up."""
+
+    lost: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What Find found. resume: None where there is no checkpoint yet; error: the sentence where none can be used."""
+
+    resume: Resume | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MarkBest:
     """Remember that this checkpoint is the best so far."""
 
@@ -180,4 +206,4 @@ class Finish:
     reason: str
 
 
-Action = Answer | Say | Record | Command | Save | MarkBest | Finish
+Action = Answer | Say | Record | Command | Save | Find | MarkBest | Finish

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 from shardline.checkpoint import Checkpoint
 from shardline.config import Timeouts
-from shardline.errors import InternalError, ShardlineError
+from shardline.errors import InternalError, ShardlineError, UnreachableError
 from shardline.rpc.client import PsControl
 from shardline.rpc.configuration import Configuration, Placement
 from shardline.security import PLAIN, Security
@@ -43,11 +43,12 @@ class Commander:
         resume: Checkpoint | None,
         security: Security = PLAIN,
     ) -> None:
+        """resume: what Restore fills shards from; may be set anew while no command is under way."""
         self._timeouts = timeouts
         self._security = security
         self._term = term
         self._uuid = chief_uuid
-        self._resume = resume
+        self.resume = resume
         self._controls: dict[str, PsControl] = {}
         self._closed = False
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="commands")
@@ -58,7 +59,8 @@ class Commander:
         return PsControl(task, address, self._timeouts, term=self._term, chief_uuid=self._uuid, security=self._security)
 
     def open(self, addresses: Mapping[str, str]) -> None:
-        """Connect to these ps; commands go to all of them from now on."""
+        """Connect to these ps; commands go to all of them, and to no other, from now on."""
+        self.drop(self._controls.keys() - addresses.keys())
         for task, address in addresses.items():
             held = self._controls.get(task)
             if held is None or held.peer.address != address:
@@ -66,13 +68,21 @@ class Commander:
                     held.close()
                 self._controls[task] = self.connect(task, address)
 
+    def drop(self, tasks: Iterable[str]) -> None:
+        """These are gone: calls to them end at once."""
+        for task in list(tasks):
+            control = self._controls.pop(task, None)
+            if control is not None:
+                control.close()
+
     def submit(self, command: Command, told: Callable[[CommandResult], None]) -> None:
         """Carry it out after those before; told() is called on the command thread."""
         self._queue.submit(lambda: told(self._all(command.order)))
 
     def _all(self, order: Order) -> CommandResult:
+        controls = dict(self._controls)
         futures: dict[str, Future[Any]] = {
-            task: self._pool.submit(self._one, task, control, order) for task, control in self._controls.items()
+            task: self._pool.submit(self._one, task, control, order) for task, control in controls.items()
         }
         values: dict[str, Any] = {}
         errors: dict[str, ShardlineError] = {}
@@ -82,6 +92,10 @@ class Commander:
             except ShardlineError as error:
                 errors[task] = error
             except (Exception, CancelledError) as error:
+                if self._controls.get(task) is not controls[task]:
+                    # The channel was closed under the call.
+                    errors[task] = UnreachableError(f"{task} was given up before it did {type(order).__name__}")
+                    continue
                 if not self._closed:
                     log.exception("%s: %s failed", task, type(order).__name__)
                 errors[task] = InternalError(f"{task}: {type(order).__name__}: {type(error).__name__}: {error}")
@@ -107,15 +121,15 @@ class Commander:
                 return control.status()
 
     def _restore(self, task: str, control: PsControl, order: Restore) -> None:
-        if self._resume is None:
+        if self.resume is None:
             raise InternalError("there is no checkpoint to restore from")
         for shard in _shards(task, order.placement):
-            if order.plan.shards[shard].buckets:
-                restore(control, self._resume, order.plan, shard, order.timeline)
+            if order.plan.shards[shard].buckets and shard not in order.keep:
+                restore(control, self.resume, order.plan, shard, order.timeline)
 
     def stop_all(self, reason: str) -> None:
         """Tell every ps to end; nobody waits for the answer, since a ps that is gone already can't give one."""
-        for control in self._controls.values():
+        for control in list(self._controls.values()):
             self._pool.submit(_stop, control, reason)
 
     def close(self) -> None:
@@ -153,4 +167,5 @@ def _configuration(task: str, order: Configure) -> Configuration:
         cut_every=job.checkpoint_every if job.consistency.mode == "sync" else 0,
         placement=order.placement,
         codec=job.codec,
+        keep=tuple(shard for shard in _shards(task, order.placement) if shard in order.keep),
     )

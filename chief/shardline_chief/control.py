@@ -19,7 +19,7 @@ from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from shardline.checkpoint import CheckpointStore
+from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.errors import CheckpointError, InternalError, UsageError, exit_code_name
 from shardline.metrics import Metrics
 from shardline.rpc.link import Orders, Phase
@@ -29,7 +29,9 @@ from shardline_chief.actions import (
     Answer,
     Command,
     CommandResult,
+    Find,
     Finish,
+    Found,
     Lead,
     MarkBest,
     Record,
@@ -37,7 +39,7 @@ from shardline_chief.actions import (
     Saved,
     Say,
 )
-from shardline_chief.checkpointer import Checkpointer, parameters_digest
+from shardline_chief.checkpointer import Checkpointer, ResumePoint, parameters_digest
 from shardline_chief.commands import Commander
 from shardline_chief.journal import Journal
 from shardline_chief.membership import State as Life
@@ -103,7 +105,8 @@ class Control:
         """Lives whose heartbeat has not been answered yet."""
         self._next_tick_s = 0.0
         self._next_rates_s = 0.0
-        self._begun = False
+        self._reported = 0
+        """Timeline whose training the reporter was told of."""
         self._goodbye_s: float | None = None
         self._asked_s = -math.inf
         """When the status was asked for last, other than by the chief's own page."""
@@ -272,6 +275,8 @@ class Control:
                 self._command(action)
             case Save():
                 self._checkpointer.submit(action, lambda saved: self.post(lambda at_s: self._saved(saved, at_s)))
+            case Find():
+                self._find(action)
             case MarkBest():
                 self._mark_best(action)
             case Finish():
@@ -295,8 +300,7 @@ class Control:
 
     def _command(self, command: Command) -> None:
         if isinstance(command.order, Lead):
-            members = self.program.state.members.living("ps")
-            self._commander.open({member.task: member.address for member in members})
+            self._commander.open(command.order.addresses)
 
         def told(result: CommandResult) -> None:
             self.post(lambda now_s: self.program.done(command.number, result, now_s))
@@ -311,6 +315,20 @@ class Control:
             self._reporter.shelf.put(saved.step, Path(saved.path))
         self.program.saved(saved, now_s)
 
+    def _find(self, find: Find) -> None:
+        self._commander.drop(find.lost)
+
+        def told(checkpoint: Checkpoint | None, error: str) -> None:
+            self.post(lambda now_s: self._found(checkpoint, error, now_s))
+
+        self._checkpointer.find(find.lost, told)
+
+    def _found(self, checkpoint: Checkpoint | None, error: str, now_s: float) -> None:
+        self._commander.resume = checkpoint
+        self.program.found(
+            Found(resume=ResumePoint(checkpoint) if checkpoint is not None else None, error=error), now_s
+        )
+
     def _mark_best(self, mark: MarkBest) -> None:
         try:
             self._checkpointer.store.mark_best(mark.step, mark.metrics)
@@ -319,13 +337,15 @@ class Control:
 
     def _figures(self, now_s: float) -> None:
         state = self.program.state
-        if not self._begun and state.running_s is not None and state.job is not None:
-            self._begun = True
+        # An asynchronous job does not go back as a whole.
+        anew = state.timeline != self._reported if state.sync else not self._reported
+        if state.phase is Phase.RUNNING and anew and state.job is not None:
+            self._reported = state.timeline
             self._reporter.begin(
                 replicas=state.job.replicas,
                 sync=state.sync,
                 timeline=state.timeline,
-                first_step=state.first_step,
+                first_step=state.base_step,
             )
         if now_s < self._next_rates_s:
             return

@@ -40,7 +40,12 @@ class Ending:
     def __init__(self, state: State, running: Running) -> None:
         self.state = state
         self.running = running
+        self._clear()
+
+    def _clear(self) -> None:
         self.stage = Stage.NOT_YET
+        self.done = False
+        """The job ends because all its steps are made."""
         self._failed = False
         self._deadline_s = 0.0
         self._asked_s = 0.0
@@ -66,7 +71,7 @@ class Ending:
         if state.phase is not Phase.RUNNING:
             state.end(exit_code, reason, now_s)
             return
-        self._failed, self._exit_code = exit_code != 0, exit_code
+        self._failed, self._exit_code, self.done = exit_code != 0, exit_code, done
         self._deadline_s = now_s + (state.timeouts.suspect_s if self._failed else state.timeouts.dead_s)
         state.phase = Phase.STOPPING
         state.reason = reason
@@ -78,6 +83,17 @@ class Ending:
         else:
             self.stage = Stage.CHOOSE
             state.command(AskStatus(), self._choose)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is wanted of the servers any more but that they go."""
+        return self.stage in (Stage.SCORE, Stage.FIGURES)
+
+    def reopen(self) -> None:
+        """The steps that were made are lost: there is no end yet."""
+        self._clear()
+        self.state.training_end_s = None
+        self.state.reason = ""
 
     @property
     def stop_step(self) -> int:

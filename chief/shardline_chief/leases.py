@@ -68,8 +68,13 @@ class Leases:
     def take(self, incarnation: int, *, workers: int) -> Lease | None:
         """The next lease, lowest batch first; None where all batches are issued.
 
+        An incarnation holds one lease at a time. If it asks while it holds one, the answer to its last question was
+        lost, and it gets the same again.
         workers: living ones, so that the end of the job is spread over all of them.
         """
+        held = next((lease for lease in self._open.values() if lease.incarnation == incarnation), None)
+        if held is not None:
+            return held
         if not self._free:
             return None
         left = sum(end - first for first, end in self._free)
@@ -81,6 +86,13 @@ class Leases:
         lease = Lease(number=self._number, first=first, count=count, incarnation=incarnation)
         self._open[lease.number] = lease
         return lease
+
+    def recall(self, lease: Lease) -> None:
+        """A lease that was handed out before, by a chief whose journal is read."""
+        self._number = max(self._number, lease.number)
+        self._open[lease.number] = lease
+        taken = [*self._done, *((held.first, held.end) for held in self._open.values())]
+        self._free = _gaps(_merged(taken), self._steps)
 
     def finish(self, number: int, incarnation: int) -> bool:
         """Mark a lease done. False: it is not that incarnation's (it was handed to another, or done before)."""
@@ -99,6 +111,12 @@ class Leases:
             self.repeated += lease.count
         self._free = _merged([*self._free, *((lease.first, lease.end) for lease in back)])
         return back
+
+    def anew(self) -> Leases:
+        """The same batches from the beginning: none of their updates is there any more."""
+        return Leases(
+            self._steps, repeated=self.repeated + self.done + sum(lease.count for lease in self._open.values())
+        )
 
     def cursor(self) -> dict[str, Any]:
         """What a checkpoint keeps, JSON: the done ranges. Taken BEFORE the shards copy themselves (PROTOCOL 1.7)."""

@@ -20,12 +20,13 @@ from shardline.rpc.status import PsStatus, TaskStatus, Traffic
 from shardline.sharding import make_plan
 from shardline.spec import JobSpec
 from shardline_chief import admission
-from shardline_chief.actions import Action, CommandResult, MarkBest, Resume, Saved
+from shardline_chief.actions import Action, CommandResult, Found, MarkBest, Resume, Saved
 from shardline_chief.assignment import replicas_of
 from shardline_chief.ending import Ending
 from shardline_chief.membership import Member, Refused
 from shardline_chief.membership import State as Life
 from shardline_chief.messages import Beat, Join, JoinAnswer, LeaseAnswer, PlaceAnswer
+from shardline_chief.recovery import Recovery
 from shardline_chief.running import Running
 from shardline_chief.setup import Setup, reassign
 from shardline_chief.state import Settings, State
@@ -41,6 +42,7 @@ class Program:
         self.setup = Setup(self.state)
         self.running = Running(self.state)
         self.ending = Ending(self.state, self.running)
+        self.recovery = Recovery(self.state, self.setup, self.running, self.ending)
         self._told_failures: set[tuple[str, int]] = set()
         self._told_leaving: set[tuple[str, int]] = set()
         self._uneven_since_s: float | None = None
@@ -58,8 +60,8 @@ class Program:
         """A task asks to take part; the answer may come later, when every ps has it in its table (F4)."""
         state = self.state
         refused = admission.refusal(state, join)
-        if refused is None and join.role == "ps" and self.setup.begun and not state.ended:
-            refused = self._ps_again(join, now_s)
+        if refused is None and join.role == "ps" and self.setup.begun:
+            self._ps_again(join, now_s)
         if refused is None:
             decision = state.members.join(now_s, join, limit=admission.limit(state, join.role))
             refused = decision if isinstance(decision, Refused) else None
@@ -88,16 +90,11 @@ class Program:
             refused = found
         return PlaceAnswer(reason=refused.reason, retry=refused.retry)
 
-    def _ps_again(self, join: Join, now_s: float) -> Refused | None:
-        """A ps joins after the start: the same process is welcome back, a new one holds nothing."""
-        state = self.state
-        old = next((m for m in state.members if m.role == "ps" and m.index == join.index), None)
-        if old is None or old.stable_id == join.stable_id:
-            return None
-        if old.state is Life.ALIVE:
-            return None
-        state.lose_ps(old.task, f"{old.task} was started again and is empty", now_s)
-        return Refused(reason=f"{old.task} lost its shards; the job ends")
+    def _ps_again(self, join: Join, now_s: float) -> None:
+        """A new process where a ps was: what that one held is gone. One that still beats is left alone (see join)."""
+        old = next((m for m in self.state.members if m.role == "ps" and m.index == join.index), None)
+        if old is not None and old.state is Life.SUSPECT and old.stable_id != join.stable_id:
+            self.recovery.lost(old.task, f"{old.task} was started again and is empty", now_s, back=True)
 
     def _admitted(self, ticket: Any, join: Join, member: Member, old: Member | None, now_s: float) -> None:
         state = self.state
@@ -172,6 +169,9 @@ class Program:
         if beat.finished and beat.task not in state.finished:
             state.finished.add(beat.task)
             state.ask_status()
+        elif not beat.finished:
+            # The job went back, so there is more for it to do.
+            state.finished.discard(beat.task)
         if beat.leaving and life not in self._told_leaving:
             self._told_leaving.add(life)
             self._leaving(beat.task, now_s)
@@ -192,9 +192,9 @@ class Program:
             state.ledger.observe(shards)
             self.setup.shards_told(now_s)
             self.running.shards_told(now_s)
-        elif state.phase in (Phase.RUNNING, Phase.STOPPING):
+        elif state.phase in (Phase.RUNNING, Phase.STOPPING) and any(p.task == task for p in state.placement):
             at = f"timeline {status.timeline:#x}" if status.timeline else "nothing"
-            state.lose_ps(task, f"{task} holds {at} instead of timeline {state.timeline:#x}", now_s)
+            self.recovery.lost(task, f"{task} holds {at} instead of timeline {state.timeline:#x}", now_s)
         if status.failure and (task, 0) not in self._told_failures:
             self._told_failures.add((task, 0))
             self.ending.begin(status.failure, now_s, exit_code=InternalError.exit_code)
@@ -250,6 +250,7 @@ class Program:
         """Time passes: call about ten times a second."""
         state = self.state
         self._lives(now_s)
+        self.recovery.tick(now_s)
         self.setup.tick(now_s)
         self._alone(now_s)
         self._uneven(now_s)
@@ -269,11 +270,14 @@ class Program:
                 level = "info" if member.state is Life.ALIVE else "warning"
                 state.say("life", change.sentence, level, task=member.task, state=member.state.value)
             elif member.role == "ps" and self.setup.begun:
-                state.lose_ps(member.task, change.sentence, now_s)
-                return
+                self.recovery.lost(member.task, change.sentence, now_s)
+                if state.ended:
+                    return
             elif member.trains and state.table_sent:
                 self._lost_trainer(member, change.sentence, now_s)
             else:
+                # No server knows of it yet in this timeline, so it is fenced as it is.
+                self._take_back(member.incarnation)
                 rest = "the job goes on without it" if member.role == "evaluator" else "waiting for another"
                 state.say("life", f"{change.sentence}; {rest}", "warning", task=member.task, state=member.state.value)
 
@@ -288,20 +292,25 @@ class Program:
             if state.ended:
                 return
             moved = self._take_back(member.incarnation)
-            rest = moved or ("nothing of its work is lost" if state.trainers() else self._waits())
+            few = not state.trainers() or state.too_few()
+            rest = self._waits() if few else moved or "nothing of its work is lost"
             state.say("life", f"{sentence}; {rest}", "warning", task=member.task, state=member.state.value)
 
         state.publish_members(fenced)
 
     def _waits(self) -> str:
-        return f"nobody is left to train: waiting {self.state.timeouts.join_s:g} s for a task to join"
+        wait = f"waiting {self.state.timeouts.join_s:g} s for a task to join"
+        there = len(self.state.trainers())
+        if not there:
+            return f"nobody is left to train: {wait}"
+        return f"{there} of at least {self.state.settings.min_workers} tasks that train are left: {wait}"
 
     def _alone(self, now_s: float) -> None:
-        """Nobody trains, or a script lacks one of its workers: wait, then end."""
+        """Nobody trains, fewer than the job wants, or a script lacks one of its workers: wait, then end."""
         state = self.state
         if state.phase is not Phase.RUNNING:
             return
-        lacking = not state.working()
+        lacking = not state.working() or state.too_few()
         if state.script:
             lacking = len({*(m.task for m in state.trainers()), *state.finished}) < state.settings.trainers
         if not lacking or len(state.finished) >= state.settings.trainers:
@@ -310,12 +319,20 @@ class Program:
         if state.alone_since_s is None:
             state.alone_since_s = now_s
         if now_s - state.alone_since_s >= state.timeouts.join_s:
-            who = "a worker that a script needs" if state.script else "every task that trains"
+            who = "every task that trains"
+            if state.script:
+                who = "a worker that a script needs"
+            elif state.trainers():
+                who = f"{self._gone()} ({len(state.trainers())} of at least {state.settings.min_workers} train)"
             self.ending.begin(
                 f"{who} is gone and none came within {state.timeouts.join_s:g} s. {state.what_remains()}",
                 now_s,
                 exit_code=TaskLostError.exit_code,
             )
+
+    def _gone(self) -> str:
+        """Tasks that trained and do no more."""
+        return ", ".join(m.task for m in self.state.members if m.trains and not m.living) or "a task that trains"
 
     def _uneven(self, now_s: float) -> None:
         """Workers of a synchronous script make different numbers of steps: end where the first one has finished."""
@@ -359,6 +376,10 @@ class Program:
         self.setup.saved(saved)
         self.ending.saved(saved, now_s)
         self._progress(now_s)
+
+    def found(self, found: Found, now_s: float) -> None:
+        """The checkpoint to go back to after a loss."""
+        self.recovery.found(found, now_s)
 
     def fatal(self, exit_code: int, reason: str, now_s: float) -> None:
         """Something without which the chief can't be trusted went wrong."""
@@ -435,7 +456,7 @@ class Program:
             checkpoint_step=state.checkpoint_step,
             final_step=state.final_step,
             workers=len(state.trainers()),
-            first_step=state.first_step,
+            first_step=state.base_step,
         )
 
     def rows(self, now_s: float) -> tuple[TaskStatus, ...]:

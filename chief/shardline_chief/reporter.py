@@ -212,9 +212,11 @@ class Reporter:
             # Imported here: it takes a second or two, and nothing needs it before training.
             from torch.utils.tensorboard import SummaryWriter
 
+            again = self._board is not None
             if self._board is not None:
                 self._board.close()
-            self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=first_step or None)
+            purge = first_step if again or first_step else None
+            self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=purge)
         except OSError as error:
             self._fail(error)
 

@@ -20,6 +20,11 @@ class Running:
         """Asynchronous mode: the servers are copying themselves."""
         self._last_cut = 0
 
+    def forget(self) -> None:
+        """The timeline is over: cuts that were asked for in it will not come."""
+        self.cut_asked = False
+        self._last_cut = 0
+
     # Checkpoints
 
     def shards_told(self, now_s: float) -> None:
@@ -43,7 +48,7 @@ class Running:
         """Asynchronous mode: a cut whenever every shard has gone another checkpoint_every versions."""
         state = self.state
         every = state.job.checkpoint_every if state.job is not None else 0
-        start = max(self._last_cut, state.first_step)
+        start = max(self._last_cut, state.base_step)
         # At the last batch the last cut is near, and its leases are all done.
         at_end = state.leases is not None and state.step >= state.leases.steps
         if every > 0 and not at_end and not self.cut_asked and state.step // every > start // every:
@@ -129,7 +134,8 @@ class Running:
             leases.finish(number, incarnation)
         if leases.all_done or state.phase in (Phase.STOPPING, Phase.ENDED):
             return LeaseAnswer(outcome="STOPPED", reason=state.reason or "all batches are done")
-        lease = leases.take(incarnation, workers=len(state.trainers())) if state.phase is Phase.RUNNING else None
+        going = state.phase is Phase.RUNNING and not state.too_few()
+        lease = leases.take(incarnation, workers=len(state.trainers())) if going else None
         if lease is None:
             return LeaseAnswer(outcome="WAITING", reason="no batch is free now", retry_after_s=RETRY_S)
         return LeaseAnswer(outcome="SERVED", lease=lease.number, first=lease.first, count=lease.count)

@@ -124,6 +124,7 @@ class ChiefProcess:
             workers=config.cluster.num("worker"),
             evaluators=config.cluster.num("evaluator"),
             chief_trains=config.chief_trains,
+            min_workers=config.min_workers,
             max_workers=config.max_workers,
             inexact=config.inexact,
             timeouts=timeouts,

@@ -6,6 +6,8 @@ again under a new timeline.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shardline.errors import JobError, ShardlineError, UnreachableError
 from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
@@ -31,6 +33,10 @@ class Setup:
         self.values_there = False
         self.cut_asked_s: float | None = None
         self.active = False
+        self.on_running: Callable[[float], None] = lambda now_s: None
+        """(now): training begins, or goes on."""
+        self.keep: frozenset[int] = frozenset()
+        """Shards whose values stay, in a timeline that follows another."""
 
     # The job
 
@@ -80,7 +86,7 @@ class Setup:
             return
         members = state.members.living("ps")
         # A small model may have fewer shards than there are ps: the last ones then hold nothing.
-        state.placement = tuple(
+        placement = tuple(
             Placement(shard=shard, task=member.task, address=member.address)
             for shard, member in zip(range(len(plan.shards)), members, strict=False)
         )
@@ -95,7 +101,28 @@ class Setup:
             f"plan {plan.plan_id[:8]}: {size / 1e6:.1f} MB in {buckets} buckets on {len(plan.shards)} shards, "
             f"largest {balance(plan):.2f} of the mean",
         )
-        state.command(Lead(), state.history(self._led))
+        self.place(placement)
+
+    def place(self, placement: tuple[Placement, ...], keep: frozenset[int] = frozenset()) -> None:
+        """Have the shards made where this says, filled, and activated. keep: those that stay as they are."""
+        state = self.state
+        state.placement = placement
+        self.keep = keep
+        self.forget()
+        state.command(
+            Lead(addresses={place.task: place.address for place in placement}),
+            state.history(lambda *_: self._configure()),
+        )
+
+    def forget(self) -> None:
+        """Nothing of what was set up before counts."""
+        state = self.state
+        state.phase = Phase.INIT
+        state.shards.clear()
+        state.initializer = ""
+        state.table_sent = False
+        self.table_there = self.values_there = self.active = False
+        self.cut_asked_s = None
 
     def _complete(self, job: JobSpec) -> bool:
         state = self.state
@@ -113,7 +140,7 @@ class Setup:
         state = self.state
         assert state.resume is not None
         assert state.job is not None
-        state.first_step = state.checkpoint_step = state.resume.step
+        state.first_step = state.base_step = state.checkpoint_step = state.resume.step
         state.checkpoint_path = state.resume.path
         self.begun = False
         self.done_before = f"done before: {state.resume.path} holds all {state.job.steps} steps; ask for more --steps"
@@ -139,21 +166,14 @@ class Setup:
 
     # The servers
 
-    def _led(self, result: CommandResult, now_s: float) -> None:
-        self._configure()
-
     def _configure(self) -> None:
         """Begin a timeline on every ps."""
         state = self.state
         assert state.job is not None
         assert state.plan is not None
         state.new_timeline()
-        state.shards.clear()
         state.ledger = CutLedger(filled_shards(state.plan))
-        state.phase = Phase.INIT
-        state.initializer = ""
-        self.table_there = self.values_there = self.active = False
-        self.cut_asked_s = None
+        self.forget()
         state.record(
             "timeline",
             timeline=state.timeline,
@@ -162,7 +182,13 @@ class Setup:
             placement=[[place.shard, place.task, place.address] for place in state.placement],
         )
         state.command(
-            Configure(job=state.job, plan=state.plan, timeline=state.timeline, placement=state.placement),
+            Configure(
+                job=state.job,
+                plan=state.plan,
+                timeline=state.timeline,
+                placement=state.placement,
+                keep=self.keep,
+            ),
             state.history(self._configured),
         )
 
@@ -180,13 +206,15 @@ class Setup:
             return
         assert state.plan is not None
         state.say("restore", f"restoring step {state.resume.step} from {state.resume.path}")
-        restore = Restore(timeline=state.timeline, plan=state.plan, placement=state.placement)
+        restore = Restore(timeline=state.timeline, plan=state.plan, placement=state.placement, keep=self.keep)
         state.command(restore, state.history(self._restored))
 
     def _restored(self, result: CommandResult, now_s: float) -> None:
         state = self.state
         assert state.resume is not None
-        state.first_step = state.checkpoint_step = state.resume.step
+        state.base_step = state.checkpoint_step = state.resume.step
+        if state.running_s is None:
+            state.first_step = state.base_step
         state.checkpoint_path = state.resume.path
         self.values_there = True
         self._activate()
@@ -210,14 +238,13 @@ class Setup:
         if state.phase is not Phase.INIT or self.values_there or state.initializer != member.task:
             return False
         state.say("init", f"{member.task} was setting the first values; all of it starts again", "warning")
-        state.table_sent = False
         self._configure()
         return True
 
     def shards_told(self, now_s: float) -> None:
         """A ps described its shards."""
         state = self.state
-        if state.phase is not Phase.INIT or state.resume is not None or not state.all_told:
+        if not self.table_there or state.phase is not Phase.INIT or state.resume is not None or not state.all_told:
             return
         if not self.values_there and all(shard.initialized for shard in state.shards.values()):
             self.values_there = True
@@ -275,13 +302,19 @@ class Setup:
             return
         trainers = state.trainers()
         missing = state.settings.trainers - len(trainers)
+        again = state.running_s is not None
         late = now_s - state.started_s >= state.timeouts.join_s
-        if not trainers or (missing > 0 and (state.script or not late)):
+        # Once it has run, who is missing is a matter of what follows a death.
+        wait = len(trainers) < max(1, state.settings.min_workers) or (missing > 0 and (state.script or not late))
+        if wait and not again:
             return
         state.phase = Phase.RUNNING
-        state.running_s = now_s
         state.initializer = ""
         reassign(state)
+        self.on_running(now_s)
+        if again:
+            return
+        state.running_s = now_s
         if missing > 0:
             state.say(
                 "late",
@@ -292,7 +325,7 @@ class Setup:
         until = f"until step {job.steps}" if job.steps else "until the script ends"
         state.say(
             "running",
-            f"training from step {state.first_step} {until}: {job.consistency.mode}, {len(trainers)} workers"
+            f"training from step {state.base_step} {until}: {job.consistency.mode}, {len(trainers)} workers"
             + (f", {job.replicas} replicas" if state.sync else ""),
         )
 
@@ -310,7 +343,7 @@ class Setup:
             self.cut_asked_s = None
             state.say("cut", f"no cut 0 within {state.timeouts.dead_s:g} s; training starts without it", "error")
             self._activate()
-        if now_s - state.started_s >= state.timeouts.join_s:
+        if now_s - state.started_s >= state.timeouts.join_s and state.running_s is None:
             if self.done_before:
                 state.end(0, self.done_before, now_s)
                 return
@@ -328,12 +361,19 @@ class Setup:
             state.end(UnreachableError.exit_code, f"{', '.join(missing)} did not join {waited}; {where}", now_s)
         elif not state.trainers():
             state.end(UnreachableError.exit_code, f"no task that trains joined {waited}; {where}", now_s)
-        elif state.script and len(state.trainers()) < settings.trainers:
-            there = {member.task for member in state.trainers()}
-            names = [f"worker/{index}" for index in range(settings.workers) if f"worker/{index}" not in there]
+        elif self.active and len(state.trainers()) < state.settings.min_workers:
+            names = ", ".join(member.task for member in state.trainers())
             state.end(
                 UnreachableError.exit_code,
-                f"{', '.join(names)} did not join {waited}, and a script needs all its workers; {where}",
+                f"only {names} of at least {state.settings.min_workers} tasks that train joined {waited}; {where}",
+                now_s,
+            )
+        elif state.script and len(state.trainers()) < settings.trainers:
+            there = {member.task for member in state.trainers()}
+            lacking = [f"worker/{index}" for index in range(settings.workers) if f"worker/{index}" not in there]
+            state.end(
+                UnreachableError.exit_code,
+                f"{', '.join(lacking)} did not join {waited}, and a script needs all its workers; {where}",
                 now_s,
             )
 
@@ -346,7 +386,7 @@ def _ps_at(index: int, address: str) -> str:
 def reassign(state: State) -> list[str]:
     """Give the replicas to the living; returns a phrase for each worker whose replicas grew."""
     state.most_trainers = max(state.most_trainers, len(state.trainers()))
-    if state.job is None or not state.sync:
+    if state.job is None or not state.sync or state.too_few():
         return []
     before = state.assignment
     tasks = [member.task for member in state.trainers()]

@@ -6,12 +6,13 @@ All of it belongs to the control thread. setup.py, running.py and ending.py hold
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config import Timeouts
-from shardline.errors import ShardlineError, TaskLostError, UnreachableError
+from shardline.errors import ShardlineError, UnreachableError
 from shardline.job import lowest_is_best
 from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
@@ -37,6 +38,8 @@ from shardline_chief.leases import Leases
 from shardline_chief.membership import Member, Membership
 from shardline_chief.messages import TRAINERS
 
+log = logging.getLogger("shardline_chief.state")
+
 Then = Callable[[CommandResult, float], None]
 
 
@@ -52,6 +55,8 @@ class Settings:
     workers: int
     evaluators: int = 0
     chief_trains: bool = False
+    min_workers: int = 1
+    """With fewer tasks that train than this the job stands still, and ends where it does so for too long."""
     max_workers: int = 64
     inexact: bool = False
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -61,6 +66,22 @@ class Settings:
     def trainers(self) -> int:
         """Tasks that are expected to run replicas."""
         return self.workers + self.chief_trains
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """The job went on after a parameter server was lost."""
+
+    task: str
+    """The first one that was lost."""
+    at_step: int
+    """Step (sync) or updates (async) that all shards had reached, as last told."""
+    from_step: int
+    """Step of the checkpoint that was gone back to; 0 where there was none."""
+    seconds: float
+    """From its last sign of life until training went on."""
+    lost: int
+    """Steps to be computed again; in asynchronous mode updates of the lost shards that no shard has any more."""
 
 
 class State:
@@ -97,6 +118,9 @@ class State:
         self.training_end_s: float | None = None
         self.alone_since_s: float | None = None
         self.first_step = 0
+        """Where this run began."""
+        self.base_step = 0
+        """Where the timeline in force began: first_step, or the step that the job went back to."""
         self.stop_step = 0
         self.checkpoint_step = -1
         self.checkpoint_path = ""
@@ -106,7 +130,14 @@ class State:
         self.exit_code = 0
         self.reason = ""
         self.actions: list[Action] = []
-        self._orders: dict[int, tuple[Order, Then | None]] = {}
+        self.on_ps_lost: Callable[[str, str, float], None] = lambda task, why, now_s: None
+        """(task, why, now): a server is gone with what it held; see recovery.py."""
+        self.on_refused: Callable[[Order, Mapping[str, ShardlineError], float], bool] = lambda order, errors, now_s: (
+            False
+        )
+        """(order, errors, now): servers did not do it; returns whether that has been dealt with."""
+        self.recoveries: list[Recovered] = []
+        self._orders: dict[int, tuple[Order, Then | None, int]] = {}
         self._commands = 0
         self._asking = False
 
@@ -135,6 +166,10 @@ class State:
         """Those of them that have not finished their part."""
         return [member for member in self.trainers() if member.task not in self.finished]
 
+    def too_few(self) -> bool:
+        """Whether fewer tasks train than the job wants at least; it then stands still."""
+        return len(self.trainers()) < self.settings.min_workers
+
     def missing_ps(self) -> list[int]:
         """Indices of parameter servers that are not there."""
         there = {member.index for member in self.members.living("ps")}
@@ -149,13 +184,13 @@ class State:
     def step(self) -> int:
         """Steps that every shard has closed (sync), updates that every shard has applied (async)."""
         if not self.all_told:
-            return self.first_step
+            return self.base_step
         return min(shard.step_min if self.sync else shard.version for shard in self.shards.values())
 
     @property
     def step_max(self) -> int:
         """Highest step any bucket is at."""
-        return max((shard.step_max for shard in self.shards.values()), default=self.first_step)
+        return max((shard.step_max for shard in self.shards.values()), default=self.base_step)
 
     def common_step(self) -> int | None:
         """The step that every bucket of every shard is at; None where they differ or are not known."""
@@ -187,7 +222,7 @@ class State:
     def command(self, order: Order, then: Then | None = None) -> None:
         """Order every ps; `then` gets the result once all have answered, errors included (see `history`)."""
         self._commands += 1
-        self._orders[self._commands] = (order, then)
+        self._orders[self._commands] = (order, then, self.timeline)
         self.actions.append(Command(number=self._commands, order=order))
 
     def history(self, then: Then) -> Then:
@@ -208,11 +243,14 @@ class State:
 
     def continued(self, number: int, result: CommandResult, now_s: float) -> None:
         """A command came back from every ps. What must be done and was not ends the job; then what follows it."""
-        order, then = self._orders.pop(number)
+        order, then, timeline = self._orders.pop(number)
         if isinstance(order, AskStatus):
             self._asking = False
-        elif result.errors and not isinstance(order, Release) and not self.ended:
-            self.command_failed(result.errors, now_s)
+        elif timeline != self.timeline or self.ended:
+            # A server that was lost since: whoever is there now has nothing to do with this.
+            log.debug("%s of timeline %#x: %s", type(order).__name__, timeline, result.errors)
+        elif result.errors and not isinstance(order, Release):
+            self._command_failed(order, result.errors, now_s)
         if then is not None:
             then(result, now_s)
 
@@ -240,30 +278,20 @@ class State:
         self.say("ended", reason, "info" if exit_code == 0 else "error", exit_code=exit_code)
         self.actions.append(Finish(exit_code=exit_code, reason=reason))
 
-    def lose_ps(self, task: str, why: str, now_s: float) -> None:
-        """A parameter server is gone with its shards; without a standby the job ends here."""
-        member = self.members.get(task)
-        self.members.declare_dead(task)
-        if self.ended:
-            return
-        address = f" at {member.address}" if member is not None else ""
-        shards = ", ".join(str(p.shard) for p in self.placement if p.task == task)
-        rest = self.what_remains()
-        held = f"held shard {shards}" if shards else "held no shard but must obey like the others"
-        self.end(TaskLostError.exit_code, f"{why}; {task}{address} {held}, so the job ends. {rest}", now_s)
-
     def what_remains(self) -> str:
         """Where to go on from after a loss."""
         if self.checkpoint_step < 0:
             return "There is no checkpoint yet; start the job again."
         return f"Go on with --resume from step {self.checkpoint_step}: {self.checkpoint_path}"
 
-    def command_failed(self, errors: Mapping[str, ShardlineError], now_s: float) -> None:
-        """Some ps did not do what it was told; without it nothing is certain, so the job ends."""
-        task, error = sorted(errors.items())[0]
-        if isinstance(error, UnreachableError):
-            self.lose_ps(task, f"{task} does not answer: {error}", now_s)
-        else:
+    def _command_failed(self, order: Order, errors: Mapping[str, ShardlineError], now_s: float) -> None:
+        """Some ps did not do what it was told. One that doesn't answer is lost; else nothing is certain any more."""
+        silent = {task: error for task, error in errors.items() if isinstance(error, UnreachableError)}
+        if silent:
+            for task, why in sorted(silent.items()):
+                self.on_ps_lost(task, f"{task} does not answer: {why}", now_s)
+        elif not self.on_refused(order, errors, now_s):
+            _, error = sorted(errors.items())[0]
             self.end(error.exit_code, str(error), now_s)
 
     def better(self, metrics: Mapping[str, float]) -> bool:

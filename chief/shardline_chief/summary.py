@@ -58,6 +58,7 @@ def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[s
         "skipped_steps": max((shard.skipped_steps for shard in shards), default=0),
         "duplicate_mismatches": sum(shard.duplicate_mismatches for shard in shards),
         "repeated_batches": state.leases.repeated if state.leases is not None else 0,
+        "recoveries": [dataclasses.asdict(recovered) for recovered in state.recoveries],
         "checkpoint": state.checkpoint_path or None,
         "checkpoint_step": state.checkpoint_step,
         "consistency": state.job.consistency.mode if state.job is not None else "",

@@ -15,7 +15,7 @@ from shardline.config import RoleConfig
 from shardline.errors import InternalError, ShardlineError, UnreachableError
 from shardline.line_rate import meter_line
 from shardline.metrics import Metrics
-from shardline.process import Termination, memory_limit, resolve_device, tell_ready
+from shardline.process import Termination, free_memory, memory_limit, resolve_device, tell_ready
 from shardline.rpc.configuration import PsConfiguration
 from shardline.rpc.link import ChiefLink, Orders, Phase
 from shardline.rpc.server import RpcServer
@@ -47,6 +47,8 @@ class PsProcess:
             pool_threads=max(2, os.cpu_count() or 1),
             memory_limit_bytes=memory_limit(device, config.gpu_memory_fraction),
         )
+        if device.type == "cpu":
+            self.store.free_memory = free_memory
         # The answer has to be there before the sender's own deadline, which is rpc_s and time for the bytes.
         self.store.staging_wait_s = config.timeouts.rpc_s / 2
         self.ended = threading.Event()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -65,6 +65,8 @@ class ParameterStore:
         self.device = device
         self.pool_threads = pool_threads
         self.memory_limit_bytes = memory_limit_bytes
+        self.free_memory: Callable[[], int] | None = None
+        """Bytes of host memory that may still be taken, where that bounds what is configured."""
         self.staging_bytes = staging_bytes
         self.staging = Staging()
         """Who may bring the next contribution."""
@@ -106,13 +108,17 @@ class ParameterStore:
         """Run tensor work in the pool; it must never wait for another task."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args))
 
-    def configure(self, configuration: PsConfiguration, loop: asyncio.AbstractEventLoop) -> bool:
+    def configure(
+        self, configuration: PsConfiguration, loop: asyncio.AbstractEventLoop, *, keep: Collection[int] = ()
+    ) -> bool:
         """Make the shards of a configuration; False where it is in force already (values are kept then).
 
+        keep: shards that stay as they are under the new timeline; they must be held by the same rule.
         Raises ProtocolError or UsageError, the old configuration left as it was.
         """
         if self.configuration == configuration:
             return False
+        kept = self._to_keep(configuration, keep)
         plan = configuration.plan
         for number in configuration.shards:
             if number >= len(plan.shards):
@@ -125,10 +131,13 @@ class ParameterStore:
         if self.device.type != "cpu":
             # Sums that wait for more replicas live on the device too.
             needed += least_staging_bytes(configuration)
-        if self.memory_limit_bytes is not None and needed > self.memory_limit_bytes:
+        limit, remedy = self.memory_limit_bytes, "raise --gpu-memory-fraction"
+        if limit is None and self.free_memory is not None:
+            limit, remedy = self.free_memory() + self.held_bytes, "a machine (or container) with more memory"
+        if limit is not None and needed > limit:
             raise UsageError(
                 f"the shards of this ps need {needed:,} bytes on {self.device} with optimizer state, the limit is "
-                f"{self.memory_limit_bytes:,}; use more parameter servers, or raise --gpu-memory-fraction"
+                f"{limit:,}; use more parameter servers, or {remedy}"
             )
         settings = ShardSettings(
             plan=plan,
@@ -139,7 +148,10 @@ class ParameterStore:
             cut_every=configuration.cut_every,
             device=self.device,
         )
-        shards = {number: self._make_shard(number, settings) for number in configuration.shards}
+        shards = {
+            number: kept[number] if number in kept else self._make_shard(number, settings)
+            for number in configuration.shards
+        }
         self.signals = {
             (number, bucket.number): Signal(loop) for number, shard in shards.items() for bucket in shard.buckets
         }
@@ -162,6 +174,18 @@ class ParameterStore:
         )
         log.info("%s", memory_sentence(self.memory_plan(configuration), configuration))
         return True
+
+    def _to_keep(self, configuration: PsConfiguration, keep: Collection[int]) -> dict[int, Shard]:
+        """The shards to be kept. Raises ProtocolError where they are not here, or are to be something else."""
+        if not keep:
+            return {}
+        held = self.configuration
+        same = held is not None and replace(configuration, timeline=held.timeline, shards=held.shards) == held
+        lacking = sorted(set(keep) - self.shards.keys() | set(keep) - set(configuration.shards))
+        if not same or lacking:
+            what = f"shards {lacking} are not here" if lacking else "the plan, the rule or the mode differ"
+            raise ProtocolError(f"Configure wants shards {sorted(keep)} kept, but {what}; make them anew")
+        return {number: self.shards[number] for number in keep}
 
     def memory_plan(self, configuration: PsConfiguration) -> dict[str, int]:
         """Bytes that a configuration's shards may come to hold, by kind; see shardline_ps.configuration."""

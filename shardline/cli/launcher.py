@@ -36,8 +36,7 @@ from shardline.security import PLAIN, Security
 START_FLOOR_S = 60.0
 """A task may take this long to import torch and the job on a busy machine, however short --timeout is."""
 MAX_RESTARTS = 3
-RESTARTED_ROLES = ("worker", "evaluator")
-"""Not a ps: its new process would be empty, and the chief ends the job at a ps's death."""
+RESTARTED_ROLES = ("ps", "worker", "evaluator")
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
 """What shardline.connect() takes from the environment where the script doesn't say it."""
 HOPELESS_CODES = (2, 5, 6)
@@ -71,6 +70,7 @@ class LaunchOptions:
     ps_device: str = "cpu"
     gpu_memory_fraction: float | None = None
     chief_trains: bool = False
+    min_workers: int = 1
     inexact: bool = False
     script: bool = False
     script_args: tuple[str, ...] = ()
@@ -125,6 +125,8 @@ def task_command(options: LaunchOptions, task: str, *, ready_fd: int | None, lif
         command += ["--ready-fd", str(ready_fd)]
     if role == "chief" and options.resume:
         command.append("--resume")
+    if role == "chief" and options.min_workers > 1:
+        command += ["--min-workers", str(options.min_workers)]
     if role == "chief" and options.chief_trains:
         command.append("--chief-trains")
     if role == "chief":

@@ -104,6 +104,18 @@ timeout = option(
 cluster = option("--cluster", metavar="FILE", help="cluster.json; without it TF_CONFIG.")
 resume = option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out. (chief)")
 chief_trains = option("--chief-trains", is_flag=True, help="The chief trains too, as in TensorFlow. (chief)")
+min_workers = option(
+    "--min-workers",
+    type=click.IntRange(min=1),
+    default=1,
+    help="With fewer tasks that train the job stands still, and ends when it did so for --timeout. (chief)",
+)
+max_workers = option(
+    "--max-workers",
+    type=click.IntRange(min=1),
+    default=64,
+    help="Workers that may take part; more than the cluster has may join while it trains. (chief)",
+)
 inexact = option(
     "--inexact", is_flag=True, help="Allow machines whose gradients differ in the last bits in one synchronous job."
 )
@@ -211,6 +223,8 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
         metrics_port=flags["metrics_port"],
         host=flags["host"],
         chief_trains=flags["chief_trains"],
+        min_workers=flags["min_workers"],
+        max_workers=flags["max_workers"],
         inexact=flags["inexact"],
         overrides=overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
         ready_fd=flags["ready_fd"],

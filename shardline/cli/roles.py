@@ -55,6 +55,8 @@ role_options = options.together(
         help="End with the exit code of a job that failed, for supervisors that start failed tasks again.",
     ),
     options.chief_trains,
+    options.min_workers,
+    options.max_workers,
     options.inexact,
     options.job_fields,
     options.lanes,

@@ -56,6 +56,7 @@ EPILOG = "What follows -- is passed on: to the script, or to the job file as SHA
 @options.option("--ps-device", default="cpu", callback=options.check_device, help="Device of the parameter servers.")
 @options.gpu_memory_fraction
 @options.chief_trains
+@options.min_workers
 @options.inexact
 @options.lanes
 @options.page
@@ -98,6 +99,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         ps_device=flags["ps_device"],
         gpu_memory_fraction=flags["gpu_memory_fraction"],
         chief_trains=flags["chief_trains"],
+        min_workers=flags["min_workers"],
         inexact=flags["inexact"],
         script=flags["script"],
         script_args=tuple(shlex.split(os.environ.get(options.JOB_ARGS, ""))),

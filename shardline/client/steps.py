@@ -99,9 +99,17 @@ class StepFinder:
             if orders.phase not in (Phase.RUNNING, Phase.STOPPING):
                 self._wait_for_change(orders)
                 continue
+            if self._is_another_history(orders):
+                self.stale = True
+                if self._finished:
+                    # What was the end is ahead again.
+                    self._finished = False
+                    link.resume()
             if self._trainer.is_sync:
                 number = self._next_sync(orders)
             elif self._trainer.job.script:
+                if self.stale and not self._relocate(orders):
+                    continue
                 self.todo = {0}
                 number = self._trainer.step
             else:
@@ -109,6 +117,9 @@ class StepFinder:
             if number is not None:
                 link.set_step(number)
                 return number
+
+    def _is_another_history(self, orders: Orders) -> bool:
+        return self._place.view is not None and orders.timeline != self._place.view.timeline
 
     def _orders_or_none(self) -> Orders | None:
         """Orders in force; None where this worker is leaving and has been let go."""
@@ -210,7 +221,7 @@ class StepFinder:
         if not self._pipeline.healthy:
             return None
         orders = self._orders_or_none()
-        if orders is None or orders.phase not in (Phase.RUNNING, Phase.STOPPING):
+        if orders is None or orders.phase not in (Phase.RUNNING, Phase.STOPPING) or self._is_another_history(orders):
             return None
         if not self._trainer.is_sync:
             return self.leases.batch if self.leases.has_next else None

@@ -95,6 +95,7 @@ class Workplace:
             and view.timeline == self.view.timeline
         ):
             return
+        pushed = self.current.step if self.current is not None and not self.current.is_sync else 0
         self._close_trainer()
         self.view = view
         trainer = Trainer(
@@ -110,6 +111,8 @@ class Workplace:
             zero_copy=self.zero_copy,
             credit_bytes=credit_bytes(),
         )
+        # In asynchronous mode a worker counts its own pushes, whatever became of them.
+        trainer.step = pushed
         trainer.exchange.still_ordered = self._still_ordered
         trainer.on_nonfinite = lambda name: self._metrics.counter("shardline_nonfinite_total", what=name).inc()
         self._open_gate(trainer)

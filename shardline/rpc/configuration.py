@@ -51,6 +51,8 @@ class Configuration(PsConfiguration):
 
     placement: tuple[Placement, ...] = ()
     activate: bool = False
+    keep: tuple[int, ...] = ()
+    """Shards whose present values stay."""
 
 
 def placement_to_proto(placement: Iterable[Placement]) -> list[parameter_server_pb2.Placement]:
@@ -83,6 +85,7 @@ def configuration_to_proto(
         codec=configuration.codec,
         placement=placement_to_proto(configuration.placement),
         activate=configuration.activate,
+        keep_shards=configuration.keep,
     )
 
 

@@ -266,6 +266,10 @@ class ChiefLink:
         self._finished = True
         self.beat_now()
 
+    def resume(self) -> None:
+        """There is more to do after all: the job went back to an earlier step."""
+        self._finished = False
+
     def fail(self, sentence: str, code: int, *, timeout_s: float = 5.0) -> None:
         """Tell the chief why this task can't go on; waits until the beat is written or the timeout ends."""
         self._failure = (sentence, code)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config import Timeouts
-from shardline.errors import CheckpointError, ShardlineError, UnreachableError
+from shardline.errors import CheckpointError, ShardlineError, UnreachableError, UsageError
 from shardline.rpc.link import Orders, Phase
 from shardline.rpc.status import HeldCut, PsStatus, ShardStatus
 from shardline.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
@@ -19,7 +19,9 @@ from shardline_chief.actions import (
     CommandResult,
     Configure,
     Cut,
+    Find,
     Finish,
+    Found,
     Lead,
     MarkBest,
     Members,
@@ -61,6 +63,7 @@ class FakeResume:
     step: int = 40
     path: str = "/out/checkpoints/step-00000040"
     cursor: dict[str, Any] = field(default_factory=dict)
+    versions: tuple[int, ...] = (40, 40)
     refuses: str = ""
 
     def check(self, job: JobSpec) -> None:
@@ -83,10 +86,16 @@ class FakePs:
     cuts: dict[int, HeldCut] = field(default_factory=dict)
     dead: bool = False
     asynchronous: bool = False
+    kept: bool = False
     passes: int = 0
     """So many Cut commands come too late."""
     failure: str = ""
     waiting_for: tuple[int, ...] = ()
+    restored: int = 40
+    """Step of the checkpoint that Restore brings."""
+    shards: tuple[int, ...] = ()
+    room: int = 8
+    """So many shards at most."""
 
     @property
     def task(self) -> str:
@@ -102,8 +111,13 @@ class FakePs:
             waiting_for=self.waiting_for,
             cuts=tuple(self.cuts.values()),
         )
+        # One that took over another's shards tells the same of all of them.
+        held = [dataclasses.replace(shard, shard=number) for number in self.shards or (self.number,)]
         return PsStatus(
-            task=self.task, timeline=self.timeline, shards=(shard,) if self.timeline else (), failure=self.failure
+            task=self.task,
+            timeline=self.timeline,
+            shards=tuple(held) if self.timeline else (),
+            failure=self.failure,
         )
 
     def advance(self, step: int) -> None:
@@ -121,16 +135,22 @@ class FakePs:
             case Lead():
                 return self.timeline
             case Configure():
-                self.timeline, self.initialized, self.active = order.timeline, False, False
+                shards = tuple(place.shard for place in order.placement if place.task == self.task)
+                if len(shards) > self.room:
+                    raise UsageError("the shards of this ps need more than there is")
+                self.timeline, self.active, self.shards = order.timeline, False, shards
                 self.asynchronous = order.job.consistency.mode == "async"
-                self.step, self.cuts, self.stop = 0, {}, None
+                self.kept = bool(shards) and set(shards) <= order.keep
+                if not self.kept:
+                    self.initialized, self.step, self.version, self.cuts, self.stop = False, 0, 0, {}, None
                 return 1000
             case Members():
                 self.members = dict(order.members)
                 return 0
             case Restore():
-                self.initialized = True
-                self.step = self.version = 40
+                if not self.kept:
+                    self.initialized = True
+                    self.step = self.version = self.restored
             case Activate():
                 assert self.initialized
                 self.active = True
@@ -175,10 +195,15 @@ class Cluster:
         self.saves: list[Save] = []
         self.bests: list[int] = []
         self.disk_full = False
+        self.lost_disk = False
+        self.led: set[str] = set()
+        """Servers that commands go to."""
         self.hold_commands = False
         self.held: list[Command] = []
         self.hold_saves = False
         self.held_saves: list[Save] = []
+        self.held_finds: list[Find] = []
+        self.finished: set[str] = set()
         self.finish: Finish | None = None
         self.lives: dict[str, int] = {}
         self._stable = 0
@@ -218,6 +243,8 @@ class Cluster:
                     case Finish():
                         assert self.finish is None, "a job ends once"
                         self.finish = action
+                    case Find():
+                        self._find(action)
                     case Command():
                         self.log.append(type(action.order).__name__)
                         if self.hold_commands:
@@ -237,12 +264,33 @@ class Cluster:
         held, self.held_saves = self.held_saves, []
         for save in held:
             self._save(save)
+        finds, self.held_finds = self.held_finds, []
+        for find in finds:
+            self._find(find)
         self.settle()
+
+    def _find(self, find: Find) -> None:
+        if self.held_saves:
+            # Both are the work of one thread.
+            self.held_finds.append(find)
+            return
+        if self.lost_disk:
+            self.program.found(Found(error="no checkpoint can be read"), self.now_s)
+            return
+        step = self.saves[-1].step if self.saves else None
+        if step is None and self.program.state.resume is not None:
+            step = self.program.state.resume.step
+        for ps in self.ps:
+            ps.restored = step or 0
+        resume = None if step is None else FakeResume(step=step, versions=(step,) * len(self.ps))
+        self.program.found(Found(resume=resume), self.now_s)
 
     def _run(self, command: Command) -> None:
         self.commands.append(command.order)
+        if isinstance(command.order, Lead):
+            self.led = set(command.order.addresses)
         values, errors = {}, {}
-        for ps in self.ps:
+        for ps in (ps for ps in self.ps if ps.task in self.led):
             try:
                 values[ps.task] = ps.obey(command.order)
             except ShardlineError as error:
@@ -250,7 +298,7 @@ class Cluster:
         self.program.done(command.number, CommandResult(values=values, errors=errors), self.now_s)
 
     def _save(self, save: Save) -> None:
-        assert all(ps.cuts[save.step].complete for ps in self.ps), "a cut was fetched that is not whole"
+        assert all(ps.cuts[save.step].complete for ps in self.ps if ps.shards), "a cut was fetched that is not whole"
         if self.hold_saves:
             self.held_saves.append(save)
             return
@@ -281,6 +329,9 @@ class Cluster:
 
     def beat(self, task: str, **fields: Any) -> bool:
         ps = next((p.status() for p in self.ps if p.task == task), None)
+        # Once said it is said with every beat, until it is taken back.
+        fields.setdefault("finished", task in self.finished)
+        (self.finished.add if fields["finished"] else self.finished.discard)(task)
         alive = self.program.beat(Beat(task=task, incarnation=self.lives[task], ps=ps, **fields), self.now_s)
         self.settle()
         return alive
@@ -299,6 +350,18 @@ class Cluster:
 
     def orders(self, task: str) -> Orders:
         return self.program.orders(task, self.lives[task])
+
+    def kill_ps(self, number: int) -> None:
+        """Its process dies, and the stream breaks."""
+        self.ps[number].dead = True
+        task = f"ps/{number}"
+        self.program.stream_broken(task, self.lives[task], self.now_s)
+        self.settle()
+
+    def restart_ps(self, number: int) -> None:
+        """Another process takes its index, holding nothing."""
+        self.ps[number] = FakePs(number, restored=self.ps[number].restored)
+        self.join("ps", number)
 
     def initialize(self) -> None:
         """The worker that was told to sets the first values."""

@@ -236,28 +236,6 @@ def test_a_worker_that_comes_in_time_takes_over_all_replicas() -> None:
     assert cluster.orders("worker/1").replicas == (0, 1, 2, 3)
 
 
-def test_dead_ps_ends_the_job_and_says_how_to_go_on() -> None:
-    cluster = running(checkpoint_every=10)
-    cluster.ps[1].dead = True
-    cluster.tick(T / 3 + 1, silent=("ps/1",))
-    assert cluster.finish is not None
-    assert cluster.finish.exit_code == 4
-    assert "ps/1" in cluster.finish.reason
-    assert "last heard" in cluster.finish.reason
-    assert "--resume" in cluster.finish.reason
-    assert "/out/step-0" in cluster.finish.reason
-
-
-def test_ps_that_was_started_again_ends_the_job_and_is_refused() -> None:
-    cluster = running()
-    cluster.program.stream_broken("ps/0", cluster.lives["ps/0"], cluster.now_s)
-    cluster.settle()
-    (answer,) = cluster.ask("ps", 0)
-    assert not answer.accepted
-    assert cluster.finish is not None
-    assert cluster.finish.exit_code == 4
-
-
 def test_dead_evaluator_is_said_and_training_goes_on() -> None:
     cluster = running()
     cluster.join("evaluator", 0)

@@ -144,6 +144,7 @@ class ConfigureRequest(_message.Message):
     CODEC_FIELD_NUMBER: _builtins.int
     ACTIVATE_FIELD_NUMBER: _builtins.int
     STANDBYS_FIELD_NUMBER: _builtins.int
+    KEEP_SHARDS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     timeline: _builtins.int
     replicas: _builtins.int
@@ -170,6 +171,12 @@ class ConfigureRequest(_message.Message):
     def consistency(self) -> _plan_pb2.ConsistencySpec: ...
     @_builtins.property
     def placement(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]: ...
+    @_builtins.property
+    def keep_shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shards that this ps holds already, of the same plan and rule, and whose values and push numbers stay (asynchronous
+        mode, after another ps was lost). All others are made anew.
+        """
+
     def __init__(
         self,
         *,
@@ -187,10 +194,11 @@ class ConfigureRequest(_message.Message):
         codec: _builtins.str = ...,
         activate: _builtins.bool = ...,
         standbys: _builtins.int = ...,
+        keep_shards: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["consistency", b"consistency", "plan", b"plan", "rule", b"rule", "schedule", b"schedule", "term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "codec", b"codec", "consistency", b"consistency", "cut_every", b"cut_every", "job", b"job", "placement", b"placement", "plan", b"plan", "replicas", b"replicas", "rule", b"rule", "schedule", b"schedule", "shards", b"shards", "standbys", b"standbys", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "codec", b"codec", "consistency", b"consistency", "cut_every", b"cut_every", "job", b"job", "keep_shards", b"keep_shards", "placement", b"placement", "plan", b"plan", "replicas", b"replicas", "rule", b"rule", "schedule", b"schedule", "shards", b"shards", "standbys", b"standbys", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -561,7 +569,7 @@ class ImageEnd(_message.Message):
     buckets: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerSequence]:
-        """async: last sequence number applied per worker when the image was sent. Not restored: a new run has new lives."""
+        """async: last sequence number per worker that the images hold; a restored shard expects the next one."""
 
     def __init__(
         self,

@@ -1,0 +1,277 @@
+"""A parameter server is gone with what it held: go back to the newest checkpoint under a new timeline, and go on.
+
+PROTOCOL 1.6. Synchronous: all shards go back, and the workers compute the same bits again. Asynchronous: only what the
+lost server held is restored; updates that it had acknowledged since are lost, and counted. Its shards wait for its next
+process for a third of --timeout; then they move to the other servers, where these have room. A loss in the middle of
+this starts it over.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from shardline.errors import CheckpointError, ShardlineError, TaskLostError
+from shardline.rpc.configuration import Placement
+from shardline.rpc.link import Phase
+from shardline_chief.actions import Configure, Find, Found, Order
+from shardline_chief.ending import Ending
+from shardline_chief.membership import Member
+from shardline_chief.running import Running
+from shardline_chief.setup import Setup
+from shardline_chief.state import Recovered, State
+
+ATTEMPTS = 8
+"""So many losses in a row, with no step made between them, end the job: something is wrong that no restart cures."""
+
+
+class Stage(enum.Enum):
+    """Where the recovery is."""
+
+    NONE = 0
+    FINDING = 1
+    """Waiting for the checkpoint to go back to, which may be being written."""
+    SERVERS = 2
+    """Waiting for somebody to hold the shards."""
+    SETUP = 3
+    """The servers are being filled; see setup.py."""
+
+
+class Recovery:
+    """Rules of what follows the loss of a server."""
+
+    def __init__(self, state: State, setup: Setup, running: Running, ending: Ending) -> None:
+        self.state = state
+        self.setup = setup
+        self.running = running
+        self.ending = ending
+        self.stage = Stage.NONE
+        self._first = ""
+        self._lost: dict[str, float] = {}
+        """When each was known to be lost, while nobody holds its shards."""
+        self._began_s = 0.0
+        self._at: dict[int, tuple[int, int]] = {}
+        """Step and version of each shard, as last told before the loss."""
+        self._at_step = 0
+        self._home: tuple[Placement, ...] = ()
+        """Who held what before the loss."""
+        self._whole: dict[int, int] = {}
+        """Incarnation of the server on which each shard has its values, of shards that have them."""
+        self._full = ""
+        """Why the other servers can't take the lost shards."""
+        self._attempts = 0
+        state.on_ps_lost = self.lost
+        state.on_refused = self.refused
+        setup.on_running = self.running_again
+
+    @property
+    def active(self) -> bool:
+        """Whether the job stands still for this."""
+        return self.stage is not Stage.NONE
+
+    # The loss
+
+    def lost(self, task: str, why: str, now_s: float, *, back: bool = False) -> None:
+        """A server is gone, or empty. back: its next process is there already."""
+        state = self.state
+        member = state.members.get(task)
+        state.members.declare_dead(task)
+        if state.ended:
+            return
+        shards = [str(place.shard) for place in state.placement if place.task == task]
+        if not self.setup.begun or not shards:
+            # Commands go to those that hold shards only.
+            state.say("life", f"{why}; it held nothing, so the job goes on without it", "warning", task=task)
+            return
+        if self.ending.over:
+            state.say("life", f"{why}; its part is done", "warning", task=task)
+            return
+        at = f" at {member.address}" if member is not None else ""
+        sentence = f"{why}; {task}{at} held shard {', '.join(shards)}"
+        if reason := self._hopeless():
+            state.end(TaskLostError.exit_code, f"{sentence}, so the job ends{reason}. {state.what_remains()}", now_s)
+            return
+        self._begin(task, now_s, member.last_heard_s if member is not None else now_s)
+        wait = f"waiting {state.timeouts.dead_s:g} s for it to come back, before its shards move"
+        if not state.members.living("ps"):
+            wait = f"waiting {state.timeouts.join_s:g} s for it to come back"
+        rest = self._goes_back() if back else f"{self._goes_back()}; {wait}"
+        state.say("ps_lost", f"{sentence}; {rest}", "warning", task=task, shards=shards)
+
+    def _hopeless(self) -> str:
+        """Why the job can't go on after a loss, as the end of a sentence; empty where it can."""
+        state = self.state
+        if state.phase is Phase.STOPPING and not self.ending.done:
+            return " as it was about to"
+        if state.script and state.finished:
+            # Its gradients of the steps to be made again are gone with it.
+            return f": {', '.join(sorted(state.finished))} has finished and can't go back"
+        if self._attempts >= ATTEMPTS:
+            return f" after {self._attempts} losses in a row without a step between them"
+        return ""
+
+    def _begin(self, task: str, now_s: float, heard_s: float) -> None:
+        state = self.state
+        if not self.active:
+            self._first, self._began_s = task, heard_s
+            self._at = {number: (shard.step_min, shard.version) for number, shard in state.shards.items()}
+            self._at_step = state.step
+            self._home = state.placement
+        self._lost.setdefault(task, now_s)
+        self._attempts += 1
+        self._full = ""
+        if state.phase is Phase.STOPPING:
+            self.ending.reopen()
+        # Whatever comes back of the history so far is not taken any more, and workers stop what they do.
+        state.new_timeline()
+        self.setup.forget()
+        self.running.forget()
+        self.stage = Stage.FINDING
+        state.actions.append(Find(lost=tuple(sorted(self._lost))))
+
+    def _goes_back(self) -> str:
+        state = self.state
+        if state.checkpoint_step < 0:
+            return "there is no checkpoint yet, so the job begins anew"
+        what = "all shards go back" if state.sync else "it goes back"
+        return f"{what} to step {state.checkpoint_step}"
+
+    # On
+
+    def tick(self, now_s: float) -> None:
+        """Go on as far as possible."""
+        state = self.state
+        if state.ended:
+            return
+        if self.stage is Stage.SERVERS:
+            self._place(now_s)
+        elif self.stage is Stage.NONE and self._attempts and state.step > state.base_step:
+            self._attempts = 0
+
+    def found(self, found: Found, now_s: float) -> None:
+        """The answer to Find."""
+        state = self.state
+        if state.ended or self.stage is not Stage.FINDING:
+            return
+        if found.error:
+            state.end(CheckpointError.exit_code, f"{self._first} was lost, and {found.error}", now_s)
+            return
+        state.resume = found.resume
+        state.base_step = found.resume.step if found.resume is not None else 0
+        if found.resume is None and state.leases is not None:
+            state.leases = state.leases.anew()
+        self.stage = Stage.SERVERS
+        self._place(now_s)
+
+    def _place(self, now_s: float) -> None:
+        """Choose who holds what, if that can be done now."""
+        state = self.state
+        living = {member.task: member for member in state.members.living("ps")}
+        gone = sorted({place.task for place in self._home} - living.keys())
+        self._lost = {task: at_s for task, at_s in self._lost.items() if task in gone}
+        if gone:
+            waited_s = now_s - min(self._lost.setdefault(task, now_s) for task in gone)
+            if waited_s >= state.timeouts.join_s:
+                full = f"; {self._full}" if self._full else ""
+                state.end(
+                    TaskLostError.exit_code,
+                    f"{', '.join(gone)} did not come back within {state.timeouts.join_s:g} s{full}. "
+                    f"{state.what_remains()}",
+                    now_s,
+                )
+                return
+            if not living or self._full or waited_s < state.timeouts.dead_s:
+                return
+        placement = moved(self._home, living, self._sizes())
+        for place, before in zip(placement, self._home, strict=True):
+            if place.task != before.task:
+                state.say("moved", f"shard {place.shard} moves from {before.task} to {place.task}", "warning")
+        self.stage = Stage.SETUP
+        keep = self._kept(placement)
+        # The others are empty from here on, whatever becomes of this.
+        self._whole = {shard: incarnation for shard, incarnation in self._whole.items() if shard in keep}
+        self.setup.place(placement, keep)
+
+    def _sizes(self) -> Mapping[int, int]:
+        plan = self.state.plan
+        assert plan is not None
+        return {number: shard.nbytes for number, shard in enumerate(plan.shards)}
+
+    def _kept(self, placement: tuple[Placement, ...]) -> frozenset[int]:
+        """Shards that stay as they are: asynchronous ones on a server that is the process it was."""
+        state = self.state
+        if state.sync or state.resume is None:
+            return frozenset()
+        lives = {member.task: member.incarnation for member in state.members.living("ps")}
+        return frozenset(p.shard for p in placement if self._whole.get(p.shard) == lives[p.task])
+
+    def refused(self, order: Order, errors: Mapping[str, ShardlineError], now_s: float) -> bool:
+        """A server did not do what it was told. True: it had no room for another one's shards, and others may come."""
+        state = self.state
+        if not isinstance(order, Configure) or self.stage is not Stage.SETUP or not self._lost:
+            return False
+        task, error = sorted(errors.items())[0]
+        self._full = f"{task} can't take its shards: {error}"
+        state.say("no_room", f"{self._full}; waiting for {', '.join(sorted(self._lost))}", "warning")
+        self.stage = Stage.SERVERS
+        return True
+
+    def running_again(self, now_s: float) -> None:
+        """Training begins, or goes on."""
+        state = self.state
+        lives = {member.task: member.incarnation for member in state.members.living("ps")}
+        self._whole = {place.shard: lives[place.task] for place in state.placement if place.task in lives}
+        if not self.active:
+            return
+        self.stage = Stage.NONE
+        self._lost.clear()
+        lost = self._count_lost()
+        recovered = Recovered(
+            task=self._first,
+            at_step=self._at_step,
+            from_step=state.base_step,
+            seconds=now_s - self._began_s,
+            lost=lost,
+        )
+        state.recoveries.append(recovered)
+        state.record("recovered", task=self._first, from_step=recovered.from_step, lost=lost, timeline=state.timeline)
+        what = "steps are made again" if state.sync else "acknowledged updates are lost"
+        state.say(
+            "recovered",
+            f"{self._first} was heard last {recovered.seconds:.1f} s ago; training goes on from step "
+            f"{state.base_step}, {lost} {what}",
+            task=self._first,
+            from_step=recovered.from_step,
+            at_step=recovered.at_step,
+            lost=lost,
+            seconds=recovered.seconds,
+        )
+
+    def _count_lost(self) -> int:
+        state = self.state
+        if state.sync or state.resume is None:
+            return max(0, self._at_step - state.base_step)
+        versions = state.resume.versions
+        restored = [number for number in self._at if number not in self.setup.keep]
+        return sum(max(0, self._at[number][1] - versions[number]) for number in restored if number < len(versions))
+
+
+def moved(
+    placement: tuple[Placement, ...], living: Mapping[str, Member], sizes: Mapping[int, int]
+) -> tuple[Placement, ...]:
+    """The same placement where its servers live, else on the living one that holds least; at their present addresses.
+
+    sizes: bytes by shard. Pure.
+    """
+    load = dict.fromkeys(sorted(living), 0)
+    for place in placement:
+        if place.task in load:
+            load[place.task] += sizes[place.shard]
+    result = []
+    for place in placement:
+        task = place.task
+        if task not in load:
+            task = min(load, key=lambda name: load[name])
+            load[task] += sizes[place.shard]
+        result.append(Placement(shard=place.shard, task=task, address=living[task].address))
+    return tuple(result)
