@@ -99,6 +99,7 @@ class AsyncCounts:
     fenced: int = 0
     wrong_timeline: int = 0
     lost_with_shard: int = 0
+    promotions: int = 0
 
     def add(self, other: AsyncCounts) -> None:
         for item in dataclasses.fields(self):
@@ -212,6 +213,10 @@ class AsyncModel:
             self.net[n] = self.net[-1]
             self.net.pop()
         outcome, _ = self.admit(message)
+        self.answer(message, outcome)
+
+    def answer(self, message: AsyncMessage, outcome: Outcome) -> None:
+        """What its sender makes of the outcome."""
         sender = message.sender
         if self.random.random() < 0.3 or sender not in self.senders or message.timeline != sender.timeline:
             return  # the answer is lost, or too late to matter

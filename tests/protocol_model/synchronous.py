@@ -60,8 +60,13 @@ class Servers:
             return Outcome.FENCED
         return None
 
+    def answering(self, shard: Shard, timeline: int) -> Shard:
+        """Who answers a task of this timeline for a shard."""
+        return shard
+
     def push(self, message: Message) -> Outcome:
-        shard, n = self.home[message.bucket]
+        home, n = self.home[message.bucket]
+        shard = self.answering(home, message.timeline)
         refused = self.refusal(shard, message.timeline, message.worker.incarnation, message.received)
         if refused is not None:
             return refused
@@ -190,7 +195,7 @@ class Model(Servers):
         """A worker dies, or only seems to; a ps dies."""
         if self.ps_kills and self.random.random() < 0.3:
             self.ps_kills -= 1
-            self.random.choice(self.shards).die()
+            self.lose(self.random.choice(self.shards))
         elif self.kills:
             living = [w for w in self.workers if w not in self.undetected and self.owns(w)]
             if living:
@@ -200,6 +205,10 @@ class Model(Servers):
                 self.undetected.append(worker)
                 if self.random.random() < 0.6:
                     self.workers.remove(worker)  # else a zombie: it goes on until it is told
+
+    def lose(self, shard: Shard) -> None:
+        """A ps dies with its memory."""
+        shard.die()
 
     def owns(self, worker: Worker) -> bool:
         """Whether it is an admitted worker and no zombie that was replaced."""
@@ -258,7 +267,8 @@ class Model(Servers):
             worker.restart()  # it had finished; its heartbeat tells it that the cluster has not
 
     def ask_progress(self, worker: Worker) -> None:
-        shard = self.random.choice([s for s in self.shards if s.number not in worker.answers])
+        home = self.random.choice([s for s in self.shards if s.number not in worker.answers])
+        shard = self.answering(home, worker.timeline)
         refused = self.refusal(shard, worker.timeline, worker.incarnation)
         if refused is not None:
             self.turned_away(worker, refused)
@@ -273,7 +283,8 @@ class Model(Servers):
 
     def pull(self, worker: Worker) -> None:
         number = self.random.choice(worker.to_pull)
-        shard, n = self.home[number]
+        home, n = self.home[number]
+        shard = self.answering(home, worker.timeline)
         refused = self.refusal(shard, worker.timeline, worker.incarnation)
         if refused is not None:
             self.turned_away(worker, refused)

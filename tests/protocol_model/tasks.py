@@ -169,6 +169,9 @@ class Counts:
     discarded_cuts: int = 0
     repeated_cuts: int = 0
     skipped_steps: int = 0
+    records: int = 0
+    copies: int = 0
+    promotions: int = 0
 
     def add(self, other: Counts) -> None:
         for item in dataclasses.fields(self):
