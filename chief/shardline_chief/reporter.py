@@ -1,7 +1,7 @@
-"""What the chief writes down for people: events and steps as JSON lines, TensorBoard event files, rates, metrics.
+"""What the chief writes down for people: events, steps and rates as JSON lines, TensorBoard event files, metrics.
 
 Steps are keyed by (timeline, step): after a rollback the same step comes again, and both are there. A disk that fails
-costs the logs, never the training: it is said once.
+costs the logs, never the training: it is said once. A chief that goes on with a run draws its curves from these files.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +20,8 @@ from typing import Any, TextIO
 from shardline.metrics import Metrics
 from shardline.rpc.link import StepReport
 from shardline.rpc.status import CheckpointStatus, EventStatus
-from shardline_chief.page.history import TIME, History
+from shardline_chief.page.history import History
+from shardline_chief.page.past import add_rates, recall
 
 log = logging.getLogger("shardline_chief")
 
@@ -28,8 +30,8 @@ EVENTS_SHOWN = 50
 OPEN_STEPS = 64
 """A step whose reports are not complete is written anyway when one this much newer is."""
 WINDOW_S = 5.0
-RATE_WIDTH_S = 0.5
-"""Width of a bin of the curves that run along time, at first."""
+RATES_EVERY_S = 2.0
+"""Between two lines of rates.jsonl: 6 MB a day."""
 LAST_STEPS = 50
 """Steps whose mean stands for a task's present."""
 
@@ -165,6 +167,7 @@ class Reporter:
     """Files under out/logs, metrics and the figures of `shardline status`. Used by the control thread."""
 
     def __init__(self, folder: Path, metrics: Metrics, history: History | None = None) -> None:
+        """history: curves to fill, with what the files in the folder tell of the run so far to begin with."""
         self._folder = folder
         self._metrics = metrics
         self._files: dict[str, TextIO] = {}
@@ -173,7 +176,10 @@ class Reporter:
         self.steps: StepBoard | None = None
         self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         self.said: deque[EventStatus] = deque(maxlen=EVENTS_SHOWN)
+        if history is not None:
+            recall(history, folder)
         self.history = history or History()
+        self._next_rates_s = -math.inf
         self.shelf = Shelf()
         self.loss = math.nan
         self.step_rate = Rate()
@@ -273,9 +279,19 @@ class Reporter:
         self.push_rate.add(pushed, now_s)
         self.pull_rate.add(pulled, now_s)
         self.byte_rate.add(pushed + pulled, now_s)
-        now = time.time()
-        for name, rate in (("push", self.push_rate), ("pull", self.pull_rate), ("steps", self.step_rate)):
-            self.history.add(name, now, rate.per_second, axis=TIME, width=RATE_WIDTH_S)
+        line = {
+            "time": time.time(),
+            "timeline": self._timeline,
+            "step": step,
+            "steps_per_s": self.step_rate.per_second,
+            "push_bytes_per_s": self.push_rate.per_second,
+            "pull_bytes_per_s": self.pull_rate.per_second,
+        }
+        add_rates(self.history, line["time"], line)
+        if now_s >= self._next_rates_s:
+            self._next_rates_s = now_s + RATES_EVERY_S
+            self._write("rates", line)
+            self._flush("rates")
         self._scalar("train/steps_per_second", self.step_rate.per_second, step)
         self._scalar("traffic/bytes_per_second", self.byte_rate.per_second, step)
 
@@ -310,7 +326,7 @@ class Reporter:
         try:
             if name not in self._files:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._files[name] = open(self._folder / f"{name}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+                self._files[name] = _append(self._folder / f"{name}.jsonl")
             self._files[name].write(json.dumps(fields, default=str) + "\n")
         except OSError as error:
             self._fail(error)
@@ -344,3 +360,16 @@ class Reporter:
             except OSError as error:
                 self._fail(error)
             self._board = None
+
+
+def _append(path: Path) -> TextIO:
+    """Open to write on; a line that the death of an earlier chief cut short stays a line of its own."""
+    torn = False
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
+    found = path.open("a", encoding="utf-8")
+    if torn:
+        found.write("\n")
+    return found

@@ -1,0 +1,119 @@
+"""Curves of a run that goes on: read back from what the chiefs before this one wrote under OUT/logs.
+
+steps.jsonl has loss and staleness, events.jsonl the evaluations, rates.jsonl bytes and steps per second. They are told
+to the History in the order of their times, as they were at first; so bins, limits and rollbacks come out alike.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from shardline_chief.page.history import TIME, History
+
+log = logging.getLogger("shardline_chief")
+
+RATE_WIDTH_S = 0.5
+"""Width of a bin of the curves that run along time, at first."""
+RATES = {"push": "push_bytes_per_s", "pull": "pull_bytes_per_s", "steps": "steps_per_s"}
+"""Field of rates.jsonl by curve."""
+READ_BYTES = 16 << 20
+"""Most that is read of a file: about 75,000 steps, half a second. Of a longer one evenly spread pieces are read."""
+PIECE_BYTES = 32 << 10
+
+Told = tuple[float, Callable[[], None]]
+"""Unix time of a line, and what it does to the curves."""
+
+
+def recall(history: History, folder: Path) -> None:
+    """Fill the curves from the log files in a folder. What is not there, or no line of ours, is passed over."""
+    sources = (_steps(history, folder), _evaluations(history, folder), _rates(history, folder))
+    try:
+        for _, tell in heapq.merge(*sources, key=lambda told: told[0]):
+            tell()
+    except OSError as error:
+        log.warning("the curves of the page begin anew: %s can't be read (%s)", folder, error.strerror)
+
+
+def add_rates(history: History, time_s: float, fields: dict[str, Any]) -> None:
+    """Points of the curves along time. fields: of a line of rates.jsonl."""
+    for curve, field in RATES.items():
+        history.add(curve, time_s, float(fields[field]), axis=TIME, width=RATE_WIDTH_S)
+
+
+def _steps(history: History, folder: Path) -> Iterator[Told]:
+    timeline: Any = None
+    for line in _lines(folder / "steps.jsonl"):
+        try:
+            step, loss, staleness = int(line["step"]), float(line["loss"]), float(line["staleness"])
+            time_s, own = float(line["time"]), line["timeline"]
+        except (KeyError, TypeError, ValueError, OverflowError):
+            continue
+        back = timeline not in (None, own)
+        timeline = own
+
+        def tell(step: int = step, loss: float = loss, staleness: float = staleness, back: bool = back) -> None:
+            if back:
+                # The run went back to this step, or on from it.
+                history.forget(step)
+            history.add("loss", step, loss)
+            history.add("staleness", step, staleness)
+
+        yield time_s, tell
+
+
+def _evaluations(history: History, folder: Path) -> Iterator[Told]:
+    for line in _lines(folder / "events.jsonl"):
+        if line.get("kind") != "evaluation":
+            continue
+        try:
+            step, time_s = int(line["step"]), datetime.fromisoformat(line["time"]).timestamp()
+            metrics = {str(name): float(value) for name, value in line["metrics"].items()}
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+            continue
+
+        def tell(step: int = step, metrics: dict[str, float] = metrics) -> None:
+            for name, value in metrics.items():
+                history.add(f"evaluation/{name}", step, value)
+
+        yield time_s, tell
+
+
+def _rates(history: History, folder: Path) -> Iterator[Told]:
+    for line in _lines(folder / "rates.jsonl"):
+        try:
+            time_s = float(line["time"])
+            found = {field: float(line[field]) for field in RATES.values()}
+        except (KeyError, TypeError, ValueError, OverflowError):
+            continue
+
+        def tell(time_s: float = time_s, found: dict[str, float] = found) -> None:
+            add_rates(history, time_s, found)
+
+        yield time_s, tell
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file, a line each; a line that a death cut short is left out."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        count = READ_BYTES // PIECE_BYTES if size > READ_BYTES else 1
+        for number in range(count):
+            if number:
+                # From the first line that begins there; the last piece ends with the file.
+                file.seek(number * (size - PIECE_BYTES) // (count - 1) - 1)
+                file.readline()
+            for text in file.readlines(PIECE_BYTES) if count > 1 else file:
+                try:
+                    found = json.loads(text)
+                except ValueError:
+                    continue
+                if isinstance(found, dict):
+                    yield found
