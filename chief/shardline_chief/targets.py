@@ -21,7 +21,7 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Targets:
-    """Keeps the file up to date. A disk that fails costs the file, never the training: it is said once.
+    """Keeps the file up to date. A disk that fails costs the file until it works again, never the training.
 
     chief_metrics: where the chief's own metrics are; chief: its address in the cluster.
     """
@@ -49,13 +49,14 @@ class Targets:
     def _write(self, tasks: list[tuple[str, str]]) -> None:
         if tasks == self._written:
             return
-        self._written = tasks
         groups = [{"targets": [where], "labels": {"run": self._run, "service": role}} for role, where in tasks]
         temporary = self._path.with_suffix(".tmp")
         try:
             # Prometheus reads it whenever it changes: never half of it.
             temporary.write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
             temporary.replace(self._path)
+            # Only now: a disk that has room again gets it at the next look.
+            self._written, self._broken = tasks, False
         except OSError as error:
             if not self._broken:
                 self._broken = True

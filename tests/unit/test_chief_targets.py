@@ -87,3 +87,12 @@ def test_folder_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCapt
         targets.show([member("ps", 0, "10.0.0.1:9001")])
     (said,) = caplog.records
     assert said.getMessage().endswith("can't be written (No such file or directory); training goes on without it")
+
+
+def test_disk_that_works_again_gets_the_file_without_any_change(tmp_path: Path) -> None:
+    out = tmp_path / "gone"
+    targets = Targets(out, chief="10.0.0.9:2222", chief_metrics="127.0.0.1:9000")
+    targets.show([])
+    out.mkdir()
+    targets.show([])
+    assert found(out) == {"127.0.0.1:9000": "chief"}
