@@ -160,6 +160,8 @@ class Program:
             return False
         state.steps[beat.task] = beat.step
         state.traffic[beat.task] = beat.traffic
+        if beat.figures:
+            state.figures[beat.task, beat.incarnation] = beat.figures
         life = (beat.task, beat.incarnation)
         if beat.failure and life not in self._told_failures:
             self._told_failures.add(life)

@@ -235,11 +235,11 @@ class Recovery:
         )
         state.recoveries.append(recovered)
         state.record("recovered", task=self._first, from_step=recovered.from_step, lost=lost, timeline=state.timeline)
-        what = "steps are made again" if state.sync else "acknowledged updates are lost"
+        what = f"{lost} steps are made again" if state.sync else f"at least {lost} acknowledged updates are lost"
         state.say(
             "recovered",
             f"{self._first} was heard last {recovered.seconds:.1f} s ago; training goes on from step "
-            f"{state.base_step}, {lost} {what}",
+            f"{state.base_step}, {what}",
             task=self._first,
             from_step=recovered.from_step,
             at_step=recovered.at_step,

@@ -81,7 +81,8 @@ class Recovered:
     seconds: float
     """From its last sign of life until training went on."""
     lost: int
-    """Steps to be computed again; in asynchronous mode updates of the lost shards that no shard has any more."""
+    """Steps to be computed again; in asynchronous mode updates of the lost shards, as far as they had been told of: the
+    workers know how many it really were (lost_updates in the summary)."""
 
 
 class State:
@@ -108,6 +109,8 @@ class State:
         self.shards: dict[int, ShardStatus] = {}
         self.steps: dict[str, int] = {}
         self.traffic: dict[str, Traffic] = {}
+        self.figures: dict[tuple[str, int], Mapping[str, float]] = {}
+        """What each life of a task counts of itself; see shardline.rpc.link."""
         self.finished: set[str] = set()
         self.most_trainers = 0
         """Most tasks that trained at a time."""
@@ -198,6 +201,10 @@ class State:
             return None
         steps = {step for shard in self.shards.values() for step in (shard.step_min, shard.step_max)}
         return steps.pop() if len(steps) == 1 else None
+
+    def figure(self, name: str) -> int:
+        """Sum of a figure over all lives of all tasks."""
+        return int(sum(figures.get(name, 0.0) for figures in self.figures.values()))
 
     def seconds(self, now_s: float) -> float:
         """Seconds of training so far."""

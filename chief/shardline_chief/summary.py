@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardline.rpc.link import LOST, REPEATED
 from shardline.rpc.status import ChiefStatus, TaskStatus, Traffic
 from shardline_chief.program import Program
 from shardline_chief.reporter import Reporter
@@ -57,7 +58,8 @@ def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[s
         "versions": [shard.version for shard in shards],
         "skipped_steps": max((shard.skipped_steps for shard in shards), default=0),
         "duplicate_mismatches": sum(shard.duplicate_mismatches for shard in shards),
-        "repeated_batches": state.leases.repeated if state.leases is not None else 0,
+        "repeated_batches": state.figure(REPEATED) + (state.leases.repeated if state.leases is not None else 0),
+        "lost_updates": state.figure(LOST),
         "recoveries": [dataclasses.asdict(recovered) for recovered in state.recoveries],
         "checkpoint": state.checkpoint_path or None,
         "checkpoint_step": state.checkpoint_step,

@@ -13,7 +13,7 @@ from shardline.client.trainer import Trainer
 from shardline.client.workplace import Workplace
 from shardline.config import Timeouts
 from shardline.errors import RolledBackError, UnreachableError, UsageError
-from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.rpc.link import LOST, REPEATED, ChiefLink, Orders, Phase
 
 log = logging.getLogger("shardline.client")
 
@@ -42,6 +42,8 @@ class StepFinder:
         """Within a loop over steps(), which can be made to run a step again."""
         self.leases = Leases()
         self._finished = False
+        self._repeated = 0
+        """Asynchronous mode: batches that were sent and had to be computed again."""
 
     def follow(self, link: ChiefLink) -> None:
         """Take orders from this chief."""
@@ -170,8 +172,13 @@ class StepFinder:
             self._wait_for_change(orders)
             return False
         self.stale = False
+        self._place.located()
+        self._tell_figures()
         self.link.set_step(self._trainer.step)
         return True
+
+    def _tell_figures(self) -> None:
+        self.link.figures = {LOST: float(self._place.lost_updates), REPEATED: float(self._repeated)}
 
     def locate_until_there(self) -> None:
         """A script's start: return with parameters in the model, or raise when the deadline ends."""
@@ -272,6 +279,8 @@ class StepFinder:
         """What is on its way has to be computed again."""
         sent = self._pipeline.lose()
         if sent is not None:
+            # Some shards may have applied it already.
+            self._repeated += not self._trainer.is_sync
             self.leases.batch = sent.batch
 
     def advance(self) -> None:

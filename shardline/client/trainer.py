@@ -100,7 +100,8 @@ class Trainer:
         """Synchronous: the step whose parameters the model holds, or will hold when what is under way has come."""
         self._have: int | None = None
         """Step of the parameters in the model's tensors, where they are known to be whole."""
-        self._seq = dict.fromkeys(self.sinks, 0)
+        self.acknowledged = dict.fromkeys(self.sinks, 0)
+        """Asynchronous: number of this worker's last push that each shard has applied."""
         self._base = dict.fromkeys(self.sinks, 0)
         """Version of the parameters in the model, by shard; a broken exchange leaves it."""
         self._first = True
@@ -221,7 +222,7 @@ class Trainer:
         self._arrived(step)
 
     def _pull_latest(self) -> None:
-        self._seq = {shard: self._standing(shard, []).last_seq for shard in sorted(self._lanes)}
+        self.acknowledged = {shard: self._standing(shard, []).last_seq for shard in sorted(self._lanes)}
         self._pull_all(Want(step=None, wait_s=self._timeouts.server_wait_s))
         self._arrived(None)
 
@@ -520,7 +521,7 @@ class Trainer:
         if self.is_sync:
             return replace(push, step=self.step)
         base = self._base[shard]
-        return replace(push, seq=self._seq[shard] + 1, base_min=base, base_max=base, scale=scale, skip=skip)
+        return replace(push, seq=self.acknowledged[shard] + 1, base_min=base, base_max=base, scale=scale, skip=skip)
 
     def _start(self, *, hold: bool, compute_s: float = 0.0) -> None:
         """Begin the exchange of the open step with all shards. compute_s: how long gradients may take to come."""
@@ -568,7 +569,7 @@ class Trainer:
         self._learn()
         target = self.step if self._finished else self.step + 1
         for shard in outcomes:
-            self._seq[shard] += 1
+            self.acknowledged[shard] += 1
         self._arrived(target if self.is_sync else None)
         self.step = target
         self._first = False

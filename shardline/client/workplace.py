@@ -51,6 +51,10 @@ class Workplace:
         """Tensors may lie in shared memory."""
         self.view: JobView | None = None
         self.current: Trainer | None = None
+        self.lost_updates = 0
+        """Asynchronous mode: pushes that a shard had acknowledged and has no more, since it was lost and restored."""
+        self._acknowledged: dict[int, int] = {}
+        """Last push by shard, of the trainer before."""
         self.gate: Gate | None = None
         """Where there is one, the next forward pass waits per layer."""
 
@@ -95,7 +99,10 @@ class Workplace:
             and view.timeline == self.view.timeline
         ):
             return
-        pushed = self.current.step if self.current is not None and not self.current.is_sync else 0
+        pushed = 0
+        if self.current is not None and not self.current.is_sync:
+            pushed = self.current.step
+            self._acknowledged = self._acknowledged or dict(self.current.acknowledged)
         self._close_trainer()
         self.view = view
         trainer = Trainer(
@@ -117,6 +124,12 @@ class Workplace:
         trainer.on_nonfinite = lambda name: self._metrics.counter("shardline_nonfinite_total", what=name).inc()
         self._open_gate(trainer)
         self.current = trainer
+
+    def located(self) -> None:
+        """The trainer knows what the shards have: what is missing of what they had is lost."""
+        held = self.trainer.acknowledged
+        self.lost_updates += sum(max(0, number - held[shard]) for shard, number in self._acknowledged.items())
+        self._acknowledged = {}
 
     def _open_lanes(self, view: JobView) -> dict[int, Lane]:
         lanes: dict[int, Lane] = {}

@@ -30,6 +30,9 @@ log = logging.getLogger("shardline.link")
 PROTOCOL_MINOR = 1
 STREAM_S = 3600.0
 """Deadline of one heartbeat stream; the next one follows at once."""
+LOST, REPEATED = "lost_updates", "repeated_batches"
+"""Figures of a worker's life in asynchronous mode: acknowledged updates that a restored shard has no more, and batches
+that were sent and computed again."""
 FEATURES = ("sync", "async", "voted", "cut", "restore")
 GOODBYE_S = 2.0
 """How long a task that ends waits for the chief to take its last beat."""

@@ -8,9 +8,8 @@ import pytest
 
 from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
-from shardline_chief.actions import Activate, Configure, Cut, Restore
+from shardline_chief.actions import Cut, Restore
 from shardline_chief.membership import Member
-from shardline_chief.messages import Beat
 from shardline_chief.recovery import ATTEMPTS, moved
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -372,7 +371,7 @@ def test_only_the_lost_shard_is_restored_and_the_lost_updates_are_counted() -> N
     assert restore.keep == frozenset({0})
     (recovered,) = cluster.program.state.recoveries
     assert recovered.lost == 7
-    assert "7 acknowledged updates are lost" in cluster.text()
+    assert "at least 7 acknowledged updates are lost" in cluster.text()
     again = cluster.program.lease("worker/0", cluster.lives["worker/0"], (lease.lease,), cluster.now_s)
     assert again.first == lease.count
 
