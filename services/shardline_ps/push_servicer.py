@@ -65,6 +65,8 @@ class _Push:
     """Every slot that has asked for room in staging."""
     room: AsyncPush | None = None
     """What an asynchronous push comes to: it is held whole until its commit."""
+    applying: bool = False
+    """An asynchronous push that the pool has: it gives its room back by itself."""
 
     def release(self) -> None:
         """Give back all room in staging. May be called twice."""
@@ -401,12 +403,12 @@ class PushReceiver:
                 push.decisions[slot.number] = self._count(push, slot.number, opened(slot), slot.nonfinite)
                 slot.release()
 
-        try:
-            await self._store.work(count)
-        finally:
-            # Cancelled before the pool took it, or ended by the error of one: none keeps its room.
+        def release() -> None:
+            # Ended by the error of one, or never begun: none keeps its room.
             for slot in slots:
                 slot.release()
+
+        await self._store.work_whole(count, release)
 
     async def _stage(self, push: _Push, slots: Sequence[Slot]) -> None:
         def stage() -> None:
@@ -466,7 +468,8 @@ class PushReceiver:
         try:
             return await self._counted(push, commit)
         finally:
-            push.release()
+            if not push.applying:
+                push.release()
 
     async def _counted(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
         """What a push that is whole comes to."""
@@ -494,12 +497,15 @@ class PushReceiver:
             raise ProtocolError(f"scale {commit.scale} of the gradient is not a positive finite number")
         await _all(push.running)
 
+        # It goes on where this call ends meanwhile, so nothing that it looks at may be changed from here.
+        staged, push.staged = push.staged, {}
+
         def apply() -> tuple[Decision, int]:
             return shard.push_async(
                 header.data.task,
                 header.data.incarnation,
                 header.seq,
-                push.staged,
+                staged,
                 base_version=header.base_min,
                 scale=scale,
                 skip=commit.skip,
@@ -508,11 +514,13 @@ class PushReceiver:
                 then=lambda: self._async_reply(shard),
             )
 
-        try:
-            decision, lag = await self._store.work(apply)
-        finally:
-            push.staged.clear()
+        def release() -> None:
+            staged.clear()
             push.release()
+
+        # The room is given back by release() alone: what is being applied is still held.
+        push.applying = True
+        decision, lag = await self._store.work_whole(apply, release)
         return self._result(push, decision, lag)
 
     def _result(self, push: _Push, decision: Decision, lag: int) -> PushResult:

@@ -108,6 +108,26 @@ class ParameterStore:
         """Run tensor work in the pool; it must never wait for another task."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args))
 
+    async def work_whole(self, function: Callable[[], T], after: Callable[[], None]) -> T:
+        """work() that outlives its caller once it has begun: after() is called when it has ended, or will never begin.
+
+        Whoever awaits it may be cancelled; what it uses must be left alone until after(). That comes from any thread.
+        """
+
+        def whole() -> T:
+            try:
+                return function()
+            finally:
+                after()
+
+        future = self.pool.submit(whole)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            # False where it has begun.
+            if future.cancel():
+                after()
+
     def configure(
         self, configuration: PsConfiguration, loop: asyncio.AbstractEventLoop, *, keep: Collection[int] = ()
     ) -> bool:

@@ -256,6 +256,36 @@ def test_a_push_that_finds_no_room_among_others_is_told_to_come_again() -> None:
     run(main)
 
 
+def test_a_push_whose_call_ends_while_it_is_applied_is_applied_to_every_bucket() -> None:
+    async def main() -> None:
+        store = make_store("async", buckets=3)
+        shard, loop = store.shards[0], asyncio.get_running_loop()
+        applied, begun, gate = shard._apply, asyncio.Event(), threading.Event()
+
+        def slowly(bucket: Any, *args: Any, **more: Any) -> None:
+            applied(bucket, *args, **more)
+            loop.call_soon_threadsafe(begun.set)
+            assert gate.wait(20.0)
+
+        shard._apply = slowly  # type: ignore[assignment, method-assign]
+        task = asyncio.create_task(push(store, push_frames(store, seq=1)))
+        await begun.wait()
+        # Its worker's deadline has passed, say: it sends this push again and is told that it counts.
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert store.staging.in_use == 3 * NBYTES
+        gate.set()
+        result = await push(store, push_frames(store, seq=1))
+        assert result is not None and result.ack.outcome == common_pb2.OUTCOME_DUPLICATE
+        for bucket in shard.buckets:
+            assert torch.equal(bucket.values, torch.full((ELEMENTS,), 0.5))
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
+
+
 class Segment:
     """A worker's memory, as lane shm has it."""
 
