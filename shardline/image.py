@@ -11,6 +11,14 @@ VALUE = "value"
 """Name of the parameters themselves among a bucket's tensors; the others are optimizer states."""
 
 
+@dataclass(frozen=True)
+class WorkerSequence:
+    """Asynchronous mode: the last push that a shard has applied of one life of a worker."""
+
+    incarnation: int
+    last_seq: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class BucketImage:
     """A bucket at one step.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from shardline.checkpoint import Checkpoint, CheckpointStore, Cut
+from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
 from shardline.digest import params_sha256
 from shardline.errors import CheckpointError, ShardlineError
-from shardline.image import BucketImage
+from shardline.image import BucketImage, WorkerSequence
 from shardline.rpc.client import PsControl
 from shardline.sharding import Plan
 from shardline.spec import JobSpec, TensorKind
@@ -48,6 +50,11 @@ class ResumePoint:
         leases = self.checkpoint.manifest.extra.get("leases", {})
         return leases if isinstance(leases, dict) else {}
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Version of each shard of its plan."""
+        return tuple(self.checkpoint.manifest.versions)
+
     def check(self, job: JobSpec) -> None:
         """Raise CheckpointError where it is of another job."""
         for note in self.checkpoint.compatible(job):
@@ -62,6 +69,11 @@ class Checkpointer:
         self._connect = connect
         self._term = term
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpointer")
+        self._lock = threading.Lock()
+        self._fetching: tuple[str, PsControl] | None = None
+        """The server that is being asked for its cut."""
+        self._gone: frozenset[str] = frozenset()
+        """Servers that the save under way must not wait for."""
 
     def submit(self, save: Save, told: Callable[[Saved], None]) -> None:
         """Do it in the background; told() is called on the checkpointer's thread."""
@@ -72,6 +84,40 @@ class Checkpointer:
                 told(finished.result())
 
         future.add_done_callback(done)
+
+    def find(self, lost: Collection[str], told: Callable[[Checkpoint | None, str], None]) -> None:
+        """The newest whole checkpoint after what is being written, None where there is none yet; or why there is none.
+
+        lost: servers from which nothing comes any more, so that a save does not wait for them. told() is called on the
+        checkpointer's thread.
+        """
+        with self._lock:
+            self._gone = frozenset(lost)
+            if self._fetching is not None and self._fetching[0] in lost:
+                # Its call ends with the connection, and the save with the call.
+                self._fetching[1].close()
+
+        def look() -> tuple[Checkpoint | None, str]:
+            self._gone = frozenset()
+            try:
+                if not self.store.list():
+                    return None, ""
+                checkpoint = self.store.newest_valid()
+            except (CheckpointError, OSError) as error:
+                return None, str(error)
+            except Exception as error:
+                # Recovery waits for this answer, whatever it is.
+                log.exception("no checkpoint could be looked for")
+                return None, f"{type(error).__name__}: {error}"
+            for warning in checkpoint.warnings:
+                log.error("%s", warning)
+            return checkpoint, ""
+
+        def done(finished: Future[tuple[Checkpoint | None, str]]) -> None:
+            if not finished.cancelled():
+                told(*finished.result())
+
+        self._pool.submit(look).add_done_callback(done)
 
     def _save(self, save: Save) -> Saved:
         start_s = time.monotonic()
@@ -86,6 +132,7 @@ class Checkpointer:
 
     def _commit(self, save: Save) -> tuple[str, int]:
         versions = [0] * len(save.plan.shards)
+        sequences: list[dict[str, list[int]]] = [{} for _ in save.plan.shards]
         fetched = 0
         hosts = {place.shard: place for place in save.placement}
 
@@ -97,20 +144,29 @@ class Checkpointer:
             limit = STATES * max(bucket.nbytes for bucket in buckets) + (1 << 20)
             place = hosts[shard]
             control = self._connect(place.task, place.address)
+            with self._lock:
+                if place.task in self._gone:
+                    control.close()
+                    raise CheckpointError(f"{place.task} was lost with shard {shard} of it")
+                self._fetching = place.task, control
             try:
-                for image in control.get_cut(save.timeline, shard, save.step, max_bytes=limit):
+                pushes: dict[str, WorkerSequence] = {}
+                for image in control.get_cut(save.timeline, shard, save.step, max_bytes=limit, sequences=pushes):
                     # The manifest is written after the last shard, so it has these.
                     versions[shard] = max(versions[shard], image.version)
                     fetched += image.nbytes
                     yield image
+                sequences[shard] = sequences_to_json(pushes)
             finally:
+                with self._lock:
+                    self._fetching = None
                 control.close()
 
         sync = save.job.consistency.mode == "sync"
         extra: dict[str, Any] = {}
         if not sync:
             done = sum(end - first for first, end in save.cursor.get("done", []))
-            extra = {"leases": dict(save.cursor), "cursor": {"batch": done}}
+            extra = {"leases": dict(save.cursor), "cursor": {"batch": done}, SEQUENCES: sequences}
         path = self.store.commit(
             Cut(
                 job=save.job,
@@ -132,10 +188,14 @@ class Checkpointer:
 
 
 def restore(control: PsControl, checkpoint: Checkpoint, plan: Plan, shard: int, timeline: int) -> None:
-    """Fill one shard from a checkpoint, whatever plan it was written with."""
+    """Fill one shard from a checkpoint, whatever plan it was written with.
+
+    Of the plan it was written with, the shard also gets back which push of each worker was its last one.
+    """
     versions = checkpoint.manifest.versions
     version = versions[shard] if plan.plan_id == checkpoint.plan.plan_id else max(versions)
-    control.restore(timeline, shard, checkpoint.step, version, checkpoint.images(plan, shard))
+    images, sequences = checkpoint.images(plan, shard), checkpoint.sequences(plan, shard)
+    control.restore(timeline, shard, checkpoint.step, version, images, sequences)
 
 
 def parameters_digest(checkpoint: Checkpoint) -> str:

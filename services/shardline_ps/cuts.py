@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from shardline.image import BucketImage
+from shardline.image import BucketImage, WorkerSequence
 
 HELD_CUTS = 2
 """Copies kept at a time: one that the chief fetches, one of the next cut."""
@@ -19,6 +21,12 @@ class HeldCut:
     images: dict[int, BucketImage] = field(default_factory=dict)
     skipped: bool = False
     """The budget was spent when the first bucket got there; nothing is kept."""
+    sequences: Mapping[str, WorkerSequence] = field(default_factory=dict)
+    """Asynchronous mode: the push of each worker that is the last one in the images."""
+
+    def in_order(self) -> list[BucketImage]:
+        """The images by bucket."""
+        return [self.images[number] for number in sorted(self.images)]
 
 
 class CutBook:
@@ -72,18 +80,26 @@ class CutBook:
         with self._lock:
             self._held.setdefault(image.step, HeldCut(image.step)).images[image.bucket] = image
 
-    def store_all(self, step: int, images: list[BucketImage]) -> None:
-        """Keep a cut whose buckets were copied at one instant (asynchronous mode) under the chief's number."""
+    def store_all(self, step: int, images: list[BucketImage], sequences: Mapping[str, WorkerSequence]) -> None:
+        """Keep a cut whose buckets were copied at one instant (asynchronous mode) under the chief's number.
+
+        sequences: of the same instant, by task.
+        """
         with self._lock:
-            self._held[step] = HeldCut(step, {image.bucket: image for image in images})
+            self._held[step] = HeldCut(
+                step, {image.bucket: image for image in images}, sequences=MappingProxyType(dict(sequences))
+            )
+
+    def whole(self, step: int) -> HeldCut | None:
+        """The cut where all its images are there (it changes no more), else None."""
+        with self._lock:
+            held = self._held.get(step)
+            return held if held is not None and len(held.images) == self._num_buckets else None
 
     def get(self, step: int) -> list[BucketImage] | None:
         """Images by bucket where all are there, else None."""
-        with self._lock:
-            held = self._held.get(step)
-            if held is None or len(held.images) < self._num_buckets:
-                return None
-            return [held.images[number] for number in sorted(held.images)]
+        held = self.whole(step)
+        return held.in_order() if held is not None else None
 
     def release(self, step: int) -> int:
         """Forget the cuts up to this step, for good; returns how many were held."""

@@ -12,11 +12,11 @@ import grpc
 
 from shardline.consistency.decision import Outcome
 from shardline.errors import FencedError, ProtocolError
-from shardline.image import BucketImage
+from shardline.image import BucketImage, WorkerSequence
 from shardline.lanes.base import LaneUnavailable
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.configuration import configuration_from_proto, placement_from_proto
-from shardline.rpc.convert import ImageAssembler, image_parts
+from shardline.rpc.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.wire.protobuf import PushFrameView, ReplyView, read_request, write_reply
 from shardline_ps.admission_servicer import (
@@ -260,7 +260,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self._obey(request.term)
         store = self._store
         configuration = configuration_from_proto(request)
-        changed = store.configure(configuration, asyncio.get_running_loop())
+        changed = store.configure(configuration, asyncio.get_running_loop(), keep=request.keep_shards)
         if changed:
             self._attachments.drop_all("this ps was configured anew")
             self._wake_everybody()
@@ -323,6 +323,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         shard: Shard | None = None
         assembler: ImageAssembler | None = None
         images: list[BucketImage] = []
+        sequences: dict[str, WorkerSequence] = {}
         ended = False
         async for frame in request:
             if frame.HasField("head"):
@@ -343,10 +344,12 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                 image = assembler.feed(header, chunk)
                 if image is not None:
                     images.append(image)
-            ended = ended or frame.HasField("end")
+            if frame.HasField("end"):
+                ended = True
+                sequences = sequences_from_proto(frame.end.sequences)
         if shard is None or assembler is None or not ended or not assembler.idle:
             raise ProtocolError("Restore ended early; the shard is unchanged")
-        await self._store.work(shard.restore, images)
+        await self._store.work(shard.restore, images, sequences)
         return parameter_server_pb2.RestoreReply(step=shard.step_min, buckets=len(images))
 
     @rpc_errors.unary
@@ -398,20 +401,15 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self._obey(request.term)
         self._check_timeline(request.timeline, "GetCut")
         shard = self._store.shard(request.shard)
-        images = shard.cuts.get(request.step)
-        if images is None:
+        cut = shard.cuts.whole(request.step)
+        if cut is None:
             held = [step for step, complete, _ in shard.cuts.status() if complete]
             raise ProtocolError(f"shard {shard.number} holds no whole cut of step {request.step}; it holds {held}")
-        for image in images:
+        for image in cut.in_order():
             for header, chunk in image_parts(image):
                 yield parameter_server_pb2.GetCutFrame(header=header, chunk=chunk)
                 await asyncio.sleep(0)
-        with shard.lock:
-            sequences = [
-                parameter_server_pb2.WorkerSequence(task=task, incarnation=r.incarnation, last_seq=r.last_seq)
-                for task, r in sorted(shard.sequences.items())
-            ]
-        end = parameter_server_pb2.ImageEnd(buckets=len(images), sequences=sequences)
+        end = parameter_server_pb2.ImageEnd(buckets=len(cut.images), sequences=sequences_to_proto(cut.sequences))
         yield parameter_server_pb2.GetCutFrame(end=end)
 
     @rpc_errors.unary

@@ -15,7 +15,7 @@ from shardline.consistency import asynchronous, sync
 from shardline.consistency.decision import Decision, Outcome
 from shardline.contributions import Partial, mean
 from shardline.errors import NonFiniteError, ProtocolError, TensorError
-from shardline.image import BucketImage
+from shardline.image import BucketImage, WorkerSequence
 from shardline.reduce import Block, is_finite, magnitude, stays_finite
 from shardline.sharding import Plan
 from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind
@@ -550,11 +550,16 @@ class Shard:
             for bucket in self.buckets:
                 with bucket.lock:
                     images.append(bucket.image())
-        self.cuts.store_all(step, images)
+            # Of the same instant: a restored shard has to know which pushes it holds.
+            sequences = {
+                task: WorkerSequence(record.incarnation, record.last_seq) for task, record in self.sequences.items()
+            }
+        self.cuts.store_all(step, images, sequences)
 
-    def restore(self, images: Sequence[BucketImage]) -> None:
+    def restore(self, images: Sequence[BucketImage], sequences: Mapping[str, WorkerSequence] | None = None) -> None:
         """Replace all buckets, or none where an image is missing, named twice, at another step or doesn't fit.
 
+        sequences: the last push of each worker that the images hold (asynchronous mode); the next one is expected.
         Raises ProtocolError or CheckpointError.
         """
         numbers = [image.bucket for image in images]
@@ -573,7 +578,9 @@ class Shard:
         with self.lock:
             self._nonfinite.clear()
             self._completed.clear()
-            self.sequences.clear()
+            self.sequences = {
+                task: PushRecord(held.incarnation, held.last_seq) for task, held in (sequences or {}).items()
+            }
         self._on_counted()
         for bucket in self.buckets:
             self._on_publish(bucket.number)

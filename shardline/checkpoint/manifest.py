@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from shardline.errors import CheckpointError, ShardlineError
+from shardline.image import WorkerSequence
 from shardline.sharding import BucketSpec, Plan, ShardSpec, Slice, check_plan
 from shardline.spec import DTYPES, JobSpec, TensorKind
 from shardline.spec_json import job_from_json, job_to_json
@@ -22,9 +23,13 @@ from shardline.spec_json import job_from_json, job_to_json
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 """Version of the folder's layout. A reader refuses any other."""
+SEQUENCES = "sequences"
+"""Field of `extra`: the last push of each worker that each shard holds (asynchronous mode), one object per shard."""
 
 Count = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Uint64 = Annotated[int, Field(strict=True, ge=0, lt=1 << 64)]
+_SEQUENCES = TypeAdapter(list[dict[str, Annotated[tuple[Uint64, Uint64], Field(strict=False)]]])
 
 _STEP_FOLDER = re.compile(r"^step-(\d{8,})$")
 
@@ -115,6 +120,22 @@ class Described:
     manifest: Manifest
     job: JobSpec
     plan: Plan
+
+
+def sequences_to_json(sequences: Mapping[str, WorkerSequence]) -> dict[str, list[int]]:
+    """The last push of each worker that one shard holds; `extra` keeps a list of these, one per shard."""
+    return {task: [held.incarnation, held.last_seq] for task, held in sorted(sequences.items())}
+
+
+def sequences_from_json(value: JsonValue, shard: int, num_shards: int) -> dict[str, WorkerSequence]:
+    """Those of one shard, from the list. Raises CheckpointError where it is no list of what sequences_to_json wrote."""
+    try:
+        shards = _SEQUENCES.validate_python(value)
+    except ValidationError as error:
+        raise CheckpointError(f"{SEQUENCES} in {MANIFEST}: {_first_problem(error)}") from None
+    if len(shards) != num_shards:
+        raise CheckpointError(f"{SEQUENCES} in {MANIFEST} are of {len(shards)} shards, the plan has {num_shards}")
+    return {task: WorkerSequence(incarnation, last_seq) for task, (incarnation, last_seq) in shards[shard].items()}
 
 
 def _self_digest(fields: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from shardline.checkpoint.compat import resume_notes
 from shardline.checkpoint.content import COMPLEX_KEYS, INITIALIZED, SCALAR, STATE, Key
 from shardline.checkpoint.files import file_digest, os_text
 from shardline.errors import CheckpointError
-from shardline.image import VALUE, BucketImage
+from shardline.image import VALUE, BucketImage, WorkerSequence
 from shardline.sharding import BucketSpec, Plan, Slice
 from shardline.spec import DTYPES, JobSpec, TensorSpec
 from shardline.update.layout import flat_elements, state_spans
@@ -162,6 +162,19 @@ class Checkpoint:
             yield self._image(
                 plan, bucket, BucketImage(shard=shard, bucket=number, step=step, version=version, tensors={})
             )
+
+    def sequences(self, plan: Plan, shard: int) -> dict[str, WorkerSequence]:
+        """The last push of each worker that a shard of this checkpoint holds, by task; of another plan's shards none.
+
+        Empty in synchronous mode and where the writer noted none. Raises CheckpointError where they can't be read.
+        """
+        value = self.manifest.extra.get(manifests.SEQUENCES)
+        if value is None or plan.plan_id != self.plan.plan_id:
+            return {}
+        try:
+            return manifests.sequences_from_json(value, shard, len(self.plan.shards))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
 
     def compatible(self, job: JobSpec) -> list[str]:
         """Check that `job` can go on from here; see compat.resume_notes."""

@@ -55,8 +55,8 @@ class Cut:
     """Optimizer applications per shard."""
     images: Images
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values a mode needs: leases, worker sequences. "cursor" is where the data order goes on, by default
-    {"step": step}."""
+    """JSON values a mode needs: leases, worker sequences; read after the last image, so images may bring some of them.
+    "cursor" is where the data order goes on, by default {"step": step}."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from shardline.config import Timeouts
 from shardline.errors import CheckpointError, FencedError, ProtocolError
-from shardline.image import BucketImage
+from shardline.image import BucketImage, WorkerSequence
 from shardline.rpc.channel import Peer
 from shardline.rpc.configuration import Configuration, Placement, configuration_to_proto, placement_to_proto
 from shardline.rpc.convert import (
@@ -20,6 +20,8 @@ from shardline.rpc.convert import (
     image_parts,
     job_from_proto,
     plan_from_proto,
+    sequences_from_proto,
+    sequences_to_proto,
 )
 from shardline.rpc.errors import from_status
 from shardline.rpc.status import ChiefStatus, PsStatus
@@ -94,8 +96,19 @@ class PsControl:
         reply = self.peer.call(self._stub.Cut, request, what="Cut")
         return bool(reply.passed), int(reply.step_max)
 
-    def get_cut(self, timeline: int, shard: int, step: int, *, max_bytes: int) -> Iterator[BucketImage]:
-        """The held cut of one shard, bucket by bucket. max_bytes bounds one bucket's image."""
+    def get_cut(
+        self,
+        timeline: int,
+        shard: int,
+        step: int,
+        *,
+        max_bytes: int,
+        sequences: dict[str, WorkerSequence] | None = None,
+    ) -> Iterator[BucketImage]:
+        """The held cut of one shard, bucket by bucket. max_bytes bounds one bucket's image.
+
+        sequences: takes the last push of each worker that the cut holds (asynchronous mode), after the last bucket.
+        """
         request = parameter_server_pb2.GetCutRequest(term=self._term, timeline=timeline, shard=shard, step=step)
         assembler = ImageAssembler(max_bytes=max_bytes)
         start_s = time.monotonic()
@@ -108,15 +121,26 @@ class PsControl:
                     image = assembler.feed(header, chunk)
                     if image is not None:
                         yield image
-                ended = ended or frame.HasField("end")
+                if frame.HasField("end"):
+                    ended = True
+                    if sequences is not None:
+                        sequences.update(sequences_from_proto(frame.end.sequences))
         except grpc.RpcError as error:
             waited_s = time.monotonic() - start_s
             raise from_status(error, peer=str(self.peer), what=f"GetCut of step {step}", waited_s=waited_s) from error
         if not ended or not assembler.idle:
             raise ProtocolError(f"{self.peer}: the cut of shard {shard} at step {step} ended early")
 
-    def restore(self, timeline: int, shard: int, step: int, version: int, images: Iterable[BucketImage]) -> None:
-        """Replace one shard by these images."""
+    def restore(
+        self,
+        timeline: int,
+        shard: int,
+        step: int,
+        version: int,
+        images: Iterable[BucketImage],
+        sequences: Mapping[str, WorkerSequence] | None = None,
+    ) -> None:
+        """Replace one shard by these images. sequences: the last push of each worker that they hold."""
 
         def frames() -> Iterator[parameter_server_pb2.RestoreFrame]:
             yield parameter_server_pb2.RestoreFrame(
@@ -129,7 +153,8 @@ class PsControl:
                 count += 1
                 for header, chunk in image_parts(image):
                     yield parameter_server_pb2.RestoreFrame(header=header, chunk=chunk)
-            yield parameter_server_pb2.RestoreFrame(end=parameter_server_pb2.ImageEnd(buckets=count))
+            end = parameter_server_pb2.ImageEnd(buckets=count, sequences=sequences_to_proto(sequences or {}))
+            yield parameter_server_pb2.RestoreFrame(end=end)
 
         start_s = time.monotonic()
         failure: list[Exception] = []

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from shardline.errors import ProtocolError
-from shardline.image import VALUE, BucketImage
+from shardline.image import VALUE, BucketImage, WorkerSequence
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, plan_pb2
 from shardline.sharding import BucketSpec, Plan, ShardSpec, Slice, check_plan
 from shardline.spec import (
@@ -419,3 +419,21 @@ class ImageAssembler:
     def idle(self) -> bool:
         """True between two images."""
         return self._header is None
+
+
+def sequences_to_proto(sequences: Mapping[str, WorkerSequence]) -> list[parameter_server_pb2.WorkerSequence]:
+    """The last push of each worker, by task, for the end of images."""
+    return [
+        parameter_server_pb2.WorkerSequence(task=task, incarnation=held.incarnation, last_seq=held.last_seq)
+        for task, held in sorted(sequences.items())
+    ]
+
+
+def sequences_from_proto(messages: Iterable[parameter_server_pb2.WorkerSequence]) -> dict[str, WorkerSequence]:
+    """Back again; raises ProtocolError where a task is named twice."""
+    sequences: dict[str, WorkerSequence] = {}
+    for message in messages:
+        if message.task in sequences:
+            raise ProtocolError(f"the end of the images names the pushes of {message.task!r} twice")
+        sequences[message.task] = WorkerSequence(message.incarnation, message.last_seq)
+    return sequences

@@ -17,6 +17,7 @@ from shardline.client.exchange import Restart, Stopped
 from shardline.consistency.decision import Outcome
 from shardline.data import BatchSource, derive, seed_everything
 from shardline.errors import NonFiniteError, UnreachableError
+from shardline.image import WorkerSequence
 from shardline.job import Job
 from shardline.lanes.base import Contribution, Exchanged, Lane, Sender, Sink, Standing, Want
 from shardline.model import named_values
@@ -228,6 +229,32 @@ def test_a_stop_now_holds_a_cut_of_what_was_applied_and_ends_later_pushes() -> N
             worker.trainer.finish()
         images = list(cluster.controls[0].get_cut(cluster.timeline, 0, 3, max_bytes=1 << 20))
         assert {image.version for image in images} == {3}
+
+
+def test_a_restored_shard_expects_the_push_after_the_last_one_in_its_cut() -> None:
+    job = make_job("sgd", model=Counter, optimizer_args={"lr": 1.0}, consistency="async")
+    with Cluster(job) as cluster:
+        control, worker = cluster.controls[0], cluster.worker(0)
+
+        def push(step: int) -> None:
+            worker.trainer.locate([step], cluster.timeline)
+            worker.trainer.contribute(0, {"b": torch.ones(())})
+            worker.trainer.finish()
+
+        for step in range(3):
+            push(step)
+        control.cut(cluster.timeline, 3)
+        push(3)
+        push(4)
+        pushes: dict[str, WorkerSequence] = {}
+        images = list(control.get_cut(cluster.timeline, 0, 3, max_bytes=1 << 20, sequences=pushes))
+        # Of the moment of the cut, though two more were applied before it was fetched.
+        assert pushes == {"worker/0": WorkerSequence(1, 3)}
+        assert {image.version for image in images} == {3}
+        control.restore(cluster.timeline, 0, 3, 3, images, pushes)
+        record = cluster.shards[0].sequences["worker/0"]
+        assert (record.incarnation, record.last_seq) == (1, 3)
+        assert float(cluster.state().params["b"]) == -3.0
 
 
 def test_a_replaced_worker_starts_with_numbers_of_its_own_and_the_old_life_is_fenced() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.image import VALUE, BucketImage
+from shardline.image import VALUE, BucketImage, WorkerSequence
 from shardline_ps.cuts import CutBook
 
 
@@ -131,7 +131,11 @@ def test_a_withdrawn_request_leaves_nothing_but_what_the_cadence_wants() -> None
 
 def test_a_cut_taken_at_one_instant_stands_under_the_number_it_was_asked_for() -> None:
     book = CutBook(2, 0)
-    book.store_all(40, [image(0, 3), image(1, 4)])
+    pushes = {"worker/0": WorkerSequence(1, 5)}
+    book.store_all(40, [image(0, 3), image(1, 4)], pushes)
+    pushes["worker/0"] = WorkerSequence(1, 6)
+    cut = book.whole(40)
+    assert cut is not None and cut.sequences == {"worker/0": WorkerSequence(1, 5)}
     found = book.get(40)
     assert found is not None and [item.step for item in found] == [3, 4]
     assert book.release(40) == 1

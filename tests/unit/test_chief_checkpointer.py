@@ -1,0 +1,149 @@
+"""The checkpointer: what it fetches, what it finds again, and what it gives back to the servers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardline.checkpoint import Checkpoint, CheckpointStore
+from shardline.errors import CheckpointError
+from shardline.image import BucketImage, WorkerSequence
+from shardline.rpc.configuration import Placement
+from shardline.sharding import Plan, make_plan
+from shardline.spec import ConsistencySpec, JobSpec
+from shardline_chief.actions import Save, Saved
+from shardline_chief.checkpointer import Checkpointer, restore
+from tests.checkpoint_cases import SHARD_0, assert_same_images, cut_of, flip_byte, images_of, job_of
+
+PATIENCE_S = 20.0
+PUSHES: dict[int, dict[str, WorkerSequence]] = {
+    0: {"worker/0": WorkerSequence((2 << 32) | 1, 7), "worker/1": WorkerSequence((2 << 32) | 2, 5)},
+    1: {"worker/0": WorkerSequence((2 << 32) | 1, 6)},
+}
+
+
+class Server:
+    """A ps as the checkpointer sees it: cuts of any step, and what was restored."""
+
+    def __init__(self, plan: Plan, *, versions: Mapping[int, int] | None = None) -> None:
+        self.plan = plan
+        self.versions = versions
+        self.restored: dict[str, Any] = {}
+        self.reached = threading.Event()
+        """Somebody asked for a cut."""
+        self.held = threading.Event()
+        """Cuts come only when this is set, or the connection is closed."""
+        self.held.set()
+
+    def get_cut(
+        self, timeline: int, shard: int, step: int, *, max_bytes: int, sequences: dict[str, WorkerSequence]
+    ) -> Iterator[BucketImage]:
+        self.reached.set()
+        assert self.held.wait(PATIENCE_S)
+        version = self.versions[shard] if self.versions else None
+        yield from images_of(self.plan, step, version=version)[shard]
+        sequences.update(PUSHES[shard])
+
+    def restore(
+        self,
+        timeline: int,
+        shard: int,
+        step: int,
+        version: int,
+        images: Iterable[BucketImage],
+        sequences: Mapping[str, WorkerSequence],
+    ) -> None:
+        self.restored = {"step": step, "version": version, "images": list(images), "sequences": sequences}
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def save_of(job: JobSpec, plan: Plan, step: int) -> Save:
+    placement = tuple(Placement(shard=n, task=f"ps/{n}", address="nowhere:1") for n in range(len(plan.shards)))
+    return Save(step=step, timeline=(3 << 32) | 1, plan=plan, job=job, placement=placement, cursor={"done": [[0, 4]]})
+
+
+def saved(checkpointer: Checkpointer, save: Save) -> Saved:
+    future: Future[Saved] = Future()
+    checkpointer.submit(save, future.set_result)
+    return future.result(PATIENCE_S)
+
+
+def found(checkpointer: Checkpointer) -> tuple[Checkpoint | None, str]:
+    future: Future[tuple[Checkpoint | None, str]] = Future()
+    checkpointer.find((), lambda checkpoint, error: future.set_result((checkpoint, error)))
+    return future.result(PATIENCE_S)
+
+
+def make(tmp_path: Path, server: Server, keep: int = 9) -> Checkpointer:
+    return Checkpointer(CheckpointStore(tmp_path, keep), lambda task, address: server, term=3)  # type: ignore[arg-type, return-value]
+
+
+def test_an_asynchronous_checkpoint_holds_versions_and_push_numbers_of_each_shard_and_gives_them_back(
+    tmp_path: Path,
+) -> None:
+    job = job_of(consistency=ConsistencySpec(mode="async"))
+    plan = make_plan(job.tensors, 2)
+    server = Server(plan, versions={0: 12, 1: 11})
+    checkpointer = make(tmp_path, server)
+    try:
+        assert saved(checkpointer, save_of(job, plan, 4)).error == ""
+    finally:
+        checkpointer.close()
+    checkpoint = CheckpointStore(tmp_path, 1).newest_valid()
+    assert checkpoint.manifest.versions == (12, 11)
+    for shard in (0, 1):
+        restore(server, checkpoint, plan, shard, (3 << 32) | 2)  # type: ignore[arg-type]
+        assert server.restored["version"] == (12, 11)[shard]
+        assert server.restored["sequences"] == PUSHES[shard]
+        assert_same_images(server.restored["images"], images_of(plan, 4, version=(12, 11)[shard])[shard])
+    # Numbers belong to a shard, so another plan's shards have none of them.
+    other = make_plan(job.tensors, 1)
+    restore(server, checkpoint, other, 0, (3 << 32) | 2)  # type: ignore[arg-type]
+    assert server.restored["sequences"] == {} and server.restored["version"] == 12
+
+
+def test_push_numbers_that_can_not_be_read_are_refused(tmp_path: Path) -> None:
+    job = job_of(consistency=ConsistencySpec(mode="async"))
+    plan = make_plan(job.tensors, 2)
+    for step, value in enumerate(({"worker/0": [1, 2]}, [{}], [{"worker/0": [1, -2]}, {}], [{"w": [True, 2]}, {}])):
+        path = CheckpointStore(tmp_path, 9).commit(cut_of(job, step=step, plan=plan, extra={"sequences": value}))
+        with pytest.raises(CheckpointError, match="sequences in manifest"):
+            Checkpoint(path).sequences(plan, 0)
+
+
+def test_the_newest_whole_checkpoint_is_found_after_the_save_under_way_and_past_damaged_ones(tmp_path: Path) -> None:
+    job = job_of()
+    plan = make_plan(job.tensors, 2)
+    server = Server(plan)
+    checkpointer = make(tmp_path, server)
+    try:
+        assert found(checkpointer) == (None, "")
+        for step in (1, 2):
+            assert saved(checkpointer, save_of(job, plan, step)).error == ""
+        server.reached.clear()
+        server.held.clear()
+        told: list[int] = []
+        looked: Future[tuple[Checkpoint | None, str]] = Future()
+        checkpointer.submit(save_of(job, plan, 3), lambda result: told.append(result.step))
+        assert server.reached.wait(PATIENCE_S)
+        checkpointer.find((), lambda checkpoint, error: looked.set_result((checkpoint, error)))
+        server.held.set()
+        newest, error = looked.result(PATIENCE_S)
+        assert newest is not None and (newest.step, error, told) == (3, "", [3])
+        flip_byte(tmp_path / "step-00000003" / SHARD_0, 900)
+        newest, _ = found(checkpointer)
+        assert newest is not None and newest.step == 2
+        assert "step-00000003" in newest.warnings[0] and "is corrupt" in newest.warnings[0]
+        for step in (1, 2):
+            flip_byte(tmp_path / f"step-0000000{step}" / SHARD_0, 900)
+        newest, error = found(checkpointer)
+        assert newest is None and "has no whole checkpoint" in error
+    finally:
+        checkpointer.close()
