@@ -31,8 +31,11 @@ def unknown_name(host: str) -> str:
     """Why a host's name leads nowhere, such as "Name or service not known"; empty where it has an address."""
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError) as error:
-        return str(error.strerror) if isinstance(error, OSError) else "it is no host name"
+    except UnicodeError:
+        return "it is no host name"
+    except OSError as error:
+        # Not only the resolver's own: there may be no descriptor left to ask it with.
+        return error.strerror or str(error) or type(error).__name__
     return ""
 
 

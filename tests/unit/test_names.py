@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -82,6 +84,21 @@ def test_name_may_come_after_a_first_wait_has_given_up() -> None:
         name.wait(0.02)
     resolver.found_at = 0
     assert name.wait(30.0)
+
+
+def test_a_resolver_that_can_not_be_asked_for_now_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[OSError] = [OSError(errno.EMFILE, "Too many open files"), socket.gaierror(-2, UNKNOWN)]
+
+    def getaddrinfo(host: str, *_: object, **__: object) -> list[object]:
+        assert host == "ps-0.ps"
+        if answers:
+            raise answers.pop(0)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert names.unknown_name("ps-0.ps") == "Too many open files"
+    assert HostName("ps-0.ps", "ps/0").wait(30.0)
+    assert answers == []
 
 
 def test_resolver_that_hangs_keeps_nobody_beyond_the_deadline() -> None:
