@@ -28,9 +28,12 @@ def waiting_text(status: ChiefStatus) -> str:
 
 
 def scores(status: ChiefStatus) -> str:
-    """The last evaluation, named apart from the training loss, which may have the same name and says something else."""
+    """The last evaluation, named apart from the training loss, which may have the same name and says something else.
+
+    With its step: an evaluation is some steps behind, and that of step 0 scores what is not trained yet.
+    """
     found = ", ".join(f"{name} {value:.4g}" for name, value in sorted(status.last_metrics.items()))
-    return f"evaluated: {found}" if found else ""
+    return f"evaluated at step {status.last_metrics_step}: {found}" if found else ""
 
 
 def figures(status: ChiefStatus) -> str:

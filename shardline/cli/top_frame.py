@@ -137,7 +137,7 @@ def plain_line(view: ClusterView) -> str:
         parts.append(f"pull {size(view.pull_bytes_per_s)}/s")
     if view.evaluation is not None:
         found = ", ".join(f"{clean(name)} {value:.4g}" for name, value in view.evaluation.metrics.items())
-        parts.append(f"evaluated: {found}")
+        parts.append(f"evaluated at step {view.evaluation.step}: {found}")
     if view.left_s is not None:
         parts.append(f"{seconds(view.left_s)} left")
     ill = [f"{task.name} {task.state}" for task in view.tasks if task.state in ("suspect", "dead", "missing")]

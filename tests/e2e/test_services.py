@@ -131,9 +131,9 @@ def check_status_command(cluster: HandCluster, found: ChiefStatus) -> None:
     """`shardline status` has a line per task with what it is and does."""
     shown = shardline("status", "--cluster", cluster.path)
     assert shown.code == 0, shown
-    assert re.search(r"^digits \(sync\): running, step \d+/100000  loss \d.* evaluated: accuracy \d", shown.out), (
-        shown.out
-    )
+    assert re.search(
+        r"^digits \(sync\): running, step \d+/100000  loss \d.* evaluated at step \d+: accuracy \d", shown.out
+    ), shown.out
     assert re.search(r"^checkpoint: step \d+0, /", shown.out, re.MULTILINE), shown.out
     for task in found.tasks:
         (line,) = [line for line in shown.out.splitlines() if line.startswith(f"{task.task} ")]

@@ -254,6 +254,7 @@ RUNNING = ChiefStatus(
     steps_per_s=50.0,
     bytes_per_s=3.4e6,
     last_metrics={"accuracy": 0.97, "loss": 0.2},
+    last_metrics_step=100,
     checkpoint_step=100,
     checkpoint_path="/out/step-00000100",
     tasks=(
@@ -265,8 +266,8 @@ RUNNING = ChiefStatus(
 
 
 def test_line_shows_what_is_known() -> None:
-    expected = "step 120/400  loss 0.3100  50.0 steps/s  3.4 MB/s  evaluated: accuracy 0.97, loss 0.2  ETA 6 s"
-    assert progress.line(RUNNING) == expected
+    evaluated = "evaluated at step 100: accuracy 0.97, loss 0.2"
+    assert progress.line(RUNNING) == f"step 120/400  loss 0.3100  50.0 steps/s  3.4 MB/s  {evaluated}  ETA 6 s"
     assert progress.line(ChiefStatus(phase="waiting", tasks=RUNNING.tasks)) == "step 0  waiting for worker/1"
     assert progress.line(ChiefStatus(phase="stopping", step=7)) == "step 7  stopping"
 
@@ -296,7 +297,7 @@ def test_bar_keeps_its_figures_whole_in_80_columns_and_gives_each_evaluation_a_l
         display.update(RUNNING)
         display.update(dataclasses.replace(RUNNING, loss=12.3456, steps_per_s=1234.5, bytes_per_s=1.2345e9))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert shown.count("evaluated: accuracy 0.97, loss 0.2") == 1
+    assert shown.count("evaluated at step 100: accuracy 0.97, loss 0.2") == 1
     for part in ("loss 12.3456  1234.5 steps/s  1234.5 MB/s", "120/400"):
         assert part in shown, shown
 

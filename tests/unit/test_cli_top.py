@@ -239,7 +239,7 @@ def test_ascii_terminal_gets_ascii() -> None:
 def test_plain_line_has_the_job_in_one_line() -> None:
     assert plain_line(VIEW).split("  ")[1:] == [
         *("digits", "training", "step 120/400", "loss 0.3100", "50.0 steps/s", "push 8.2 MB/s", "pull 8.3 MB/s"),
-        *("evaluated: accuracy 0.97, loss 0.2", "5.6 s left", "worker/1 dead", "evaluator/0 missing"),
+        *("evaluated at step 100: accuracy 0.97, loss 0.2", "5.6 s left", "worker/1 dead", "evaluator/0 missing"),
     ]
 
 
