@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from shardline.rpc.v1 import common_pb2 as _common_pb2
 from shardline.rpc.v1 import data_pb2 as _data_pb2
 from shardline.rpc.v1 import plan_pb2 as _plan_pb2
@@ -20,6 +21,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _StandbyState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StandbyStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StandbyState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STANDBY_STATE_UNSPECIFIED: _StandbyState.ValueType  # 0
+    """there shall be none"""
+    STANDBY_STATE_UNPROTECTED: _StandbyState.ValueType  # 1
+    """there shall be one, and it is not reached"""
+    STANDBY_STATE_COPYING: _StandbyState.ValueType  # 2
+    STANDBY_STATE_SYNCED: _StandbyState.ValueType  # 3
+    STANDBY_STATE_SILENT: _StandbyState.ValueType  # 4
+    """it was whole and does not answer: the primary publishes nothing until the chief says so"""
+
+class StandbyState(_StandbyState, metaclass=_StandbyStateEnumTypeWrapper):
+    """A standby as its primary sees it."""
+
+STANDBY_STATE_UNSPECIFIED: StandbyState.ValueType  # 0
+"""there shall be none"""
+STANDBY_STATE_UNPROTECTED: StandbyState.ValueType  # 1
+"""there shall be one, and it is not reached"""
+STANDBY_STATE_COPYING: StandbyState.ValueType  # 2
+STANDBY_STATE_SYNCED: StandbyState.ValueType  # 3
+STANDBY_STATE_SILENT: StandbyState.ValueType  # 4
+"""it was whole and does not answer: the primary publishes nothing until the chief says so"""
+Global___StandbyState: _TypeAlias = StandbyState  # noqa: Y015
 
 @_typing.final
 class Term(_message.Message):
@@ -106,9 +135,8 @@ class Placement(_message.Message):
     """Task and address of the ps that hosts its primary."""
     address: _builtins.str
     standby_task: _builtins.str
-    """reserved"""
+    """Task and address of the ps that holds its standby; empty = it has none, and the primary goes on alone."""
     standby_address: _builtins.str
-    """reserved"""
     def __init__(
         self,
         *,
@@ -145,6 +173,7 @@ class ConfigureRequest(_message.Message):
     ACTIVATE_FIELD_NUMBER: _builtins.int
     STANDBYS_FIELD_NUMBER: _builtins.int
     KEEP_SHARDS_FIELD_NUMBER: _builtins.int
+    KEEP_STANDBYS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     timeline: _builtins.int
     replicas: _builtins.int
@@ -153,8 +182,6 @@ class ConfigureRequest(_message.Message):
     codec: _builtins.str
     activate: _builtins.bool
     """Admit pushes and pulls at once, without Activate (no chief: tests, benchmarks)."""
-    standbys: _builtins.int
-    """reserved"""
     @_builtins.property
     def term(self) -> Global___Term: ...
     @_builtins.property
@@ -172,10 +199,18 @@ class ConfigureRequest(_message.Message):
     @_builtins.property
     def placement(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]: ...
     @_builtins.property
+    def standbys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shards whose standby this ps holds."""
+
+    @_builtins.property
     def keep_shards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Shards that this ps holds already, of the same plan and rule, and whose values and push numbers stay (asynchronous
         mode, after another ps was lost). All others are made anew.
         """
+
+    @_builtins.property
+    def keep_standbys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Standbys that this ps holds already, of shards whose primaries keep their values. All others begin anew."""
 
     def __init__(
         self,
@@ -193,12 +228,13 @@ class ConfigureRequest(_message.Message):
         placement: _abc.Iterable[Global___Placement] | None = ...,
         codec: _builtins.str = ...,
         activate: _builtins.bool = ...,
-        standbys: _builtins.int = ...,
+        standbys: _abc.Iterable[_builtins.int] | None = ...,
         keep_shards: _abc.Iterable[_builtins.int] | None = ...,
+        keep_standbys: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["consistency", b"consistency", "plan", b"plan", "rule", b"rule", "schedule", b"schedule", "term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "codec", b"codec", "consistency", b"consistency", "cut_every", b"cut_every", "job", b"job", "keep_shards", b"keep_shards", "placement", b"placement", "plan", b"plan", "replicas", b"replicas", "rule", b"rule", "schedule", b"schedule", "shards", b"shards", "standbys", b"standbys", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "codec", b"codec", "consistency", b"consistency", "cut_every", b"cut_every", "job", b"job", "keep_shards", b"keep_shards", "keep_standbys", b"keep_standbys", "placement", b"placement", "plan", b"plan", "replicas", b"replicas", "rule", b"rule", "schedule", b"schedule", "shards", b"shards", "standbys", b"standbys", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -395,7 +431,9 @@ Global___ActivateReply: _TypeAlias = ActivateReply  # noqa: Y015
 
 @_typing.final
 class PromoteRequest(_message.Message):
-    """Reserved for standbys."""
+    """Makes a standby the primary of its shard, in a history of its own: from now on it takes no record of the primary
+    before it. Repeating it is harmless.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -403,6 +441,7 @@ class PromoteRequest(_message.Message):
     TIMELINE_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
     timeline: _builtins.int
+    """Higher than the one in force. Until it is configured and activated in it, the ps admits nothing."""
     shard: _builtins.int
     @_builtins.property
     def term(self) -> Global___Term: ...
@@ -426,15 +465,26 @@ class PromoteReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    """Why not: it holds no standby of the shard, or not a whole one. Empty = it is the primary now."""
+    step: _builtins.int
+    version: _builtins.int
+    record: _builtins.int
+    """The last record of the primary before it that it holds."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        step: _builtins.int = ...,
+        version: _builtins.int = ...,
+        record: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "record", b"record", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -442,7 +492,7 @@ Global___PromoteReply: _TypeAlias = PromoteReply  # noqa: Y015
 
 @_typing.final
 class ImageTensor(_message.Message):
-    """Everything one bucket holds, for cuts, restores and (later) standbys."""
+    """Everything one bucket holds, for cuts, restores and standbys."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -953,6 +1003,11 @@ class ShardStatus(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     DUPLICATE_MISMATCHES_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
+    STANDBY_TASK_FIELD_NUMBER: _builtins.int
+    STANDBY_RECORD_FIELD_NUMBER: _builtins.int
+    STANDBY_SILENT_S_FIELD_NUMBER: _builtins.int
+    STANDBY_PROBLEM_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     step_min: _builtins.int
     step_max: _builtins.int
@@ -964,6 +1019,15 @@ class ShardStatus(_message.Message):
     skipped_steps: _builtins.int
     bytes: _builtins.int
     duplicate_mismatches: _builtins.int
+    standby: Global___StandbyState.ValueType
+    standby_task: _builtins.str
+    """Where it is, or shall be."""
+    standby_record: _builtins.int
+    """Number of the last record that the standby has acknowledged."""
+    standby_silent_s: _builtins.float
+    """Seconds since it was heard last, where it is silent."""
+    standby_problem: _builtins.str
+    """Why it is not whole."""
     @_builtins.property
     def cuts(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldCut]: ...
     @_builtins.property
@@ -986,14 +1050,54 @@ class ShardStatus(_message.Message):
         waiting_for: _abc.Iterable[_builtins.int] | None = ...,
         bytes: _builtins.int = ...,
         duplicate_mismatches: _builtins.int = ...,
+        standby: Global___StandbyState.ValueType = ...,
+        standby_task: _builtins.str = ...,
+        standby_record: _builtins.int = ...,
+        standby_silent_s: _builtins.float = ...,
+        standby_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "cuts", b"cuts", "duplicate_mismatches", b"duplicate_mismatches", "initialized", b"initialized", "pushes", b"pushes", "shard", b"shard", "skipped_steps", b"skipped_steps", "staleness_max", b"staleness_max", "staleness_sum", b"staleness_sum", "step_max", b"step_max", "step_min", b"step_min", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "cuts", b"cuts", "duplicate_mismatches", b"duplicate_mismatches", "initialized", b"initialized", "pushes", b"pushes", "shard", b"shard", "skipped_steps", b"skipped_steps", "staleness_max", b"staleness_max", "staleness_sum", b"staleness_sum", "standby", b"standby", "standby_problem", b"standby_problem", "standby_record", b"standby_record", "standby_silent_s", b"standby_silent_s", "standby_task", b"standby_task", "step_max", b"step_max", "step_min", b"step_min", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShardStatus: _TypeAlias = ShardStatus  # noqa: Y015
+
+@_typing.final
+class StandbyStatus(_message.Message):
+    """A standby that a ps holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    SYNCED_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    COPY_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    shard: _builtins.int
+    synced: _builtins.bool
+    """It is whole: it may be promoted."""
+    record: _builtins.int
+    """The last record that it holds, and the copy that the record belongs to."""
+    copy: _builtins.int
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        shard: _builtins.int = ...,
+        synced: _builtins.bool = ...,
+        record: _builtins.int = ...,
+        copy: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "copy", b"copy", "record", b"record", "shard", b"shard", "synced", b"synced"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StandbyStatus: _TypeAlias = StandbyStatus  # noqa: Y015
 
 @_typing.final
 class Traffic(_message.Message):
@@ -1034,6 +1138,7 @@ class PsStatusReply(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     TRAFFIC_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    STANDBYS_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     timeline: _builtins.int
     active: _builtins.bool
@@ -1044,6 +1149,8 @@ class PsStatusReply(_message.Message):
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardStatus]: ...
     @_builtins.property
     def traffic(self) -> Global___Traffic: ...
+    @_builtins.property
+    def standbys(self) -> _containers.RepeatedCompositeFieldContainer[Global___StandbyStatus]: ...
     def __init__(
         self,
         *,
@@ -1054,10 +1161,11 @@ class PsStatusReply(_message.Message):
         shards: _abc.Iterable[Global___ShardStatus] | None = ...,
         traffic: Global___Traffic | None = ...,
         failure: _builtins.str = ...,
+        standbys: _abc.Iterable[Global___StandbyStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["term", b"term", "traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "failure", b"failure", "shards", b"shards", "task", b"task", "term", b"term", "timeline", b"timeline", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "failure", b"failure", "shards", b"shards", "standbys", b"standbys", "task", b"task", "term", b"term", "timeline", b"timeline", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1185,6 +1293,7 @@ class VoteRequest(_message.Message):
     SQUARE_SUM_FIELD_NUMBER: _builtins.int
     NONFINITE_TENSORS_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
+    DECIDED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     timeline: _builtins.int
     step: _builtins.int
@@ -1199,6 +1308,10 @@ class VoteRequest(_message.Message):
     def square_sum(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def nonfinite_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def decided(self) -> Global___ReplicaVerdict:
+        """The shard has applied the step under this verdict, which a new lead takes over. Then there are no sums."""
+
     def __init__(
         self,
         *,
@@ -1210,10 +1323,11 @@ class VoteRequest(_message.Message):
         square_sum: _abc.Iterable[_builtins.float] | None = ...,
         nonfinite_tensors: _abc.Iterable[_builtins.str] | None = ...,
         commit: _builtins.bool | None = ...,
+        decided: Global___ReplicaVerdict | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "commit", b"commit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "commit", b"commit", "decided", b"decided"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "commit", b"commit", "job", b"job", "nonfinite_tensors", b"nonfinite_tensors", "quantum", b"quantum", "shard", b"shard", "square_sum", b"square_sum", "step", b"step", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "commit", b"commit", "decided", b"decided", "job", b"job", "nonfinite_tensors", b"nonfinite_tensors", "quantum", b"quantum", "shard", b"shard", "square_sum", b"square_sum", "step", b"step", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__commit: _TypeAlias = _typing.Literal["commit"]  # noqa: Y015
     _WhichOneofArgType__commit: _TypeAlias = _typing.Literal["_commit", b"_commit"]  # noqa: Y015
@@ -1263,3 +1377,415 @@ class VerdictReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerdictReply: _TypeAlias = VerdictReply  # noqa: Y015
+
+@_typing.final
+class ReplicaHead(_message.Message):
+    """First frame of a stream of records: whose they are, and how far the sender's copy has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    TIMELINE_FIELD_NUMBER: _builtins.int
+    PLAN_ID_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    COPY_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    timeline: _builtins.int
+    plan_id: _builtins.str
+    shard: _builtins.int
+    task: _builtins.str
+    """The primary's task."""
+    copy: _builtins.int
+    """Names the copy that the records belong to; drawn by the primary for each copy. 0 = there is none yet."""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        timeline: _builtins.int = ...,
+        plan_id: _builtins.str = ...,
+        shard: _builtins.int = ...,
+        task: _builtins.str = ...,
+        copy: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "job", b"job", "plan_id", b"plan_id", "shard", b"shard", "task", b"task", "timeline", b"timeline"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaHead: _TypeAlias = ReplicaHead  # noqa: Y015
+
+@_typing.final
+class ReplicaBegin(_message.Message):
+    """The standby's buckets are copied anew: it forgets what it holds, and refuses to be promoted until the mark."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPY_FIELD_NUMBER: _builtins.int
+    copy: _builtins.int
+    def __init__(
+        self,
+        *,
+        copy: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaBegin: _TypeAlias = ReplicaBegin  # noqa: Y015
+
+@_typing.final
+class ReplicaPart(_message.Message):
+    """What one bucket gets. The values are the mean gradient (sync) or the gradient (async), padding included."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class HyperEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    ELEMENTS_FIELD_NUMBER: _builtins.int
+    PRESENT_FIELD_NUMBER: _builtins.int
+    HYPER_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.int
+    step: _builtins.int
+    """Before the record."""
+    dtype: _common_pb2.DType.ValueType
+    elements: _builtins.int
+    """0 = nothing was contributed."""
+    present: _builtins.bytes
+    """One bit per slice: it has a gradient."""
+    @_builtins.property
+    def hyper(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Hyper-parameters of the bucket's group, where the push brought some."""
+
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.int = ...,
+        step: _builtins.int = ...,
+        dtype: _common_pb2.DType.ValueType = ...,
+        elements: _builtins.int = ...,
+        present: _builtins.bytes = ...,
+        hyper: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "dtype", b"dtype", "elements", b"elements", "hyper", b"hyper", "present", b"present", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaPart: _TypeAlias = ReplicaPart  # noqa: Y015
+
+@_typing.final
+class ReplicaRecord(_message.Message):
+    """One decision of the primary. Its parts' values follow in chunks, part after part."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    SKIP_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Dense within a copy, from 1; images and the mark are numbered like records."""
+    scale: _builtins.float
+    """Factor for the gradients."""
+    skip: _builtins.bool
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaPart]: ...
+    @_builtins.property
+    def verdict(self) -> Global___ReplicaVerdict: ...
+    @_builtins.property
+    def sequence(self) -> Global___ReplicaSequence:
+        """async: whose push it is."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        parts: _abc.Iterable[Global___ReplicaPart] | None = ...,
+        scale: _builtins.float = ...,
+        skip: _builtins.bool = ...,
+        verdict: Global___ReplicaVerdict | None = ...,
+        sequence: Global___ReplicaSequence | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "verdict", b"verdict"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "parts", b"parts", "scale", b"scale", "sequence", b"sequence", "skip", b"skip", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaRecord: _TypeAlias = ReplicaRecord  # noqa: Y015
+
+@_typing.final
+class ReplicaVerdict(_message.Message):
+    """The last verdict that a shard has applied (voted steps)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    SKIP_FIELD_NUMBER: _builtins.int
+    NORM_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    scale: _builtins.float
+    skip: _builtins.bool
+    norm: _builtins.float
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        scale: _builtins.float = ...,
+        skip: _builtins.bool = ...,
+        norm: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["norm", b"norm", "scale", b"scale", "skip", b"skip", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaVerdict: _TypeAlias = ReplicaVerdict  # noqa: Y015
+
+@_typing.final
+class ReplicaSequence(_message.Message):
+    """async: what a shard has applied of one life of a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    LAST_SEQ_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    incarnation: _builtins.int
+    last_seq: _builtins.int
+    outcome: _common_pb2.Outcome.ValueType
+    staleness: _builtins.int
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        last_seq: _builtins.int = ...,
+        outcome: _common_pb2.Outcome.ValueType = ...,
+        staleness: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "last_seq", b"last_seq", "outcome", b"outcome", "staleness", b"staleness", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaSequence: _TypeAlias = ReplicaSequence  # noqa: Y015
+
+@_typing.final
+class ReplicaImage(_message.Message):
+    """A bucket as it is; its header and chunks follow. A tensor "previous" holds the values of the step before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    HEADER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___ImageHeader: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        header: Global___ImageHeader | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaImage: _TypeAlias = ReplicaImage  # noqa: Y015
+
+@_typing.final
+class ReplicaMark(_message.Message):
+    """All buckets are copied: from now on the standby may be promoted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaSequence]: ...
+    @_builtins.property
+    def verdict(self) -> Global___ReplicaVerdict: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        sequences: _abc.Iterable[Global___ReplicaSequence] | None = ...,
+        verdict: Global___ReplicaVerdict | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["verdict", b"verdict"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "sequences", b"sequences", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaMark: _TypeAlias = ReplicaMark  # noqa: Y015
+
+@_typing.final
+class ReplicaDigest(_message.Message):
+    """What the primary's bucket holds after the record before this frame: xxh3-64 of its values."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    bucket: _builtins.int
+    digest: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        bucket: _builtins.int = ...,
+        digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "digest", b"digest", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaDigest: _TypeAlias = ReplicaDigest  # noqa: Y015
+
+@_typing.final
+class ReplicaChunk(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Index of the part, or of the image's tensor."""
+    offset: _builtins.int
+    payload: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        payload: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "offset", b"offset", "payload", b"payload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaChunk: _TypeAlias = ReplicaChunk  # noqa: Y015
+
+@_typing.final
+class ReplicaFrame(_message.Message):
+    """`head` comes first and once."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEAD_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    MARK_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def head(self) -> Global___ReplicaHead: ...
+    @_builtins.property
+    def begin(self) -> Global___ReplicaBegin: ...
+    @_builtins.property
+    def record(self) -> Global___ReplicaRecord: ...
+    @_builtins.property
+    def image(self) -> Global___ReplicaImage: ...
+    @_builtins.property
+    def chunk(self) -> Global___ReplicaChunk: ...
+    @_builtins.property
+    def mark(self) -> Global___ReplicaMark: ...
+    @_builtins.property
+    def digest(self) -> Global___ReplicaDigest: ...
+    def __init__(
+        self,
+        *,
+        head: Global___ReplicaHead | None = ...,
+        begin: Global___ReplicaBegin | None = ...,
+        record: Global___ReplicaRecord | None = ...,
+        image: Global___ReplicaImage | None = ...,
+        chunk: Global___ReplicaChunk | None = ...,
+        mark: Global___ReplicaMark | None = ...,
+        digest: Global___ReplicaDigest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "digest", b"digest", "head", b"head", "image", b"image", "mark", b"mark", "record", b"record"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "digest", b"digest", "head", b"head", "image", b"image", "mark", b"mark", "record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaFrame: _TypeAlias = ReplicaFrame  # noqa: Y015
+
+@_typing.final
+class ReplicaReply(_message.Message):
+    """Comes after the head, after each numbered frame that is applied, and once more where something is wrong."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPY_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    SYNCED_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    copy: _builtins.int
+    record: _builtins.int
+    """The last number applied."""
+    synced: _builtins.bool
+    problem: _builtins.str
+    """Why no more is taken; the stream ends behind it."""
+    def __init__(
+        self,
+        *,
+        copy: _builtins.int = ...,
+        record: _builtins.int = ...,
+        synced: _builtins.bool = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "problem", b"problem", "record", b"record", "synced", b"synced"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaReply: _TypeAlias = ReplicaReply  # noqa: Y015

@@ -788,6 +788,81 @@ class ParameterServer:
             _registered_method=True)
 
 
+class ReplicationStub:
+    """Offered by every ps to the primaries of the shards whose standby it holds.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Replicate = channel.stream_stream(
+                '/shardline.rpc.v1.Replication/Replicate',
+                request_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.ReplicaFrame.SerializeToString,
+                response_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.ReplicaReply.FromString,
+                _registered_method=True)
+
+
+class ReplicationServicer:
+    """Offered by every ps to the primaries of the shards whose standby it holds.
+    """
+
+    def Replicate(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ReplicationServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Replicate': grpc.stream_stream_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.ReplicaFrame.FromString,
+                    response_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.ReplicaReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'shardline.rpc.v1.Replication', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('shardline.rpc.v1.Replication', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Replication:
+    """Offered by every ps to the primaries of the shards whose standby it holds.
+    """
+
+    @staticmethod
+    def Replicate(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/shardline.rpc.v1.Replication/Replicate',
+            shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.ReplicaFrame.SerializeToString,
+            shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.ReplicaReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class CoordinatorStub:
     """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
     when its wait ran out: then vote again, which changes nothing.

@@ -199,6 +199,34 @@ class ParameterServerServicer(metaclass=_abc_1.ABCMeta):
 
 def add_ParameterServerServicer_to_server(servicer: ParameterServerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class ReplicationStub:
+    """Offered by every ps to the primaries of the shards whose standby it holds."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> ReplicationAsyncStub: ...
+    Replicate: _grpc.StreamStreamMultiCallable[_parameter_server_pb2.ReplicaFrame, _parameter_server_pb2.ReplicaReply]
+
+@_typing.type_check_only
+class ReplicationAsyncStub(ReplicationStub):
+    """Offered by every ps to the primaries of the shards whose standby it holds."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Replicate: _aio.StreamStreamMultiCallable[_parameter_server_pb2.ReplicaFrame, _parameter_server_pb2.ReplicaReply]  # type: ignore[assignment]
+
+class ReplicationServicer(metaclass=_abc_1.ABCMeta):
+    """Offered by every ps to the primaries of the shards whose standby it holds."""
+
+    @_abc_1.abstractmethod
+    def Replicate(
+        self,
+        request_iterator: _MaybeAsyncIterator[_parameter_server_pb2.ReplicaFrame],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_parameter_server_pb2.ReplicaReply], _abc.AsyncIterator[_parameter_server_pb2.ReplicaReply]]: ...
+
+def add_ReplicationServicer_to_server(servicer: ReplicationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class CoordinatorStub:
     """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
     when its wait ran out: then vote again, which changes nothing.
