@@ -46,6 +46,8 @@ class Program:
         self._told_failures: set[tuple[str, int]] = set()
         self._told_leaving: set[tuple[str, int]] = set()
         self._uneven_since_s: float | None = None
+        self._suspected_s: float | None = None
+        """Since when a task does not hear a server."""
         if job is not None:
             self.setup.adopt(job, "the job file")
 
@@ -160,6 +162,7 @@ class Program:
             return False
         state.steps[beat.task] = beat.step
         state.traffic[beat.task] = beat.traffic
+        state.suspects[beat.task] = beat.suspects
         if beat.figures:
             state.figures[beat.task, beat.incarnation] = beat.figures
         life = (beat.task, beat.incarnation)
@@ -252,6 +255,7 @@ class Program:
         """Time passes: call about ten times a second."""
         state = self.state
         self._lives(now_s)
+        self._links(now_s)
         self.recovery.tick(now_s)
         self.setup.tick(now_s)
         self._alone(now_s)
@@ -282,6 +286,35 @@ class Program:
                 self._take_back(member.incarnation)
                 rest = "the job goes on without it" if member.role == "evaluator" else "waiting for another"
                 state.say("life", f"{change.sentence}; {rest}", "warning", task=member.task, state=member.state.value)
+
+    def _links(self, now_s: float) -> None:
+        """Tasks that train can't reach a server that the chief hears: the server's fault, or theirs (PROTOCOL 1.6)."""
+        state = self.state
+        trainers = state.trainers()
+        if state.phase is not Phase.RUNNING or not any(state.suspects.get(member.task) for member in trainers):
+            self._suspected_s = None
+            return
+        if self._suspected_s is None:
+            self._suspected_s = now_s
+        if now_s - self._suspected_s < state.timeouts.suspect_s:
+            # Others may be about to say the same, which makes it the server's fault.
+            return
+        for place in state.placement:
+            named = [member for member in trainers if place.task in state.suspects.get(member.task, ())]
+            host = state.members.get(place.task)
+            if not named or host is None or not host.living:
+                continue
+            who = ", ".join(member.task for member in named)
+            sentence = f"{who} did not hear {place.task} at {place.address} for {state.timeouts.dead_s:g} s"
+            if 2 * len(named) > len(trainers):
+                why = "most of those that train" if len(trainers) > 1 else "nobody else trains"
+                self.recovery.lost(place.task, f"{sentence} ({why})", now_s)
+                return
+            for member in named:
+                state.suspects.pop(member.task)
+                state.members.declare_dead(member.task)
+                self._lost_trainer(member, f"{sentence}, and the others do", now_s)
+            return
 
     def _lost_trainer(self, member: Member, sentence: str, now_s: float) -> None:
         """Fence it on every ps, then give its work to the living."""

@@ -124,6 +124,7 @@ class Recovery:
             self.ending.reopen()
         # Whatever comes back of the history so far is not taken any more, and workers stop what they do.
         state.new_timeline()
+        state.suspects.clear()
         self.setup.forget()
         self.running.forget()
         self.stage = Stage.FINDING

@@ -111,6 +111,8 @@ class State:
         self.traffic: dict[str, Traffic] = {}
         self.figures: dict[tuple[str, int], Mapping[str, float]] = {}
         """What each life of a task counts of itself; see shardline.rpc.link."""
+        self.suspects: dict[str, tuple[str, ...]] = {}
+        """By task, those that it does not hear."""
         self.finished: set[str] = set()
         self.most_trainers = 0
         """Most tasks that trained at a time."""

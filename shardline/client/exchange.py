@@ -218,9 +218,13 @@ class Exchange:
         self._pool = ThreadPoolExecutor(max_workers=max(1, len(shards)), thread_name_prefix="shard")
         self._interrupted = threading.Event()
         self._on_retry = on_retry
+        self._lock = threading.Lock()
         self._told: dict[int, str] = {}
         self._live: list[LivePayloads] = []
         self._running: Running | None = None
+        self._silent: set[int] = set()
+        self.on_silence: Callable[[frozenset[int]], None] = lambda shards: None
+        """(shards): those that have not been heard for as long as makes a task dead; called whenever that changes."""
         self.still_ordered: Callable[[], bool] = lambda: True
         """Asked whenever a shard says WAITING: whether what this exchange waits for is still wanted of it."""
 
@@ -284,12 +288,15 @@ class Exchange:
             if self._interrupted.is_set():
                 raise Interrupted
             try:
-                return self._lanes[shard].progress(sender, replicas, timeout_s=self._timeouts.rpc_s)
+                standing = self._lanes[shard].progress(sender, replicas, timeout_s=self._timeouts.rpc_s)
+                self._note(shard, silent=False)
+                return standing
             except UnreachableError as error:
                 if self._interrupted.is_set():
                     raise Interrupted from error
                 waited_s = time.monotonic() - start_s
                 if waited_s >= self._timeouts.rpc_s:
+                    self._note(shard, silent=True)
                     raise UnreachableError(f"shard {shard}, asked for {waited_s:.1f} s: {error}") from error
                 self._on_retry(shard)
                 self._interrupted.wait(pause_s)
@@ -322,6 +329,8 @@ class Exchange:
                 silent_s = time.monotonic() - heard_s
                 if silent_s > self._timeouts.total_s:
                     raise
+                if silent_s >= self._timeouts.dead_s:
+                    self._note(task.shard, silent=True)
                 self._on_retry(task.shard)
                 log.warning("shard %d: %s; trying again", task.shard, error)
                 self._interrupted.wait(pause_s)
@@ -329,6 +338,7 @@ class Exchange:
                 want = self._again(want, sink)
                 continue
             heard_s = time.monotonic()
+            self._note(task.shard, silent=False)
             accepted = [ack for ack in done.acks if ack.outcome is not Outcome.WAITING]
             for ack in accepted:
                 check_ack(ack, task.shard)
@@ -356,6 +366,15 @@ class Exchange:
         return ShardOutcome(
             acks=tuple(acks), began_s=start_s, pushed_s=pushed_s, first_s=sink.first_s, ended_s=time.monotonic()
         )
+
+    def _note(self, shard: int, *, silent: bool) -> None:
+        """Tell who wants to know that a shard is not heard any more, or again. Called by the shards' own threads."""
+        if silent == (shard in self._silent):
+            return
+        with self._lock:
+            (self._silent.add if silent else self._silent.discard)(shard)
+            found = frozenset(self._silent)
+        self.on_silence(found)
 
     def _deadline_s(self, sink: BucketSink, pending: Sequence[Contribution]) -> float:
         """Deadline of one call: a third of the timeout, and time for its bytes on a very slow link.

@@ -121,6 +121,9 @@ class Workplace:
         # In asynchronous mode a worker counts its own pushes, whatever became of them.
         trainer.step = pushed
         trainer.exchange.still_ordered = self._still_ordered
+        hosts = {place.shard: place.task for place in view.placement}
+        trainer.exchange.on_silence = lambda shards: link.suspect({hosts[shard] for shard in shards})
+        link.suspect(())
         trainer.on_nonfinite = lambda name: self._metrics.counter("shardline_nonfinite_total", what=name).inc()
         self._open_gate(trainer)
         self.current = trainer

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import grpc
@@ -164,6 +164,7 @@ class ChiefLink:
         """Since when there has been no working stream; None while there is one."""
         self.lost: ShardlineError | None = None
         self.figures: dict[str, float] = {}
+        self._suspects: tuple[str, ...] = ()
 
     # Joining
 
@@ -269,6 +270,11 @@ class ChiefLink:
         self._finished = True
         self.beat_now()
 
+    def suspect(self, tasks: Iterable[str]) -> None:
+        """Tell the chief, until told otherwise, that these tasks are not heard from here."""
+        self._suspects = tuple(sorted(tasks))
+        self.beat_now()
+
     def resume(self) -> None:
         """There is more to do after all: the job went back to an earlier step."""
         self._finished = False
@@ -350,6 +356,7 @@ class ChiefLink:
             steps=reports,
             orders_seen=self._orders.version,
             figures=self.figures,
+            suspects=self._suspects,
         )
         if self._failure is not None:
             beat.failure, beat.failure_code = self._failure

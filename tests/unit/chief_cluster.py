@@ -204,6 +204,8 @@ class Cluster:
         self.held_saves: list[Save] = []
         self.held_finds: list[Find] = []
         self.finished: set[str] = set()
+        self.suspects: dict[str, tuple[str, ...]] = {}
+        """By task, the servers that it says it does not hear."""
         self.finish: Finish | None = None
         self.lives: dict[str, int] = {}
         self._stable = 0
@@ -330,6 +332,7 @@ class Cluster:
     def beat(self, task: str, **fields: Any) -> bool:
         ps = next((p.status() for p in self.ps if p.task == task), None)
         # Once said it is said with every beat, until it is taken back.
+        fields.setdefault("suspects", self.suspects.get(task, ()))
         fields.setdefault("finished", task in self.finished)
         (self.finished.add if fields["finished"] else self.finished.discard)(task)
         alive = self.program.beat(Beat(task=task, incarnation=self.lives[task], ps=ps, **fields), self.now_s)
