@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shardline.client.priority import SendQueue
-from shardline.lanes.base import BucketPayload
+from shardline.errors import UnreachableError
+from shardline.lanes.base import BucketPayload, Payloads
+
+DROP_S = 120.0
+"""What one bucket may take to be prepared; on a GPU it waits for what was enqueued there before."""
 
 
 class Unready(Exception):
@@ -100,13 +104,23 @@ class LivePayloads:
         with self._changed:
             self._changed.notify_all()
 
-    def drop(self) -> None:
-        """Free what was prepared: it is acknowledged or given up."""
+    def drop(self, wait_s: float = DROP_S) -> None:
+        """Free what was prepared: it is acknowledged or given up.
+
+        Returns when no bucket is being prepared any more: the thread of a call that was given up may still be at one,
+        and what it writes to is the next step's from now on. Raises UnreachableError where that takes longer.
+        """
         with self._changed:
-            self._sent.clear()
             self._error = self._error or RuntimeError("the payloads of this push are gone")
             self._prepare = _gone
             self._changed.notify_all()
+            ended = self._changed.wait_for(lambda: not self._preparing, wait_s)
+            self._sent.clear()
+        if not ended:
+            raise UnreachableError(
+                f"a bucket of a push that was given up is still being prepared after {wait_s:.0f} s; this process "
+                f"can't train any further: start it again"
+            )
 
     # The sending side
 
@@ -171,6 +185,13 @@ class LivePayloads:
                 self._error = self._error or error
                 self._changed.notify_all()
         return made
+
+
+def drop_all(payloads: Iterable[Payloads]) -> None:
+    """Drop those of these that are live."""
+    for item in payloads:
+        if isinstance(item, LivePayloads):
+            item.drop()
 
 
 def _gone(bucket: int) -> BucketPayload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -15,7 +16,7 @@ from shardline.client.device import ON_HOST, host_path
 from shardline.client.exchange import Exchange, Restart, Running, ShardTask, StepFigures
 from shardline.client.finite import loss_names, stop_error
 from shardline.client.layout import BucketSink, ModelLayout
-from shardline.client.live import LivePayloads
+from shardline.client.live import LivePayloads, drop_all
 from shardline.client.overlap import (
     EarlyPush,
     Expected,
@@ -33,7 +34,7 @@ from shardline.client.traffic import Traffic
 from shardline.client.zero_copy import ZeroCopy, check_shareable
 from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
-from shardline.errors import JobError, ProtocolError
+from shardline.errors import JobError, ProtocolError, UnreachableError
 from shardline.lanes.base import Contribution, Lane, Payloads, Sender, Standing, Want, Whole
 from shardline.reduce import Block, cover
 from shardline.rpc.client import JobView
@@ -246,13 +247,10 @@ class Trainer:
         self._close_step()
 
     def _close_step(self) -> None:
-        """The open step's pushes are acknowledged or given up: free what they held."""
+        """The open step's pushes are acknowledged or given up: free what they held. Raises as LivePayloads.drop()."""
         if self._hooks is not None:
             self._hooks.ignore()
-        for pushes in self._pushes.values():
-            for push in pushes:
-                if isinstance(push.payloads, LivePayloads):
-                    push.payloads.drop()
+        drop_all(push.payloads for pushes in self._pushes.values() for push in pushes)
         if self._early is not None:
             self._early.drop()
         self._early = self._expected = self._running = None
@@ -597,4 +595,5 @@ class Trainer:
         self.exchange.close()
         if self._zero is not None:
             self._zero.release()
-        self._close_step()
+        with contextlib.suppress(UnreachableError):
+            self._close_step()

@@ -10,6 +10,7 @@ import pytest
 
 from shardline.client.live import LivePayloads, Unready
 from shardline.client.priority import SendQueue
+from shardline.errors import UnreachableError
 from shardline.lanes.base import BucketPayload
 
 PATIENCE_S = 20.0
@@ -158,3 +159,35 @@ def test_nothing_is_kept_of_payloads_that_are_acknowledged() -> None:
     with pytest.raises(RuntimeError, match="are gone"):
         buckets(payloads)
     assert bytes(held[0].data) == b"\0" * 4
+
+
+def test_payloads_are_gone_only_when_no_lane_is_at_a_bucket_any_more(pool: ThreadPoolExecutor) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    made: list[int] = []
+
+    def prepare(bucket: int) -> BucketPayload:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+        # What it writes to is the next step's once drop() has returned.
+        made.append(bucket)
+        return payload(bucket)
+
+    payloads = live(prepare=prepare, credit_bytes=8)
+    for bucket in (0, 1):
+        payloads.offer(bucket)
+    given_up = pool.submit(buckets, payloads)
+    assert begun.wait(PATIENCE_S)
+    with pytest.raises(UnreachableError, match="still being prepared after 0 s"):
+        payloads.drop(wait_s=0.01)
+
+    def dropped() -> list[int]:
+        payloads.drop()
+        return list(made)
+
+    found = pool.submit(dropped)
+    threading.Timer(0.05, go_on.set).start()
+    assert found.result(PATIENCE_S) == [0]
+    with pytest.raises(RuntimeError, match="bucket 1 was acknowledged before"):
+        given_up.result(PATIENCE_S)
+    assert made == [0]
+    assert payloads.order == []
