@@ -68,13 +68,8 @@ class Leases:
     def take(self, incarnation: int, *, workers: int) -> Lease | None:
         """The next lease, lowest batch first; None where all batches are issued.
 
-        An incarnation holds one lease at a time. If it asks while it holds one, the answer to its last question was
-        lost, and it gets the same again.
         workers: living ones, so that the end of the job is spread over all of them.
         """
-        held = next((lease for lease in self._open.values() if lease.incarnation == incarnation), None)
-        if held is not None:
-            return held
         if not self._free:
             return None
         left = sum(end - first for first, end in self._free)
@@ -86,6 +81,10 @@ class Leases:
         lease = Lease(number=self._number, first=first, count=count, incarnation=incarnation)
         self._open[lease.number] = lease
         return lease
+
+    def held_by(self, incarnation: int) -> Lease | None:
+        """What it holds already. A worker holds one lease at a time, so if it asks, the last answer was lost."""
+        return next((lease for lease in self._open.values() if lease.incarnation == incarnation), None)
 
     def recall(self, lease: Lease) -> None:
         """A lease that was handed out before, by a chief whose journal is read."""

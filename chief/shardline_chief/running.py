@@ -135,7 +135,7 @@ class Running:
         if leases.all_done or state.phase in (Phase.STOPPING, Phase.ENDED):
             return LeaseAnswer(outcome="STOPPED", reason=state.reason or "all batches are done")
         going = state.phase is Phase.RUNNING and not state.too_few()
-        lease = leases.take(incarnation, workers=len(state.trainers())) if going else None
+        lease = leases.held_by(incarnation) or leases.take(incarnation, workers=len(state.trainers())) if going else None
         if lease is None:
             return LeaseAnswer(outcome="WAITING", reason="no batch is free now", retry_after_s=RETRY_S)
         return LeaseAnswer(outcome="SERVED", lease=lease.number, first=lease.first, count=lease.count)
