@@ -99,7 +99,8 @@ def table(found: ChiefStatus) -> Table:
         rows.add_row(
             task.task,
             task.state,
-            str(task.step),
+            # A ps takes no steps: the versions of its shards say where it is.
+            "" if task.shards else str(task.step),
             f"{task.push_bytes_per_s / 1e6:.2f}",
             f"{task.pull_bytes_per_s / 1e6:.2f}",
             f"{task.last_heard_s:.1f} s ago",

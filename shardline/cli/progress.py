@@ -52,9 +52,15 @@ def line(status: ChiefStatus) -> str:
     total = f"/{status.steps}" if status.steps else ""
     parts = [f"step {status.step}{total}", figures(status), scores(status), waiting_text(status)]
     left = status.steps - status.step
-    if left > 0 and status.steps_per_s > 0:
-        parts.append(f"ETA {left / status.steps_per_s:.0f} s")
+    if left > 0 and status.steps_per_s > 0 and status.phase in ("running", "stopping"):
+        parts.append(f"ETA {_duration(left / status.steps_per_s)}")
     return "  ".join(part for part in parts if part)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 class Display(Protocol):

@@ -272,6 +272,12 @@ def test_line_shows_what_is_known() -> None:
     assert progress.line(ChiefStatus(phase="stopping", step=7)) == "step 7  stopping"
 
 
+def test_line_of_a_job_that_is_over_promises_no_time_and_long_times_are_no_seconds() -> None:
+    assert "ETA" not in progress.line(dataclasses.replace(RUNNING, phase="ended"))
+    for steps, expected in ((5_000, "98 s"), (10_000, "3 min"), (1_000_000, "5.6 h")):
+        assert progress.line(dataclasses.replace(RUNNING, steps=steps)).endswith(f"  ETA {expected}")
+
+
 def test_lines_come_every_few_seconds_and_the_last_one_always() -> None:
     stream = io.StringIO()
     times = iter([0.0, 0.0, 0.5, 1.0, 3.5, 3.5, 4.0])
