@@ -138,6 +138,7 @@ def param_groups(model: nn.Module) -> list[dict[str, object]]:
 
 
 job = Job(
+    name="charlm",
     model=CharacterModel,
     loss=loss,
     dataset=lambda: TensorDataset(windows()[0]),

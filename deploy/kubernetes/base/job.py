@@ -59,6 +59,7 @@ def evaluate(model: nn.Module) -> dict[str, float]:
 
 
 job = Job(
+    name="digits",
     model=make_model,
     loss=loss,
     dataset=lambda: load(train=True),
