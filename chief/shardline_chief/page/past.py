@@ -22,9 +22,9 @@ RATE_WIDTH_S = 0.5
 """Width of a bin of the curves that run along time, at first."""
 RATES = {"push": "push_bytes_per_s", "pull": "pull_bytes_per_s", "steps": "steps_per_s"}
 """Field of rates.jsonl by curve."""
-READ_BYTES = 16 << 20
-"""Most that is read of a file: about 75,000 steps, half a second. Of a longer one evenly spread pieces are read."""
-PIECE_BYTES = 32 << 10
+READ_BYTES = 8 << 20
+"""Most that is read of a file: about 40,000 steps, a second. Of a longer one evenly spread pieces are read."""
+PIECE_BYTES = 16 << 10
 
 Told = tuple[float, Callable[[], None]]
 """Unix time of a line, and what it does to the curves."""
