@@ -61,6 +61,8 @@ class Bucket:
         self.group = tensors[spec.slices[0].tensor].group
         self.names = tuple(tensors[piece.tensor].name for piece in spec.slices)
         self._pub = pub
+        self.pending: object | None = None
+        """theta_{step+1} is made and waits for the standby to hold it too; names the record."""
         self.rule: BucketRule | None = None
         self._make_rule: Callable[[], BucketRule | None] = lambda: (
             BucketRule(rule, schedule, spec, tensors, device) if spec.kind is TensorKind.PARAM else None
@@ -75,6 +77,15 @@ class Bucket:
     def values_at(self, step: int) -> torch.Tensor:
         """theta_step or theta_{step-1}; the caller asked serve_pull first."""
         return self._pub[step & 1]
+
+    def previous(self) -> torch.Tensor | None:
+        """theta_{step-1}, without elements where it equals theta_step; None where it was never published here.
+
+        Nothing may be pending.
+        """
+        if self.step <= self.oldest:
+            return None
+        return self._pub[(self.step - 1) & 1] if self.changed_step == self.step else self._pub[0][:0]
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +112,10 @@ class Bucket:
 
     def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False) -> None:
         """Make theta_{step+1} from theta_step and the mean gradient, and publish it. The commit point of the step."""
+        self.publish(self.compute(total, scale=scale, skip=skip), skip=skip)
+
+    def compute(self, total: Partial, *, scale: float = 1.0, skip: bool = False) -> bool:
+        """Make theta_{step+1} beside theta_step; returns whether they differ. publish() has to follow."""
         source, target = self._pub[self.step & 1], self._pub[(self.step + 1) & 1]
         # Before the first byte is written over theta_{step-1}.
         self.overwritten = self.step - 1
@@ -109,6 +124,10 @@ class Bucket:
         changed = not skip and self._update(target, total, scale, source if differ else None)
         if differ and not changed:
             target.copy_(source)
+        return changed
+
+    def publish(self, changed: bool, *, skip: bool = False) -> None:
+        """What compute() has made is theta_step from now on."""
         self.version += not skip
         if changed:
             self.changed_step = self.step + 1
@@ -172,16 +191,21 @@ class Bucket:
             )
         return rule
 
-    def restore(self, image: BucketImage, rule: BucketRule | None) -> None:
-        """Become what an image says; rule: from rule_of()."""
+    def restore(self, image: BucketImage, rule: BucketRule | None, *, previous: torch.Tensor | None = None) -> None:
+        """Become what an image says; rule: from rule_of(). previous: as from previous()."""
         self.rule = rule
         self.restored += 1
+        self.pending = None
         for buffer in self._pub:
             buffer.copy_(image.tensors[VALUE])
         self._zero_padding()
         self.step, self.version = image.step, image.version
         self.oldest = self.changed_step = image.step
         self.overwritten = image.step - 1
+        if previous is not None:
+            if previous.numel() and self._pub[0] is not self._pub[1]:
+                self._pub[(image.step - 1) & 1].copy_(previous)
+            self.oldest, self.overwritten = image.step - 1, image.step - 2
         self.contributions.clear()
         self.hyper = None
         self.initialized = True

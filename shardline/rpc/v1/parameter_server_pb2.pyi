@@ -1690,23 +1690,23 @@ Global___ReplicaDigest: _TypeAlias = ReplicaDigest  # noqa: Y015
 class ReplicaChunk(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    INDEX_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    """Index of the part, or of the image's tensor."""
+    part: _builtins.int
+    """Index of the record's part."""
     offset: _builtins.int
     payload: _builtins.bytes
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
+        part: _builtins.int = ...,
         offset: _builtins.int = ...,
         payload: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "offset", b"offset", "payload", b"payload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "part", b"part", "payload", b"payload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1725,6 +1725,7 @@ class ReplicaFrame(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     MARK_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    IMAGE_CHUNK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def head(self) -> Global___ReplicaHead: ...
     @_builtins.property
@@ -1739,6 +1740,8 @@ class ReplicaFrame(_message.Message):
     def mark(self) -> Global___ReplicaMark: ...
     @_builtins.property
     def digest(self) -> Global___ReplicaDigest: ...
+    @_builtins.property
+    def image_chunk(self) -> Global___ImageChunk: ...
     def __init__(
         self,
         *,
@@ -1749,10 +1752,11 @@ class ReplicaFrame(_message.Message):
         chunk: Global___ReplicaChunk | None = ...,
         mark: Global___ReplicaMark | None = ...,
         digest: Global___ReplicaDigest | None = ...,
+        image_chunk: Global___ImageChunk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "digest", b"digest", "head", b"head", "image", b"image", "mark", b"mark", "record", b"record"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "digest", b"digest", "head", b"head", "image", b"image", "image_chunk", b"image_chunk", "mark", b"mark", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "digest", b"digest", "head", b"head", "image", b"image", "mark", b"mark", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "digest", b"digest", "head", b"head", "image", b"image", "image_chunk", b"image_chunk", "mark", b"mark", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
