@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from shardline.cluster import parse_address
+from shardline.cluster import format_address, parse_address
 from shardline.errors import ProtocolError
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.v1 import places_pb2, places_pb2_grpc
@@ -30,9 +30,10 @@ class PlacesServicer(places_pb2_grpc.PlacesServicer):
         for what, text in (("role", request.role), ("address", request.address)):
             if len(text) > MAX_NAME:
                 raise ProtocolError(f"Take: {what} has {len(text)} characters; the limit is {MAX_NAME}")
-        parse_address(request.address, "Take: the address")
+        # In one form: who comes again is known by it, and so is port 0, which many may say.
+        address = format_address(*parse_address(request.address, "Take: the address"))
         answer = await asyncio.wrap_future(
-            self._control.call(lambda now_s: self._control.program.place(request.role, request.address, now_s))
+            self._control.call(lambda now_s: self._control.program.place(request.role, address, now_s))
         )
         return places_pb2.PlaceReply(task=answer.task, reason=answer.reason, retry=answer.retry)
 

@@ -9,8 +9,9 @@ import time
 
 import grpc
 
+from shardline.cluster import MAX_TASKS
 from shardline.config import Timeouts
-from shardline.errors import MismatchError, UnreachableError
+from shardline.errors import MismatchError, ProtocolError, UnreachableError
 from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import places_pb2, places_pb2_grpc
 from shardline.security import PLAIN, Security
@@ -22,7 +23,8 @@ def take_place(chief: str, role: str, address: str, timeouts: Timeouts, security
     """The task to be, such as "worker/1"; waits up to the timeout for the chief, and for a place to come free.
 
     address: host:port at which this task will answer; the chief keeps the index for it. Raises UnreachableError,
-    MismatchError where the chief refuses for good, UsageError where it asks for a token.
+    MismatchError where the chief refuses for good, UsageError where it asks for a token, ProtocolError where what it
+    says is no task of the role.
     """
     request = places_pb2.PlaceRequest(role=role, address=address)
     deadline_s = time.monotonic() + timeouts.join_s
@@ -61,7 +63,19 @@ def _ask(peer: Peer, request: places_pb2.PlaceRequest, deadline_s: float) -> tup
         return "", f"{peer} {_FOLLOWED[code]}"
     if not (reply.task or reply.retry):
         raise MismatchError(f"{peer} gives this {request.role} no index: {reply.reason}")
+    if reply.task:
+        _check(reply.task, request.role, peer)
     return str(reply.task), str(reply.reason)
+
+
+def _check(task: str, role: str, peer: Peer) -> None:
+    """Raise ProtocolError where this is no task of the role: the cluster spec is made as long as its index says."""
+    named, _, index = task.partition("/")
+    number = int(index) if index.isascii() and index.isdigit() and len(index) < 10 else MAX_TASKS
+    if named != role or number >= MAX_TASKS:
+        raise ProtocolError(
+            f"{peer} calls this {role} {task[:64]!r}; it must be {role}/0 to {role}/{MAX_TASKS - 1}. Is that the chief?"
+        )
 
 
 _FOLLOWED: dict[grpc.StatusCode | None, str] = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, cast
 
 import click
 import grpc
@@ -14,11 +15,14 @@ import pytest
 from shardline.cli import options
 from shardline.cli.main import main
 from shardline.config import RoleConfig, Timeouts
-from shardline.errors import ClusterSpecError, MismatchError, UnreachableError, UsageError
+from shardline.errors import ClusterSpecError, MismatchError, ProtocolError, UnreachableError, UsageError
 from shardline.rpc.place import take_place
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import places_pb2, places_pb2_grpc
 from shardline.security import Security
+from shardline_chief.control import Control
+from shardline_chief.messages import PlaceAnswer
+from shardline_chief.places_servicer import register_places
 
 T = Timeouts(total_s=2.0)
 Answer = Callable[[Any], places_pb2.PlaceReply]
@@ -130,6 +134,50 @@ def test_role_that_gets_no_index_is_told_so_at_once(serve: Callable[[Answer], tu
     chief, _ = serve(lambda request: places_pb2.PlaceReply(reason="role 'chief' gets no index"))
     with pytest.raises(MismatchError, match="role 'chief' gets no index"):
         take_place(chief, "chief", "a:1", T)
+
+
+@pytest.mark.parametrize("task", ["ps/0", "worker/4096", "worker/99999999999", "worker/-1", "worker/any", "worker"])
+def test_what_is_no_task_of_the_role_is_refused_before_a_spec_is_made_of_it(
+    task: str, serve: Callable[[Answer], tuple[str, Giver]]
+) -> None:
+    chief, _ = serve(lambda request: places_pb2.PlaceReply(task=task))
+    with pytest.raises(ProtocolError, match=f"calls this worker '{task}'; it must be worker/0 to worker/4095"):
+        take_place(chief, "worker", "a:1", T)
+
+
+class Asked:
+    """A chief's control that hands out indices in turn and notes for whom."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+        self.program = self
+
+    def place(self, role: str, address: str, now_s: float) -> PlaceAnswer:
+        self.addresses.append(address)
+        return PlaceAnswer(task=f"{role}/{len(self.addresses) - 1}")
+
+    def call(self, question: Callable[[float], PlaceAnswer]) -> Future[PlaceAnswer]:
+        found: Future[PlaceAnswer] = Future()
+        found.set_result(question(0.0))
+        return found
+
+
+def test_the_chief_knows_addresses_in_one_form_and_takes_no_others() -> None:
+    control = Asked()
+    server = RpcServer("127.0.0.1:0", register=[register_places(cast(Control, control))], name="chief")
+    try:
+        chief = server.start()
+        for address in ("a:00", "a:0", "[::1]:022"):
+            take_place(chief, "ps", address, T)
+        assert control.addresses == ["a:0", "a:0", "[::1]:22"]
+        for address, cause in (("a", "needs both a host and a port"), ("a" * 300 + ":1", "the limit is 256")):
+            with pytest.raises(ProtocolError, match=cause):
+                take_place(chief, "ps", address, T)
+        with pytest.raises(ProtocolError, match="role has 257 characters; the limit is 256"):
+            take_place(chief, "p" * 257, "a:1", T)
+        assert len(control.addresses) == 3
+    finally:
+        server.close(grace_s=0.0)
 
 
 def test_chief_whose_name_is_not_known_is_waited_for_and_named() -> None:
