@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.containers.stack import IMAGE, Stack, run
+from tests.containers.stack import IMAGE, Stack, free_port, run
 
 
 def refused(stack: Stack, service: str, sentence: str, code: int) -> None:
@@ -49,6 +52,32 @@ def test_secret_that_the_tasks_may_not_read_is_named(tmp_path: Path) -> None:
         refused(stack, "chief", r"token-file.*/run/secrets/token.*(not readable|can't be read)", 2)
 
 
+def fetch(url: str, **headers: str) -> tuple[int, str]:
+    """Status and text of an answer, whatever it is."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as refusal:
+        return refusal.code, refusal.read().decode()
+
+
+def check_page(page: str, token: str) -> None:
+    """The chief's page, from the machine outside: for those who have the token, and an unknown path is a sentence."""
+    bearer = {"Authorization": f"Bearer {token}"}
+    status, form = fetch(page)
+    assert status == 401
+    assert '<input id="token"' in form
+    assert fetch(f"{page}/api/view")[0] == 401
+    assert fetch(f"{page}/api/view", Authorization="Bearer another-another-another")[0] == 401
+    status, text = fetch(f"{page}/api/view", **bearer)
+    assert (status, json.loads(text)["job"]) == (200, "digits")
+    assert "<title>Shardline</title>" in fetch(page, **bearer)[1]
+    status, sentence = fetch(f"{page}/nothing", **bearer)
+    assert status == 404
+    assert "/nothing" in sentence
+    assert len(sentence.splitlines()) == 1
+
+
 def test_task_with_another_token_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
     token, other = secret(tmp_path, "token"), secret(tmp_path, "another")
     override = tmp_path / "other.yaml"
@@ -63,8 +92,11 @@ secrets:
 """
     )
     files = ("deploy/compose/token.yaml", override)
-    with Stack("token", *files, TOKEN_FILE=str(token), RESTARTS="1", STEPS="100") as stack:
+    port = str(free_port())
+    with Stack("token", *files, TOKEN_FILE=str(token), PAGE_PORT=port, RESTARTS="1", STEPS="100") as stack:
+        # When compose is done the chief is healthy, and its workers have yet to import torch and to join.
         stack.up()
+        check_page(f"http://127.0.0.1:{port}", token.read_text())
         refused(stack, "evaluator", r"refused Take: the call does not bring this job's token; set --token-file", 2)
         assert set(stack.exit_codes("chief", "ps", "worker").values()) == {0}
 
