@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from shardline.errors import ProtocolError
 from shardline.image import BucketImage, WorkerSequence
 
 HELD_CUTS = 2
@@ -131,3 +132,12 @@ class CutBook:
         """Bytes of all held copies."""
         with self._lock:
             return sum(image.nbytes for cut in self._held.values() for image in cut.images.values())
+
+
+def check_images(shard: int, buckets: int, images: Sequence[BucketImage], *, sync: bool) -> None:
+    """Raise ProtocolError where images are not one of each bucket, at one step in synchronous mode."""
+    numbers = [image.bucket for image in images]
+    if sorted(numbers) != list(range(buckets)):
+        raise ProtocolError(f"shard {shard} has {buckets} buckets, the images are of {numbers}")
+    if sync and len({image.step for image in images}) > 1:
+        raise ProtocolError(f"shard {shard}: images of different steps make no consistent cut")

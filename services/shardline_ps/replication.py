@@ -74,11 +74,12 @@ class ReplicaLog:
     ) -> int | None:
         """Send a decision about these buckets; release() runs once it is acknowledged.
 
-        None where no bucket of them is copied: nothing is recorded, and nothing has to wait.
+        None where no bucket of them is copied: nothing is recorded, and nothing has to wait. No parts: a push that
+        changes numbers only.
         """
         with self._lock:
             told = tuple(part for part in parts if part.bucket in self._copied)
-            if not told:
+            if not self._copied or (parts and not told):
                 return None
             number = self.sent + 1
             self._append(number, Record(number=number, parts=told, scale=scale, skip=skip, verdict=verdict, push=push))

@@ -7,61 +7,29 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from shardline.consistency import asynchronous, sync
 from shardline.consistency.decision import Decision, Outcome
 from shardline.contributions import Partial, mean
-from shardline.errors import NonFiniteError, ProtocolError, TensorError
+from shardline.errors import NonFiniteError, TensorError
 from shardline.image import BucketImage, WorkerSequence
 from shardline.reduce import Block, is_finite, magnitude, stays_finite
-from shardline.sharding import Plan
-from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind
+from shardline.rpc.records import Applied, AppliedPush
+from shardline.spec import TensorKind
 from shardline_ps.bucket import Bucket
-from shardline_ps.cuts import CutBook
+from shardline_ps.cuts import CutBook, check_images
 from shardline_ps.gradients import Gradient, ShardVote, Staged, all_finite, nonfinite_names, norm_parts, on_device
+from shardline_ps.held import factor_of, hold_bucket, hold_verdict, record_push, totals_of
 from shardline_ps.publication import PlainPublication, Publication, num_areas
+from shardline_ps.replication import ReplicaLog
+from shardline_ps.tallies import PushRecord, ShardSettings, Tally
 
 __all__ = ["Gradient", "Guard", "PushRecord", "Shard", "ShardSettings", "ShardVote", "Tally"]
 
 Guard = Callable[[], Decision | None]
 """Why a message counts no more, or None where it does."""
-
-
-@dataclass
-class PushRecord:
-    """Asynchronous mode: what one incarnation of a worker has applied."""
-
-    incarnation: int
-    last_seq: int = 0
-    outcome: Outcome = Outcome.APPLIED
-    staleness: int = 0
-
-
-@dataclass
-class Tally:
-    """Counts for status and metrics. Guarded by the shard's lock."""
-
-    pushes: int = 0
-    staleness_sum: int = 0
-    staleness_max: int = 0
-    skipped_steps: int = 0
-    duplicate_mismatches: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardSettings:
-    """What Configure says of every shard."""
-
-    plan: Plan
-    rule: RuleSpec
-    schedule: ScheduleSpec
-    consistency: ConsistencySpec
-    replicas: int
-    cut_every: int
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 class Shard:
@@ -130,6 +98,12 @@ class Shard:
         self._completed: set[int] = set()
         self._staged: Staged | None = None
         """What the open vote is about."""
+        self.log: ReplicaLog | None = None
+        """Where there is a standby: what is recorded for it."""
+        self.order = threading.Lock()
+        """Held while a voted step is made in all buckets, and while one of them is copied for a standby."""
+        self.last_verdict: Applied | None = None
+        """Voted steps: the last one that is published."""
         self._epoch = 0
         """Counts rollbacks and restores, so that a verdict of before changes nothing."""
 
@@ -284,13 +258,15 @@ class Shard:
             if held.spec.kind is TensorKind.PARAM:
                 total = mean(total, self.settings.replicas)
                 self._check_sum(held, total)
+            if self.log is not None and hold_bucket(self, self.log, held, total):
+                return
             self._apply(held, total)
         except Exception:
             # Nothing was published: what was counted is forgotten, so that it can be sent again.
             held.contributions.clear()
             held.hyper = None
             raise
-        self._cut_if_wanted(held)
+        self.cut_if_wanted(held)
 
     def _check_sum(self, held: Bucket, total: Partial) -> None:
         """Finite contributions can have a sum that is not; under "stop" it is never applied."""
@@ -313,13 +289,23 @@ class Shard:
 
     def _apply(self, held: Bucket, total: Partial, *, scale: float = 1.0, skip: bool = False) -> None:
         """Apply to a bucket whose lock is held, and tell how long it took."""
+        held.publish(self.compute(held, total, scale=scale, skip=skip), skip=skip)
+
+    def compute(self, held: Bucket, total: Partial, *, scale: float = 1.0, skip: bool = False) -> bool:
+        """The first half of it: see Bucket.compute()."""
         start_s = time.monotonic()
         try:
-            held.apply(total, scale=scale, skip=skip)
+            changed = held.compute(total, scale=scale, skip=skip)
         except Exception as error:
             self._on_failure(error)
             raise
         self._on_apply(time.monotonic() - start_s)
+        return changed
+
+    def published(self, held: Bucket) -> None:
+        """A bucket's step was published after its standby had it; no lock held."""
+        self._on_publish(held.number)
+        self._on_counted()
 
     def _time_barrier(self, held: Bucket, block: Block) -> None:
         """Tell how long the step's first contribution waited for its last; bucket 0 stands for the shard."""
@@ -360,7 +346,7 @@ class Shard:
             )
         return bound
 
-    def _cut_if_wanted(self, held: Bucket) -> None:
+    def cut_if_wanted(self, held: Bucket) -> None:
         """Copy the bucket if its new step is to be cut: after the step is reached, before the next is applied."""
         if self.cuts.wanted(held.step):
             self.cuts.store(held.image())
@@ -420,31 +406,42 @@ class Shard:
             return
         for bucket in self.buckets:
             with bucket.lock:
-                self._let_go(staged, bucket.number)
+                self.let_go(staged, bucket.number)
 
-    def _let_go(self, staged: Staged, bucket: int) -> None:
+    def let_go(self, staged: Staged, bucket: int) -> None:
         """A total was applied, or never will be. The bucket's lock is held."""
         self._held(-staged.totals[bucket].held_bytes)
         staged.totals[bucket] = Partial(None, ())
 
+    def open_for(self, bucket: Bucket, staged: Staged) -> bool:
+        """Whether the bucket waits for this verdict: it was not restored since the vote. Its lock held."""
+        return bucket.step == staged.step and staged.epoch == self._epoch
+
     def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
         """Apply or skip a voted step in every bucket; nothing where the shard was restored since the vote."""
-        step = staged.step
-        for bucket in self.buckets:
-            with bucket.lock:
-                if bucket.step != step or staged.epoch != self._epoch:
-                    continue
-                factor = scale if bucket.spec.kind is TensorKind.PARAM else 1.0
-                self._apply(bucket, staged.totals[bucket.number], scale=factor, skip=skip)
-                self._let_go(staged, bucket.number)
-                self._cut_if_wanted(bucket)
-            self._on_publish(bucket.number)
+        with self.order:
+            if self.log is not None and hold_verdict(self, self.log, staged, scale=scale, skip=skip):
+                return
+            for bucket in self.buckets:
+                with bucket.lock:
+                    if not self.open_for(bucket, staged):
+                        continue
+                    total = staged.totals[bucket.number]
+                    self._apply(bucket, total, scale=factor_of(bucket, scale), skip=skip)
+                    self.let_go(staged, bucket.number)
+                    self.cut_if_wanted(bucket)
+                self._on_publish(bucket.number)
+            self.voted_step_closed(staged, Applied(step=staged.step, scale=scale, skip=skip))
+
+    def voted_step_closed(self, staged: Staged, verdict: Applied) -> None:
+        """A voted step is published in every bucket. self.order held."""
+        self.last_verdict = verdict
         self._on_counted()
         with self.lock:
             if self._staged is staged:
                 self._staged = None
-            self._completed.discard(step)
-            self.tally.skipped_steps += skip
+            self._completed.discard(staged.step)
+            self.tally.skipped_steps += verdict.skip
 
     # Asynchronous
 
@@ -497,24 +494,20 @@ class Shard:
                     self.tally.pushes += 1
                     self.tally.staleness_sum += lag
                     self.tally.staleness_max = max(self.tally.staleness_max, lag)
-                    self._apply_async(gradients, scale, hyper or {})
+                totals = totals_of(self.buckets, gradients, hyper or {}) if decision.outcome is Outcome.APPLIED else []
+                self._apply_async(totals, scale, AppliedPush(task=task, **vars(record)))
             then()
         for bucket in self.buckets:
             self._on_publish(bucket.number)
         return decision, lag
 
-    def _apply_async(
-        self, gradients: Mapping[int, Gradient], scale: float, hyper: Mapping[int, Mapping[str, float]]
-    ) -> None:
-        for bucket in self.buckets:
-            gradient = gradients.get(bucket.number)
-            total = Partial(None, ())
-            if gradient is not None:
-                values, borrowed = on_device(gradient, bucket.device)
-                total = Partial(values, gradient.present, borrowed)
+    def _apply_async(self, totals: Sequence[tuple[Bucket, Partial]], scale: float, push: AppliedPush) -> None:
+        number = record_push(self.log, totals, scale, push) if self.log is not None else None
+        for bucket, total in totals:
             with bucket.lock:
-                bucket.hyper = hyper.get(bucket.group)
                 self._apply(bucket, total, scale=scale)
+                if number is not None and self.log is not None:
+                    self.log.compare(number, bucket.number, bucket.values)
 
     # Cuts, restore, stop
 
@@ -532,7 +525,8 @@ class Shard:
             self.stop_step = step
         for bucket in self.buckets:
             with bucket.lock:
-                if bucket.step > step:
+                # A step that waits for the standby is made already: the optimizer's state is that of the next one.
+                if bucket.step + (bucket.pending is not None) > step:
                     self._withdraw_cut(step, before)
                     return True, self.step_max
                 if bucket.step == step and bucket.initialized:
@@ -562,15 +556,13 @@ class Shard:
         sequences: the last push of each worker that the images hold (asynchronous mode); the next one is expected.
         Raises ProtocolError or CheckpointError.
         """
-        numbers = [image.bucket for image in images]
-        if sorted(numbers) != list(range(len(self.buckets))):
-            raise ProtocolError(f"shard {self.number} has {len(self.buckets)} buckets, the images are of {numbers}")
-        if self.is_sync and len({image.step for image in images}) > 1:
-            raise ProtocolError(f"shard {self.number}: images of different steps make no consistent cut")
+        check_images(self.number, len(self.buckets), images, sync=self.is_sync)
         rules = [self.buckets[image.bucket].rule_of(image) for image in images]
         self.cuts.clear()
         self._epoch += 1
         self._forget_staged()
+        if self.log is not None:
+            self.log.abandon()
         for image, rule in zip(images, rules, strict=True):
             bucket = self.buckets[image.bucket]
             with bucket.lock:
@@ -594,8 +586,11 @@ class Shard:
             with bucket.lock:
                 dropped = max(dropped, len(bucket.contributions.counted))
                 bucket.contributions.clear()
+                bucket.pending = None
         with self.lock:
             self._nonfinite.clear()
             self._completed.clear()
+        if self.log is not None:
+            self.log.abandon()
         self._on_counted()
         return dropped
