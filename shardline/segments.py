@@ -129,12 +129,12 @@ class Segment:
         return cls(-1, nbytes, mapped)
 
     def __del__(self) -> None:
-        for call in getattr(self, "_at_end", ()):
-            call()
         # The mapping ends with the last view of it; nobody has to wait for that to give the descriptor back.
         if getattr(self, "_fd", -1) >= 0:
             os.close(self._fd)
             self._fd = -1
+        for call in getattr(self, "_at_end", ()):
+            call()
 
 
 def _check(fd: int, nbytes: int) -> None:

@@ -148,12 +148,16 @@ class HostPath:
 
 
 def _unregister(device: torch.device, address: int) -> None:
-    with torch.cuda.device(device):
-        # A copy that was given up may still be under way.
-        torch.cuda.synchronize()
-        error = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
-    if error:
-        log.warning("shared memory stays page-locked for %s: CUDA error %d", device, error)
+    try:
+        with torch.cuda.device(device):
+            # A copy that was given up may still be under way.
+            torch.cuda.synchronize()
+            error = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+        if error:
+            log.warning("shared memory stays page-locked for %s: CUDA error %d", device, error)
+    except RuntimeError as failure:
+        # What failed on the device before is told here once more; whoever computed there has heard of it.
+        log.warning("shared memory stays page-locked for %s: %s", device, failure)
 
 
 class OnHost:

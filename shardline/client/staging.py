@@ -13,6 +13,7 @@ from shardline.client.layout import fill_bucket, present_bits, tensor_piece
 from shardline.contributions import Contributions, Partial
 from shardline.lanes.base import BucketPayload, Contribution, Payloads, Whole
 from shardline.reduce import Block, is_finite
+from shardline.segments import Segment
 from shardline.sharding import BucketSpec, Plan
 from shardline.spec import DTYPES, TensorKind
 from shardline.wire.codecs import RAW, codec_for
@@ -64,6 +65,8 @@ class Staging:
         """Buckets for which the lane gave memory, or had none, in this step."""
         self._shared: set[Key] = set()
         """Buckets whose gradient of this step lies where the shard reads it."""
+        self._locked: list[Segment | None] = []
+        """Segments that a GPU copies into: their lane may let go of them while it does."""
         self._sums: dict[Key, Contributions] = {}
         self._singles: dict[Key, dict[Block, Partial]] = {}
         self.keys = [(s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets))]
@@ -77,6 +80,7 @@ class Staging:
         self._lent.clear()
         self._asked.clear()
         self._shared.clear()
+        self._locked.clear()
         self._sums.clear()
         self._singles.clear()
         self.extras = StepExtras()
@@ -93,9 +97,13 @@ class Staging:
         # Another codec's bytes are made elsewhere anyway.
         wanted = spec.nbytes > 0 and codec_for(self._codec, spec) is RAW
         memory = self._allocate(*key, spec.nbytes) if wanted else None
-        if memory is None or (self._host is not None and not self._host.lock_pages(memory)):
-            # A GPU's gradients need page-locked memory.
+        if memory is None:
             return None
+        if self._host is not None:
+            # A GPU's gradients need page-locked memory, for as long as the device may copy there.
+            self._locked.append(Segment.of(memory))
+            if not self._host.lock_pages(memory):
+                return None
         self._shared.add(key)
         return tensor_from_bytes(memory, spec.dtype)
 

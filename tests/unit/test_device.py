@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,7 +13,10 @@ import pytest
 import torch
 
 from shardline.client.device import HostPath
+from shardline.client.staging import Staging
 from shardline.segments import Segment
+from shardline.sharding import make_plan
+from shardline.spec import TensorSpec
 
 
 class Cuda:
@@ -67,6 +71,40 @@ def test_a_segment_is_locked_once_and_let_go_before_it_is_unmapped(cuda: Cuda) -
     del segment
     gc.collect()
     assert cuda.calls == ["register", "synchronize", "unregister"]
+
+
+def test_a_segment_stays_locked_until_the_step_that_is_copied_into_it_is_over(cuda: Cuda) -> None:
+    plan = make_plan([TensorSpec(name="w", shape=(1024,), dtype="float32")], 1)
+    held = [Segment.create(plan.shards[0].buckets[0].nbytes, name="test")]
+    host = HostPath(torch.device("cuda"))
+    staging = Staging(plan, 1, "raw", lambda shard, bucket, nbytes: held[0].memory, host)
+    assert staging._lane_memory((0, 0)) is not None
+    # Its lane has broken, while another thread may be about to have the next bucket copied.
+    held.clear()
+    gc.collect()
+    assert cuda.calls == ["register"]
+    staging.clear()
+    gc.collect()
+    assert cuda.calls == ["register", "synchronize", "unregister"]
+
+
+def test_a_device_that_has_failed_costs_no_descriptor(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failed() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", failed)
+    segment = Segment.create(4096, name="test")
+    assert HostPath(torch.device("cuda")).lock_pages(segment.memory)
+    descriptor = os.fstat(segment.fd)
+    with caplog.at_level(logging.WARNING, logger="shardline.device"):
+        fd = segment.fd
+        del segment
+        gc.collect()
+    assert "shared memory stays page-locked for cuda: CUDA error: device-side assert" in caplog.text
+    with contextlib.suppress(OSError):
+        assert os.fstat(fd).st_ino != descriptor.st_ino
 
 
 def test_another_segment_is_locked_for_itself(cuda: Cuda) -> None:
