@@ -6,6 +6,7 @@ import resource
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +141,46 @@ def worker(work: Work, addresses: list[str], index: int) -> dict[str, Any]:
         trainer.close()
         for control in controls:
             control.close()
+        peers.close()
+
+
+def paced_worker(work: Work, address: str, index: int, *, seconds: float, pace: float) -> dict[str, Any]:
+    """Be worker `index` of an asynchronous job on one server: push at a pace, in pushes a second, and pull."""
+    torch.set_num_threads(1)
+    specs = tensor_specs(work)
+    plan = make_plan(specs, 1)
+    placement = (Placement(shard=0, task="ps/0", address=address),)
+    terms = ConsistencySpec(mode="async")
+    job = JobSpec(name="bench", tensors=specs, rule=rule("SGD", groups=({"lr": 0.1},)), consistency=terms)
+    view = JobView(job=job, plan=plan, placement=placement, timeline=1)
+    values = {spec.name: torch.zeros(spec.shape) for spec in specs}
+    gradients = {spec.name: torch.full(spec.shape, 1e-3) for spec in specs}
+    control = PsControl("ps/0", address, TIMEOUTS, term=0, chief_uuid="")
+    peers = Peers(TIMEOUTS)
+    fallbacks: list[str] = []
+    lanes = open_lanes(work, view, peers, index, fallbacks)
+    trainer = Trainer(view, values, lanes, TIMEOUTS, task=f"worker/{index}", incarnation=0, index=index)
+    pause = threading.Event()
+    try:
+        control.configure(replace(configuration(work, plan, placement, (0,)), consistency=terms, replicas=1))
+        if index == 0:
+            trainer.initialize()
+        _locate(trainer, index)
+        pushes, staleness, slowest_s = 0, 0, 0.0
+        began_s = time.monotonic()
+        while (now_s := time.monotonic()) < began_s + seconds:
+            trainer.contribute(0, gradients, keep=True)
+            figures = trainer.finish()
+            pushes += 1
+            staleness = max(staleness, figures.staleness)
+            slowest_s = max(slowest_s, time.monotonic() - now_s)
+            pause.wait(max(0.0, now_s + 1 / pace - time.monotonic()))
+        if fallbacks:
+            raise ContenderError("; ".join(fallbacks))
+        return {"pushes": pushes, "staleness_max": staleness, "slowest_s": slowest_s, "lane": trainer.lane(0)}
+    finally:
+        trainer.close()
+        control.close()
         peers.close()
 
 

@@ -77,6 +77,11 @@ class Child:
         except OSError as error:
             raise ContenderError(f"{what} can't be started: {error}") from error
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def __enter__(self) -> Child:
         return self
 
