@@ -14,7 +14,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -53,6 +53,8 @@ log = logging.getLogger("shardline_chief.control")
 T = TypeVar("T")
 
 TICK_S = 0.1
+TURN = 256
+"""Most events that are dealt with before their actions are carried out."""
 RATES_S = 0.5
 GOODBYE_S = 10.0
 """How long tasks may take to go after the end, at most; a third of --timeout where that is less."""
@@ -138,6 +140,21 @@ class Control:
         self.post(event)
         return future
 
+    def call_noted(self, question: Callable[[float], T]) -> Future[T]:
+        """Like call, but the result comes only once the journal has what the question made to be noted."""
+        ticket: Future[T] = Future()
+
+        def event(now_s: float) -> None:
+            try:
+                result = question(now_s)
+            except Exception as error:
+                _settle(ticket, error=error)
+            else:
+                self.program.state.answer(ticket, result)
+
+        self.post(event)
+        return ticket
+
     def join(self, join: Join) -> Future[JoinAnswer]:
         """Ask for admission; the answer may take until every ps knows the task."""
         ticket: Future[JoinAnswer] = Future()
@@ -181,27 +198,45 @@ class Control:
     def run(self) -> int:
         """Run until the job has ended and its tasks are gone; returns the exit code."""
         while True:
+            events = self._due()
             now_s = time.monotonic()
-            event: Callable[[float], None] | None = None
-            with contextlib.suppress(queue.Empty):
-                event = self._events.get(timeout=max(0.0, min(TICK_S, self._next_tick_s - now_s)))
-            now_s = time.monotonic()
-            try:
-                if event is not None:
-                    event(now_s)
-                if now_s >= self._next_tick_s:
-                    self._next_tick_s = now_s + TICK_S
-                    self.program.tick(now_s)
-                    self._figures(now_s)
-            except Exception as error:
-                # A defect in the rules: nothing the program decides can be trusted any more.
-                log.exception("the chief failed")
-                self.program.fatal(InternalError.exit_code, f"the chief failed: {type(error).__name__}: {error}", now_s)
-            for action in self.program.take():
+            if now_s >= self._next_tick_s:
+                self._next_tick_s = now_s + TICK_S
+                events.append(self._tick)
+            for event in events:
+                self._happened(event, now_s)
+            actions = self.program.take()
+            # One visit to the disk for all that was decided in this turn, before any of it is done.
+            self._record([action for action in actions if isinstance(action, Record)], now_s)
+            for action in actions:
                 self._do(action, now_s)
             self._push_orders()
             if self._goodbye_s is not None and self._gone(now_s):
+                self._record([Record(kind="closed", fields={})], now_s)
                 return self.program.state.exit_code
+
+    def _due(self) -> list[Callable[[float], None]]:
+        """What has happened, or nothing where it is time for a tick."""
+        found: list[Callable[[float], None]] = []
+        with contextlib.suppress(queue.Empty):
+            wait_s = max(0.0, min(TICK_S, self._next_tick_s - time.monotonic()))
+            found.append(self._events.get(timeout=wait_s))
+            while len(found) < TURN:
+                found.append(self._events.get_nowait())
+        return found
+
+    def _happened(self, event: Callable[[float], None], now_s: float) -> None:
+        try:
+            event(now_s)
+            self.program.note()
+        except Exception as error:
+            # A defect in the rules: nothing the program decides can be trusted any more.
+            log.exception("the chief failed")
+            self.program.fatal(InternalError.exit_code, f"the chief failed: {type(error).__name__}: {error}", now_s)
+
+    def _tick(self, now_s: float) -> None:
+        self.program.tick(now_s)
+        self._figures(now_s)
 
     def _gone(self, now_s: float) -> bool:
         """Whether every task has let go of its stream and who watches has heard of the end, or the time is over."""
@@ -270,7 +305,7 @@ class Control:
             case Say():
                 self._say(action)
             case Record():
-                self._record(action, now_s)
+                """Done already, before all others."""
             case Command():
                 self._command(action)
             case Save():
@@ -287,9 +322,11 @@ class Control:
         if say.kind == "evaluation":
             self._reporter.evaluation(int(say.fields["step"]), say.fields["metrics"])
 
-    def _record(self, record: Record, now_s: float) -> None:
+    def _record(self, records: Sequence[Record], now_s: float) -> None:
+        if not records:
+            return
         try:
-            self._journal.write(record.kind, **record.fields)
+            self._journal.write_all((record.kind, record.fields) for record in records)
         except OSError as error:
             sentence = f"the journal in {self._journal.folder} can't be written: {error.strerror}"
             if self.program.state.phase in (Phase.WAITING, Phase.INIT):

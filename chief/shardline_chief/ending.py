@@ -65,6 +65,7 @@ class Ending:
             if exit_code and not self._exit_code and self.stage in (Stage.CHOOSE, Stage.REACH):
                 # What was to be reached can't be reached any more.
                 self._failed, self._exit_code, state.reason = True, exit_code, reason
+                state.record("stopping", reason=reason, exit_code=exit_code)
                 self._deadline_s = min(self._deadline_s, now_s + state.timeouts.suspect_s)
                 state.say("failure", reason, "error")
             return

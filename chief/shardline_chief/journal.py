@@ -11,7 +11,8 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,9 +86,16 @@ class Journal:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one entry and bring it to the disk. Raises OSError: then the act must not be done."""
+        self.write_all([(kind, fields)])
+
+    def write_all(self, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """The same of several (kind, fields) at the price of one."""
         if self._file is None:
             raise UsageError("the journal has no term yet: begin_term comes first")
-        line = json.dumps({"kind": kind, "term": self.term, **fields}, separators=(",", ":")) + "\n"
+        head = {"term": self.term, "time": round(time.time(), 3)}
+        line = "".join(
+            json.dumps({"kind": kind, **head, **fields}, separators=(",", ":")) + "\n" for kind, fields in entries
+        )
         # A write that failed (full disk) may have left half a line: what follows must not be glued to it.
         data = memoryview((("\n" if self._torn else "") + line).encode())
         self._torn = True

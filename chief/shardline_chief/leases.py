@@ -35,13 +35,13 @@ class Lease:
 class Leases:
     """All batches of a job: not yet issued, issued, done."""
 
-    def __init__(self, steps: int, *, done: Iterable[tuple[int, int]] = (), repeated: int = 0) -> None:
-        """done: ranges [first, end) finished before, from a checkpoint's cursor."""
+    def __init__(self, steps: int, *, done: Iterable[tuple[int, int]] = (), repeated: int = 0, number: int = 0) -> None:
+        """done: ranges [first, end) finished before, from a checkpoint's cursor. number: of the last lease before."""
         self._steps = steps
         self._done = _merged(done)
         self._free = _gaps(self._done, steps)
         self._open: dict[int, Lease] = {}
-        self._number = 0
+        self._number = number
         self.repeated = repeated
         """Batches handed out again after a death or a stop; each may count twice in the parameters."""
 
@@ -54,6 +54,11 @@ class Leases:
     def done(self) -> int:
         """Batches whose lease is done."""
         return sum(end - first for first, end in self._done)
+
+    @property
+    def number(self) -> int:
+        """Of the newest lease. A worker may still name an older one, so no number is used again."""
+        return self._number
 
     @property
     def outstanding(self) -> int:
@@ -113,9 +118,8 @@ class Leases:
 
     def anew(self) -> Leases:
         """The same batches from the beginning: none of their updates is there any more."""
-        return Leases(
-            self._steps, repeated=self.repeated + self.done + sum(lease.count for lease in self._open.values())
-        )
+        again = self.done + sum(lease.count for lease in self._open.values())
+        return Leases(self._steps, repeated=self.repeated + again, number=self._number)
 
     def cursor(self) -> dict[str, Any]:
         """What a checkpoint keeps, JSON: the done ranges. Taken BEFORE the shards copy themselves (PROTOCOL 1.7)."""
@@ -126,7 +130,7 @@ class Leases:
         }
 
     @classmethod
-    def resumed(cls, cursor: Mapping[str, Any], steps: int) -> Leases:
+    def resumed(cls, cursor: Mapping[str, Any], steps: int, *, number: int = 0) -> Leases:
         """Leases of a job of `steps` batches that goes on after a checkpoint.
 
         Raises CheckpointError for a cursor that is none.
@@ -138,7 +142,8 @@ class Leases:
             raise CheckpointError(f"the checkpoint's data cursor {dict(cursor)!r} is not one of batches") from error
         if any(not 0 <= first < end for first, end in ranges):
             raise CheckpointError(f"the checkpoint's data cursor has an impossible range of batches: {ranges}")
-        return cls(steps, done=[(first, min(end, steps)) for first, end in ranges if first < steps], repeated=repeated)
+        done = [(first, min(end, steps)) for first, end in ranges if first < steps]
+        return cls(steps, done=done, repeated=repeated, number=number)
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from shardline.rpc.status import PsStatus, TaskStatus, Traffic
 from shardline.sharding import make_plan
 from shardline.spec import JobSpec
 from shardline_chief import admission
-from shardline_chief.actions import Action, CommandResult, Found, MarkBest, Resume, Saved
+from shardline_chief.actions import Action, CommandResult, Found, MarkBest, Record, Resume, Saved
 from shardline_chief.assignment import replicas_of
 from shardline_chief.ending import Ending
 from shardline_chief.membership import Member, Refused
@@ -48,13 +48,40 @@ class Program:
         self._uneven_since_s: float | None = None
         self._suspected_s: float | None = None
         """Since when a task does not hear a server."""
+        self._noted: dict[str, int] = {}
+        """Lives that the journal has as members."""
+        self._noted_finished: set[str] = set()
+        self._told = 0
+        """Actions of earlier events."""
         if job is not None:
             self.setup.adopt(job, "the job file")
 
     def take(self) -> list[Action]:
         """What to do now, in order; each is given out once."""
+        self.note()
         actions, self.state.actions = self.state.actions, []
+        self._told = 0
         return actions
+
+    def note(self) -> None:
+        """After each event: note who came, who went and who is done, before what the event made to be done."""
+        state = self.state
+        living = {member.task: member for member in state.members if member.living}
+        lives = {task: member.incarnation for task, member in living.items()}
+        if lives != self._noted or state.finished != self._noted_finished:
+            records = [
+                Record(kind="gone", fields={"task": task, "incarnation": incarnation})
+                for task, incarnation in self._noted.items()
+                if lives.get(task) != incarnation
+            ]
+            records += [
+                _admission(member) for member in living.values() if self._noted.get(member.task) != member.incarnation
+            ]
+            if state.finished != self._noted_finished:
+                records.append(Record(kind="finished", fields={"tasks": sorted(state.finished)}))
+            state.actions[self._told : self._told] = records
+            self._noted, self._noted_finished = lives, set(state.finished)
+        self._told = len(state.actions)
 
     # Joining
 
@@ -103,7 +130,9 @@ class Program:
         if member.trains:
             if state.job is None and join.job is not None:
                 self.setup.adopt(join.job, member.task)
-            state.machine = state.machine or dict(join.machine)
+            if join.machine and not state.machine:
+                state.machine = dict(join.machine)
+                state.record("machine", facts=state.machine)
             state.alone_since_s = None
         state.finished.discard(member.task)
         state.say(
@@ -456,6 +485,8 @@ class Program:
                 state.best = (step, dict(metrics))
                 state.actions.append(MarkBest(step=step, metrics=dict(metrics)))
         state.metrics[step] = dict(metrics)
+        # A list of pairs: the first metric may be the one that decides.
+        state.record("evaluation", step=step, metrics=list(metrics.items()), best=best)
         self._progress(now_s)
         return best
 
@@ -515,3 +546,16 @@ class Program:
                 )
             )
         return tuple(rows)
+
+
+def _admission(member: Member) -> Record:
+    return Record(
+        kind="member",
+        fields={
+            "task": member.task,
+            "incarnation": member.incarnation,
+            "stable_id": member.stable_id,
+            "address": member.address,
+            "metrics_address": member.metrics_address,
+        },
+    )

@@ -8,6 +8,7 @@ this starts it over.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 
@@ -161,6 +162,7 @@ class Recovery:
         state.base_step = found.resume.step if found.resume is not None else 0
         if found.resume is None and state.leases is not None:
             state.leases = state.leases.anew()
+            state.note_cursor()
         self.stage = Stage.SERVERS
         self._place(now_s)
 
@@ -235,7 +237,7 @@ class Recovery:
             lost=lost,
         )
         state.recoveries.append(recovered)
-        state.record("recovered", task=self._first, from_step=recovered.from_step, lost=lost, timeline=state.timeline)
+        state.record("recovered", timeline=state.timeline, **dataclasses.asdict(recovered))
         what = f"{lost} steps are made again" if state.sync else f"at least {lost} acknowledged updates are lost"
         state.say(
             "recovered",

@@ -223,7 +223,6 @@ class _Book:
             metrics_address=str(entry["metrics_address"]),
         )
         self._members[known.task] = known
-        self._finished.discard(known.task)
 
     def _gone(self, entry: Mapping[str, Any]) -> None:
         """Fenced or gone by itself: noted before its work goes to others, so that no later chief takes it back."""
@@ -235,13 +234,15 @@ class _Book:
             self._leases.fence(incarnation)
 
     def _done(self, entry: Mapping[str, Any]) -> None:
-        self._finished.add(str(entry["task"]))
+        """All that have done their part; fewer than before where the job went back."""
+        self._finished = set(map(str, entry["tasks"]))
 
     # Batches
 
     def _cursor(self, entry: Mapping[str, Any]) -> None:
         """Asynchronous mode: the batches begin here, at first or after all shards went back."""
-        self._leases = Leases.resumed(entry["cursor"], int(entry["steps"]))
+        number = self._leases.number if self._leases is not None else 0
+        self._leases = Leases.resumed(entry["cursor"], int(entry["steps"]), number=number)
 
     def _lease(self, entry: Mapping[str, Any]) -> None:
         assert self._leases is not None

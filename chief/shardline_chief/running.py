@@ -130,15 +130,26 @@ class Running:
         if leases is None:
             why = "synchronous: batches follow from the step" if state.sync else "a script, which chooses its batches"
             return LeaseAnswer(outcome="REFUSED", reason=f"this job is {why}")
-        for number in done:
-            leases.finish(number, incarnation)
+        noted = [number for number in done if leases.finish(number, incarnation)]
+        answer, issued = self._next_lease(leases, incarnation)
+        if noted or issued is not None:
+            # In the journal before the answer goes out: the next chief neither takes it back nor gives it to another.
+            batches = [issued.number, issued.first, issued.count] if issued is not None else None
+            state.record("lease", incarnation=incarnation, done=noted, issued=batches)
+        return answer
+
+    def _next_lease(self, leases: Leases, incarnation: int) -> tuple[LeaseAnswer, Lease | None]:
+        """The answer, and the lease where it is a new one."""
+        state = self.state
         if leases.all_done or state.phase in (Phase.STOPPING, Phase.ENDED):
-            return LeaseAnswer(outcome="STOPPED", reason=state.reason or "all batches are done")
+            return LeaseAnswer(outcome="STOPPED", reason=state.reason or "all batches are done"), None
         going = state.phase is Phase.RUNNING and not state.too_few()
-        lease = leases.held_by(incarnation) or leases.take(incarnation, workers=len(state.trainers())) if going else None
+        held = leases.held_by(incarnation)
+        lease = held or leases.take(incarnation, workers=len(state.trainers())) if going else None
         if lease is None:
-            return LeaseAnswer(outcome="WAITING", reason="no batch is free now", retry_after_s=RETRY_S)
-        return LeaseAnswer(outcome="SERVED", lease=lease.number, first=lease.first, count=lease.count)
+            return LeaseAnswer(outcome="WAITING", reason="no batch is free now", retry_after_s=RETRY_S), None
+        answer = LeaseAnswer(outcome="SERVED", lease=lease.number, first=lease.first, count=lease.count)
+        return answer, lease if lease is not held else None
 
     # The end
 

@@ -125,7 +125,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     async def Lease(self, request: chief_pb2.LeaseRequest, context: Any) -> chief_pb2.LeaseReply:
         """Asynchronous mode: the next batches."""
         done = tuple(request.done)
-        answer = await self._ask(
+        answer = await self._ask_noted(
             lambda now_s: self._control.program.lease(request.task, request.incarnation, done, now_s)
         )
         return chief_pb2.LeaseReply(
@@ -142,7 +142,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         """Metrics of a checkpoint."""
         order = [*request.metric_order, *sorted(request.metrics)]
         metrics = {name: request.metrics[name] for name in dict.fromkeys(order) if name in request.metrics}
-        best = await self._ask(
+        best = await self._ask_noted(
             lambda now_s: self._control.program.report(
                 request.task, request.incarnation, request.step, metrics, request.failure, now_s
             )
@@ -162,6 +162,9 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
 
     async def _ask(self, question: Callable[[float], Any]) -> Any:
         return await asyncio.wrap_future(self._control.call(question))
+
+    async def _ask_noted(self, question: Callable[[float], Any]) -> Any:
+        return await asyncio.wrap_future(self._control.call_noted(question))
 
     # Checkpoints
 

@@ -13,6 +13,7 @@ from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
 from shardline.sharding import balance, make_plan
 from shardline.spec import JobSpec
+from shardline.spec_json import job_to_json
 from shardline_chief.actions import Activate, CommandResult, Configure, Cut, Lead, Restore, Save, Saved
 from shardline_chief.assignment import assign
 from shardline_chief.cuts import CutLedger
@@ -44,6 +45,7 @@ class Setup:
         """The job becomes known, from the job file or from the first task that trains."""
         state = self.state
         state.job = as_in_cluster(job, state.settings)
+        state.record("job", spec=job_to_json(state.job))
         count = sum(tensor.elements for tensor in job.tensors)
         state.say("job", f"job {job.name!r} from {source}: {len(job.tensors)} tensors, {count:,} elements")
 
@@ -81,6 +83,7 @@ class Setup:
         if job.consistency.mode == "async" and not job.script:
             cursor = state.resume.cursor if state.resume is not None else {}
             state.leases = Leases.resumed(cursor, job.steps)
+            state.note_cursor()
         if state.resume is not None and self._complete(job):
             self._nothing_to_do(now_s)
             return
@@ -179,7 +182,9 @@ class Setup:
             timeline=state.timeline,
             state="preparing",
             from_cut=state.resume.step if state.resume is not None else None,
+            path=state.resume.path if state.resume is not None else None,
             placement=[[place.shard, place.task, place.address] for place in state.placement],
+            keep=sorted(self.keep),
         )
         state.command(
             Configure(
@@ -315,6 +320,7 @@ class Setup:
         if again:
             return
         state.running_s = now_s
+        state.record("running", step=state.base_step)
         if missing > 0:
             state.say(
                 "late",

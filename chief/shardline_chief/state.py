@@ -224,6 +224,11 @@ class State:
         """Note a decision in the journal before the acts that follow."""
         self.actions.append(Record(kind=kind, fields=fields))
 
+    def note_cursor(self) -> None:
+        """Asynchronous mode: note which batches are done, where that follows from no lease."""
+        assert self.leases is not None
+        self.record("cursor", steps=self.leases.steps, cursor=self.leases.cursor())
+
     def answer(self, ticket: Any, value: Any) -> None:
         """Reply to a waiting call."""
         self.actions.append(Answer(ticket=ticket, value=value))
@@ -284,6 +289,7 @@ class State:
         self.phase = Phase.ENDED
         self.exit_code = exit_code
         self.reason = reason
+        self.record("ended", exit_code=exit_code, reason=reason)
         self.say("ended", reason, "info" if exit_code == 0 else "error", exit_code=exit_code)
         self.actions.append(Finish(exit_code=exit_code, reason=reason))
 

@@ -18,8 +18,9 @@ from chief_cluster import Cluster, FakeResume, T, make_job, other, running
 
 def test_start_is_lead_configure_members_values_cut_zero_activate_and_the_stop_in_that_order() -> None:
     cluster = running()
-    names = [name for name in cluster.log if name not in ("AskStatus", "Members", "Release")]
+    names = [name for name in cluster.log if name not in ("AskStatus", "Members", "Release", "record member")]
     assert names == [
+        "record job",
         "record plan",
         "Lead",
         "record timeline",
@@ -30,6 +31,7 @@ def test_start_is_lead_configure_members_values_cut_zero_activate_and_the_stop_i
         "Activate",
         "record stop",
         "Cut",
+        "record running",
     ]
     assert [save.step for save in cluster.saves] == [0]
     assert cluster.kinds(Cut)[-1].step == 100
