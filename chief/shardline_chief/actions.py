@@ -162,6 +162,8 @@ class Save:
     job: JobSpec
     placement: tuple[Placement, ...]
     cursor: Mapping[str, Any]
+    urgent: bool = False
+    """Nothing trains meanwhile, so it is fetched as fast as it comes; else a share of the link is left alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +175,15 @@ class Saved:
     seconds: float = 0.0
     nbytes: int = 0
     error: str = ""
+    least_s: float = 0.0
+    """Seconds it takes in the long run; the first bytes of one are not held back, see pacing.py."""
+    link_rate: float = 0.0
+    """Bytes per second of the slowest link that was spared; 0 where none was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hurry:
+    """Nothing trains any more: what is being saved is fetched as fast as it comes from here on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,4 +217,4 @@ class Finish:
     reason: str
 
 
-Action = Answer | Say | Record | Command | Save | Find | MarkBest | Finish
+Action = Answer | Say | Record | Command | Save | Hurry | Find | MarkBest | Finish

@@ -19,6 +19,7 @@ from shardline.rpc.client import PsControl
 from shardline.sharding import Plan
 from shardline.spec import JobSpec, TensorKind
 from shardline_chief.actions import Save, Saved
+from shardline_chief.pacing import LEAST_RATE, Links, Pace, TokenBucket, fetched, on_this_machine
 
 log = logging.getLogger("shardline_chief.checkpointer")
 
@@ -64,8 +65,27 @@ class ResumePoint:
 class Checkpointer:
     """One cut at a time."""
 
-    def __init__(self, store: CheckpointStore, connect: Connect, *, term: int) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        connect: Connect,
+        *,
+        term: int,
+        spares: Callable[[str], bool] = lambda address: not on_this_machine(address),
+        links: Links | None = None,
+    ) -> None:
+        """spares: whether the link to a server's address is shared with training, so that fetching leaves most of it.
+
+        links: what is known of the links' rates.
+        """
         self.store = store
+        self._spares = spares
+        self._links = links or Links()
+        self._bucket = TokenBucket()
+        self._hurry = threading.Event()
+        """Set while somebody waits for the save under way."""
+        self._hurried = 0
+        """How many wait behind it."""
         self._connect = connect
         self._term = term
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpointer")
@@ -77,13 +97,29 @@ class Checkpointer:
 
     def submit(self, save: Save, told: Callable[[Saved], None]) -> None:
         """Do it in the background; told() is called on the checkpointer's thread."""
+        if save.urgent:
+            self._hasten(1)
         future: Future[Saved] = self._pool.submit(self._save, save)
 
         def done(finished: Future[Saved]) -> None:
+            self._hasten(-1 if save.urgent else 0)
             if not finished.cancelled():
                 told(finished.result())
 
         future.add_done_callback(done)
+
+    def hurry(self) -> None:
+        """Fetch what is being fetched as fast as it comes from here on."""
+        self._hurry.set()
+
+    def _hasten(self, change: int) -> None:
+        """One more waits, or one has what it waited for."""
+        with self._lock:
+            self._hurried += change
+            if self._hurried:
+                self._hurry.set()
+            else:
+                self._hurry.clear()
 
     def find(self, lost: Collection[str], told: Callable[[Checkpoint | None, str], None]) -> None:
         """The newest whole checkpoint after what is being written, None where there is none yet; or why there is none.
@@ -91,6 +127,7 @@ class Checkpointer:
         lost: servers from which nothing comes any more, so that a save does not wait for them. told() is called on the
         checkpointer's thread.
         """
+        self._hasten(1)
         with self._lock:
             self._gone = frozenset(lost)
             if self._fetching is not None and self._fetching[0] in lost:
@@ -114,6 +151,7 @@ class Checkpointer:
             return checkpoint, ""
 
         def done(finished: Future[tuple[Checkpoint | None, str]]) -> None:
+            self._hasten(-1)
             if not finished.cancelled():
                 told(*finished.result())
 
@@ -122,51 +160,30 @@ class Checkpointer:
     def _save(self, save: Save) -> Saved:
         start_s = time.monotonic()
         try:
-            path, nbytes = self._commit(save)
+            path, fetch = self._commit(save)
         except (ShardlineError, OSError) as error:
             return Saved(step=save.step, error=str(error), seconds=time.monotonic() - start_s)
         except Exception as error:
             log.exception("checkpoint of step %d failed", save.step)
             return Saved(step=save.step, error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - start_s)
-        return Saved(step=save.step, path=path, seconds=time.monotonic() - start_s, nbytes=nbytes)
+        seconds = time.monotonic() - start_s
+        took = fetched(fetch.seconds, fetch.nbytes, fetch.spared, self._links)
+        return Saved(
+            step=save.step,
+            path=path,
+            seconds=seconds,
+            nbytes=sum(fetch.nbytes.values()),
+            least_s=seconds - took.seconds + took.least_s,
+            link_rate=took.link_rate,
+        )
 
-    def _commit(self, save: Save) -> tuple[str, int]:
-        versions = [0] * len(save.plan.shards)
-        sequences: list[dict[str, list[int]]] = [{} for _ in save.plan.shards]
-        fetched = 0
-        hosts = {place.shard: place for place in save.placement}
-
-        def images(shard: int) -> Iterator[BucketImage]:
-            nonlocal fetched
-            buckets = save.plan.shards[shard].buckets
-            if not buckets:
-                return
-            limit = STATES * max(bucket.nbytes for bucket in buckets) + (1 << 20)
-            place = hosts[shard]
-            control = self._connect(place.task, place.address)
-            with self._lock:
-                if place.task in self._gone:
-                    control.close()
-                    raise CheckpointError(f"{place.task} was lost with shard {shard} of it")
-                self._fetching = place.task, control
-            try:
-                pushes: dict[str, WorkerSequence] = {}
-                for image in control.get_cut(save.timeline, shard, save.step, max_bytes=limit, sequences=pushes):
-                    # The manifest is written after the last shard, so it has these.
-                    versions[shard] = max(versions[shard], image.version)
-                    fetched += image.nbytes
-                    yield image
-                sequences[shard] = sequences_to_json(pushes)
-            finally:
-                with self._lock:
-                    self._fetching = None
-                control.close()
-
+    def _commit(self, save: Save) -> tuple[str, _Fetch]:
+        fetch = _Fetch(save)
         sync = save.job.consistency.mode == "sync"
         extra: dict[str, Any] = {}
         if not sync:
             done = sum(end - first for first, end in save.cursor.get("done", []))
-            extra = {"leases": dict(save.cursor), "cursor": {"batch": done}, SEQUENCES: sequences}
+            extra = {"leases": dict(save.cursor), "cursor": {"batch": done}, SEQUENCES: fetch.sequences}
         path = self.store.commit(
             Cut(
                 job=save.job,
@@ -175,16 +192,78 @@ class Checkpointer:
                 timeline=save.timeline,
                 term=self._term,
                 consistent=sync,
-                versions=versions,
-                images=images,
+                versions=fetch.versions,
+                images=lambda shard: self._images(fetch, shard),
                 extra=extra,
             )
         )
-        return str(path), fetched
+        return str(path), fetch
+
+    def _images(self, fetch: _Fetch, shard: int) -> Iterator[BucketImage]:
+        """Ask the shard's server for its part of the cut."""
+        save = fetch.save
+        if not save.plan.shards[shard].buckets:
+            return
+        place = fetch.hosts[shard]
+        control = self._connect(place.task, place.address)
+        with self._lock:
+            if place.task in self._gone:
+                control.close()
+                raise CheckpointError(f"{place.task} was lost with shard {shard} of it")
+            self._fetching = place.task, control
+        try:
+            yield from fetch.read(control, shard, self._pace(fetch, shard, place.address))
+        finally:
+            with self._lock:
+                self._fetching = None
+            control.close()
+
+    def _pace(self, fetch: _Fetch, shard: int, address: str) -> Pace:
+        spared = not fetch.save.urgent and self._spares(address)
+        if spared:
+            fetch.spared[shard] = address
+        return Pace(address, self._links, self._bucket, self._hurry, capped=spared)
 
     def close(self) -> None:
         """Wait for what is being written; drop what waits."""
+        self._hasten(1)
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Fetch:
+    """What comes of one cut, by shard; the manifest is written after the last of it."""
+
+    def __init__(self, save: Save) -> None:
+        self.save = save
+        self.hosts = {place.shard: place for place in save.placement}
+        self.versions = [0] * len(save.plan.shards)
+        self.sequences: list[dict[str, list[int]]] = [{} for _ in save.plan.shards]
+        self.seconds: dict[int, float] = {}
+        self.nbytes: dict[int, int] = {}
+        self.spared: dict[int, str] = {}
+        """Addresses of servers whose link is shared with training."""
+
+    def read(self, control: PsControl, shard: int, pace: Pace) -> Iterator[BucketImage]:
+        """The images of a shard, as fast as the pace lets them come."""
+        start_s = time.monotonic()
+        buckets = self.save.plan.shards[shard].buckets
+        limit = STATES * max(bucket.nbytes for bucket in buckets) + (1 << 20)
+        pushes: dict[str, WorkerSequence] = {}
+        self.nbytes[shard] = 0
+        for image in control.get_cut(
+            self.save.timeline,
+            shard,
+            self.save.step,
+            max_bytes=limit,
+            sequences=pushes,
+            pace=pace,
+            patience_s=STATES * sum(bucket.nbytes for bucket in buckets) / LEAST_RATE,
+        ):
+            self.versions[shard] = max(self.versions[shard], image.version)
+            self.nbytes[shard] += image.nbytes
+            yield image
+        self.sequences[shard] = sequences_to_json(pushes)
+        self.seconds[shard] = time.monotonic() - start_s
 
 
 def restore(control: PsControl, checkpoint: Checkpoint, plan: Plan, shard: int, timeline: int) -> None:

@@ -32,6 +32,7 @@ from shardline_chief.actions import (
     Find,
     Finish,
     Found,
+    Hurry,
     Lead,
     MarkBest,
     Record,
@@ -310,6 +311,8 @@ class Control:
                 self._command(action)
             case Save():
                 self._checkpointer.submit(action, lambda saved: self.post(lambda at_s: self._saved(saved, at_s)))
+            case Hurry():
+                self._checkpointer.hurry()
             case Find():
                 self._find(action)
             case MarkBest():

@@ -10,7 +10,7 @@ import enum
 
 from shardline.errors import CheckpointError
 from shardline.rpc.link import Phase
-from shardline_chief.actions import AskStatus, CommandResult, Cut, Saved
+from shardline_chief.actions import AskStatus, CommandResult, Cut, Hurry, Saved
 from shardline_chief.running import Running
 from shardline_chief.state import State
 
@@ -75,6 +75,7 @@ class Ending:
         self._failed, self._exit_code, self.done = exit_code != 0, exit_code, done
         self._deadline_s = now_s + (state.timeouts.suspect_s if self._failed else state.timeouts.dead_s)
         state.phase = Phase.STOPPING
+        state.actions.append(Hurry())
         state.reason = reason
         sentence = "training is done, the last checkpoint follows" if done else reason
         state.say("failure" if self._failed else "stopping", sentence, "error" if self._failed else "info")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardline.rpc.link import Phase
 from shardline_chief.actions import CommandResult, Cut, Release, Save, Saved
 from shardline_chief.messages import LeaseAnswer
+from shardline_chief.pacing import StepClock, least_interval
 from shardline_chief.state import State
 
 RETRY_S = 0.2
@@ -19,6 +20,9 @@ class Running:
         self.cut_asked = False
         """Asynchronous mode: the servers are copying themselves."""
         self._last_cut = 0
+        self._clock = StepClock()
+        self._advised = False
+        self._warned = False
 
     def forget(self) -> None:
         """The timeline is over: cuts that were asked for in it will not come."""
@@ -30,6 +34,8 @@ class Running:
     def shards_told(self, now_s: float) -> None:
         """A ps described its shards: fetch what is whole, give up what can't become whole."""
         state = self.state
+        if state.phase is Phase.RUNNING:
+            self._clock.observe(state.step, now_s)
         if state.phase not in (Phase.RUNNING, Phase.STOPPING) or state.saving is not None:
             return
         if state.sync:
@@ -89,6 +95,7 @@ class Running:
                 job=state.job,
                 placement=state.placement,
                 cursor=cursor or {},
+                urgent=state.phase is Phase.STOPPING,
             )
         )
 
@@ -113,6 +120,21 @@ class Running:
             seconds=saved.seconds,
             bytes=saved.nbytes,
         )
+        self._advise(saved)
+
+    def _advise(self, saved: Saved) -> None:
+        """Say once how many steps must lie between checkpoints, and once more where that comes to be too many."""
+        state = self.state
+        every = state.job.checkpoint_every if state.job is not None else 0
+        if state.phase is not Phase.RUNNING or not every or not saved.step or not self._clock.seconds:
+            return
+        least = least_interval(saved.nbytes, saved.least_s, saved.link_rate, self._clock.seconds, every)
+        state.least_interval = least.steps
+        if self._advised and (self._warned or not least.too_small):
+            return
+        self._advised, self._warned = True, least.too_small
+        level = "warning" if least.too_small else "info"
+        state.say("checkpoint_interval", least.sentence, level, steps=least.steps, seconds=saved.least_s)
 
     def _release(self, step: int) -> None:
         state = self.state

@@ -267,6 +267,7 @@ class Setup:
                     job=state.job,
                     placement=state.placement,
                     cursor=state.leases.cursor() if state.leases is not None else {},
+                    urgent=True,
                 )
             )
 

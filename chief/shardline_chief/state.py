@@ -129,6 +129,8 @@ class State:
         self.stop_step = 0
         self.checkpoint_step = -1
         self.checkpoint_path = ""
+        self.least_interval = 0
+        """Steps that must lie between checkpoints at least, see pacing.py; 0 while that isn't known."""
         self.final_step = -1
         self.metrics: dict[int, Mapping[str, float]] = {}
         self.best: tuple[int, Mapping[str, float]] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -104,9 +104,13 @@ class PsControl:
         *,
         max_bytes: int,
         sequences: dict[str, WorkerSequence] | None = None,
+        pace: Callable[[int], None] = lambda nbytes: None,
+        patience_s: float = 0.0,
     ) -> Iterator[BucketImage]:
         """The held cut of one shard, bucket by bucket. max_bytes bounds one bucket's image.
 
+        pace: called with the payload of each frame that came; the next is read when it returns, and the server sends
+        no further than the call's window. patience_s: how long these waits may make the call, in all.
         sequences: takes the last push of each worker that the cut holds (asynchronous mode), after the last bucket.
         """
         request = parameter_server_pb2.GetCutRequest(term=self._term, timeline=timeline, shard=shard, step=step)
@@ -114,7 +118,8 @@ class PsControl:
         start_s = time.monotonic()
         ended = False
         try:
-            for frame in self._stub.GetCut(request, timeout=self._timeouts.total_s * 10):
+            for frame in self._stub.GetCut(request, timeout=self._timeouts.total_s * 10 + patience_s):
+                pace(len(frame.chunk.payload))
                 header = frame.header if frame.HasField("header") else None
                 chunk = frame.chunk if frame.HasField("chunk") else None
                 if header is not None or chunk is not None:

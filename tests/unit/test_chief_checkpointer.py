@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,15 @@ class Server:
         self.held.set()
 
     def get_cut(
-        self, timeline: int, shard: int, step: int, *, max_bytes: int, sequences: dict[str, WorkerSequence]
+        self,
+        timeline: int,
+        shard: int,
+        step: int,
+        *,
+        max_bytes: int,
+        sequences: dict[str, WorkerSequence],
+        pace: Callable[[int], None],
+        patience_s: float,
     ) -> Iterator[BucketImage]:
         self.reached.set()
         assert self.held.wait(PATIENCE_S)
