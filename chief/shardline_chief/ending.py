@@ -73,6 +73,8 @@ class Ending:
             state.end(exit_code, reason, now_s)
             return
         self._failed, self._exit_code, self.done = exit_code != 0, exit_code, done
+        if not done:
+            state.record("stopping", reason=reason, exit_code=exit_code)
         self._deadline_s = now_s + (state.timeouts.suspect_s if self._failed else state.timeouts.dead_s)
         state.phase = Phase.STOPPING
         state.actions.append(Hurry())

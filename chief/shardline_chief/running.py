@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardline.rpc.link import Phase
 from shardline_chief.actions import CommandResult, Cut, Release, Save, Saved
+from shardline_chief.leases import Lease, Leases
 from shardline_chief.messages import LeaseAnswer
 from shardline_chief.pacing import StepClock, least_interval
 from shardline_chief.state import State
