@@ -33,10 +33,12 @@ proto-check: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m shardline.metrics > docs/metrics.md
+	$(BIN)/python -m benchmarks.report > docs/results.md
 	$(BIN)/python deploy/grafana/make_dashboard.py > deploy/grafana/dashboards/shardline.json
 
 docs-check: $(STAMP)
 	@$(BIN)/python -m shardline.metrics | diff docs/metrics.md - && \
+	$(BIN)/python -m benchmarks.report | diff docs/results.md - && \
 	$(BIN)/python deploy/grafana/make_dashboard.py | diff deploy/grafana/dashboards/shardline.json - || \
 		{ echo "generated pages are not what their sources say; run: make docs" >&2; exit 1; }
 

@@ -1,8 +1,13 @@
-"""Bar charts of a set's rows: one group per row, ours beside what it is compared with."""
+"""Bar charts of a set's rows: one group per row, ours beside what it is compared with.
+
+python -m benchmarks.plots        # draws benchmarks/results/*.png once more, from the figures beside them
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from benchmarks.figures import AT_LEAST, Row
@@ -65,3 +70,20 @@ def draw(path: Path, title: str, rows: Sequence[Row]) -> bool:
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True
+
+
+def redraw(folder: Path) -> list[Path]:
+    """Draw SET.png of every SET.json in a folder; returns the pictures."""
+    drawn = []
+    known = {field.name for field in fields(Row)}
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Row(**{name: value for name, value in row.items() if name in known}) for row in found["rows"]]
+        if draw(path.with_suffix(".png"), found["about"], rows):
+            drawn.append(path.with_suffix(".png"))
+    return drawn
+
+
+if __name__ == "__main__":
+    for picture in redraw(Path(__file__).parent / "results"):
+        print(picture)

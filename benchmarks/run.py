@@ -19,14 +19,12 @@ from typing import Any
 
 import click
 
-from benchmarks import machine, plots
+from benchmarks import machine, plots, report
 from benchmarks.contenders import QUICK, Bench, Scale
 from benchmarks.figures import AT_LEAST, Row
 from benchmarks.network import loopback
-from benchmarks.process import ROOT
+from benchmarks.report import RESULTS
 from benchmarks.sets import ALL
-
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 def sentence(row: Row) -> str:
@@ -105,6 +103,8 @@ def main(only: tuple[str, ...], quick: bool, peers: bool, out: Path, **changes: 
             }
             write(out, name, chosen.ABOUT, rows, samples=samples, failures=failures, around=around)
             summary += [(name, row) for row in rows]
+    if out.resolve() == RESULTS:
+        report.PAGE.write_text(report.page(report.read(RESULTS)), encoding="utf-8")
     for name, row in summary:
         print(f"{name}: {sentence(row)}")
     missed = [row.work for _, row in summary if row.met is False]

@@ -1,9 +1,11 @@
-"""Make the pictures of the chief's page in docs/images from a real run, in a headless Chromium.
+"""Make the pictures of the docs: of the chief's page from a real run, and of what the benchmarks measured.
 
     .venv/bin/python docs/screenshots/make.py
+    .venv/bin/python docs/screenshots/make.py --only plots
 
-Asynchronous training of the digits example by three workers, of which one is killed: so that staleness and a death are
-to be seen. Takes a minute; needs Chromium (Debian: apt-get install chromium).
+The page, in docs/images, in a headless Chromium: asynchronous training of the digits example by three workers, of which
+one is killed, so that staleness and a death are to be seen. Takes a minute; needs Chromium (Debian: apt-get install
+chromium). The plots, in benchmarks/results, are drawn from the figures beside them; only `make bench` makes new ones.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import plots  # noqa: E402
 from shardline.cli.launcher import LaunchOptions, LocalCluster  # noqa: E402
 from shardline.config import Timeouts  # noqa: E402
 from shardline.rpc.client import ChiefClient  # noqa: E402
@@ -36,10 +39,19 @@ PATIENCE_S = 180.0
 
 
 def main() -> int:
+    """Make the pictures; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Pictures of the chief's page and of the benchmarks.")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="of the page")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="figures to draw")
+    parser.add_argument("--only", choices=["page", "plots"])
+    given = parser.parse_args()
+    if given.only != "page":
+        print(f"drew {', '.join(path.name for path in plots.redraw(given.results))}")
+    return photograph_page(given.out) if given.only != "plots" else 0
+
+
+def photograph_page(folder: Path) -> int:
     """Run the job, take the pictures; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Pictures of the chief's page.")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
-    folder: Path = parser.parse_args().out
     if find_chromium() is None:
         print("there is no Chromium here; on Debian: apt-get install chromium", file=sys.stderr)
         return 1

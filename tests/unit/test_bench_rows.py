@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks import plots
+from benchmarks import plots, report
 from benchmarks.contenders import RAY, RPC_SHM, RPC_TCP, TENSORFLOW, Contender, Rival, Variant, collect, interleaved
 from benchmarks.figures import AT_MOST, Row, StepTimes, median, speed_row
 from benchmarks.machine import cpu_model, memory_gib
@@ -280,7 +281,47 @@ def test_results_are_written_as_json_and_png(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "set.json").read_text())
     assert found["rows"][0]["met"] is True
     assert found["not_run"] == {"c": "why"}
-    assert (tmp_path / "set.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "set.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    (tmp_path / "set.png").unlink()
+    assert plots.redraw(tmp_path) == [tmp_path / "set.png"]
+    assert (tmp_path / "set.png").read_bytes() == drawn
+
+
+def test_page_of_results_says_which_bars_are_missed_and_what_is_not_known() -> None:
+    row = Row(work="a", value=1.0, unit="steps/s", ratio=0.5, bar=1.8, against={"b": 2.0}, note="used: tcp")
+    memory = Row(work="c", value=9.0, unit="MB", ratio=9.0, bar=200.0, sense=AT_MOST)
+    machine = {"cores": 2, "cpu": "X", "versions": {"torch": "2"}, "commit": "abcdef123", "clean": False}
+    found = {
+        "set": "links",
+        "about": "links",
+        "rows": [row.to_json(), memory.to_json(), Row(work="d", value=None, unit="ms", bar=1.0).to_json()],
+        "not_run": {"iperf3": "there is none"},
+        "machine": {**machine, "load_before": [0.5]},
+        "scale": {"repeats": 3},
+        "network": {"links": "loopback", "namespace": True},
+    }
+    text = report.page({"links": found})
+    assert "1 bars are met, 1 are missed:\n\n- `links`, a: 0.50, at least 1.8\n" in text
+    assert "| a (used: tcp) | 1 steps/s | b 2 | 0.50 | at least 1.8 | **missed** |" in text
+    assert "| c | 9 MB | | | at most 200 | met |" in text
+    assert "| d | not measured | | | at least 1 | |" in text
+    assert "commit abcdef1 with changes; load 0.5 before; 3 repeats, fewer than the 5 there should be" in text
+    assert "- Not run: iperf3: there is none" in text
+    assert "## overlap\n\n" in text and text.count("No figures are recorded") == len(ALL) - 1
+
+
+def test_page_of_results_and_readme_have_the_figures_that_are_recorded() -> None:
+    found = report.read(report.RESULTS)
+    assert report.PAGE.read_text() == report.page(found), "run: make docs"
+    text = (report.RESULTS.parents[1] / "README.md").read_text().split("\n## Measured\n")[1].split("\n## ")[0]
+    shown = set(re.findall(r"\d+\.\d+", text))
+    for name, one in found.items():
+        for row in one["rows"]:
+            if row["met"] is not None:
+                assert f"{row['ratio']:.2f}" in shown, f"README, Measured: {name}, {row['work']} is {row['ratio']:.2f}"
+    for row in found["data-plane"]["rows"]:
+        assert f"{row['value']:.1f}" in shown, f"README, Measured: {row['work']} is {row['value']:.1f} steps/s"
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:

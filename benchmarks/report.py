@@ -1,0 +1,106 @@
+"""docs/results.md: the figures of benchmarks/results as tables, with each bar that is met or missed.
+
+    python -m benchmarks.report > docs/results.md
+
+`make docs` writes it, and so does `make bench` when it is done; `make docs-check` says whether it is fresh.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import AT_LEAST
+from benchmarks.process import ROOT
+from benchmarks.sets import ALL
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
+ENOUGH = 5
+"""Repeats that docs/benchmarks.md promises."""
+WORDS = {True: "met", False: "**missed**", None: ""}
+
+Found = Mapping[str, Any]
+"""One file of results."""
+
+
+def read(folder: Path) -> dict[str, Found]:
+    """Results by set, in the order of the sets; those that have no file are left out."""
+    paths = {name: folder / f"{name}.json" for name in ALL}
+    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
+
+
+def page(found: Mapping[str, Found]) -> str:
+    """The whole page."""
+    judged = [(name, row) for name, one in found.items() for row in one["rows"] if row["met"] is not None]
+    missed = [(name, row) for name, row in judged if not row["met"]]
+    lines = [
+        "# Measured",
+        "",
+        "This page is made of `benchmarks/results/*.json`: `make docs`. What is compared, and how, is in",
+        "[benchmarks](benchmarks.md). Figures are medians; a ratio is that of medians of one run, against the fastest",
+        "of the rivals beside it. In the pictures ours is blue, or red where its bar is missed.",
+        "",
+        f"{len(judged) - len(missed)} bars are met, {len(missed)} are missed{':' if missed else '.'}",
+        "",
+        *(f"- `{name}`, {row['work']}: {row['ratio']:.2f}, {bar(row)}" for name, row in missed),
+    ]
+    for name, chosen in ALL.items():
+        lines += ["", f"## {name}", "", f"{chosen.ABOUT[0].upper()}{chosen.ABOUT[1:]}.", ""]
+        lines += section(found[name]) if name in found else ["No figures are recorded: nothing is known of its bars."]
+    return "\n".join(lines) + "\n"
+
+
+def section(one: Found) -> Iterable[str]:
+    """Tables and picture of one set."""
+    yield "| work | reached | beside | ratio | bar | |"
+    yield "|---|---|---|---|---|---|"
+    for row in one["rows"]:
+        work = row["work"] if row["note"] in ("", "reported") else f"{row['work']} ({row['note']})"
+        cells = (work, amount(row["value"], row["unit"]), beside(row), ratio(row), bar(row), WORDS[row["met"]])
+        yield f"| {' | '.join(cells)} |".replace("  ", " ")
+    yield from ("", origin(one))
+    if one["not_run"]:
+        yield ""
+        yield from (f"- Not run: {what}: {why}" for what, why in one["not_run"].items())
+    yield from ("", f"![{one['about']}](../benchmarks/results/{one['set']}.png)")
+
+
+def amount(value: float | None, unit: str) -> str:
+    """A figure with its unit."""
+    return "not measured" if value is None else f"{value:.4g} {unit}"
+
+
+def beside(row: Mapping[str, Any]) -> str:
+    """The rivals and what they reached."""
+    return ", ".join(f"{rival} {value:.4g}" for rival, value in row["against"].items())
+
+
+def ratio(row: Mapping[str, Any]) -> str:
+    """What is compared with the bar. Of memory it is the figure itself, and empty."""
+    return f"{row['ratio']:.2f}" if row["ratio"] is not None and row["against"] else ""
+
+
+def bar(row: Mapping[str, Any]) -> str:
+    """The bar, such as "at least 1.8"; empty where there is none."""
+    return "" if row["bar"] is None else f"{row['sense'] if row['sense'] == AT_LEAST else 'at most'} {row['bar']:g}"
+
+
+def origin(one: Found) -> str:
+    """Where and how it was measured, with what makes the figures weaker than they should be."""
+    machine, repeats = one["machine"], one["scale"]["repeats"]
+    parts = [
+        f"{machine['cores']} cores of an {machine['cpu']}",
+        f"torch {machine['versions']['torch']}",
+        f"commit {machine['commit'][:7]}{'' if machine['clean'] else ' with changes'}",
+        f"load {machine['load_before'][0]:.1f} before",
+        f"{repeats} repeats{'' if repeats >= ENOUGH else f', fewer than the {ENOUGH} there should be'}",
+        f"{one['network']['links']}{'' if one['network']['namespace'] else ' without a namespace'}",
+    ]
+    return f"({'; '.join(parts)}.)"
+
+
+if __name__ == "__main__":
+    print(page(read(RESULTS)), end="")
