@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -38,12 +39,19 @@ def optimizer_bytes(configuration: PsConfiguration) -> int:
     return total
 
 
+def standby_bytes(configuration: PsConfiguration) -> int:
+    """Bytes of the standbys that this ps is to hold: each like the shard itself."""
+    if not configuration.standbys:
+        return 0
+    return planned_bytes(replace(configuration, shards=configuration.standbys, standbys=()))
+
+
 def planned_bytes(configuration: PsConfiguration) -> int:
-    """Bytes that the shards hold from the first steps on: parameters and the whole optimizer state.
+    """Bytes that shards and standbys hold from the first steps on: parameters and the whole optimizer state.
 
     What comes and goes (contributions that wait for others, cuts that wait for the chief) is in memory_plan().
     """
-    return value_bytes(configuration) + optimizer_bytes(configuration)
+    return value_bytes(configuration) + optimizer_bytes(configuration) + standby_bytes(configuration)
 
 
 def least_staging_bytes(configuration: PsConfiguration) -> int:
@@ -69,7 +77,8 @@ def staging_limit(configuration: PsConfiguration, asked: int | None) -> int:
 def memory_plan(configuration: PsConfiguration, *, staging: int | None = None, lanes: int = 0) -> dict[str, int]:
     """Bytes that the shards may come to hold, by kind; their sum bounds the process but for its code.
 
-    "parameters" (both published steps), "optimizer", "cuts", "staging" (the limit in force) and "lanes".
+    "parameters" (both published steps), "optimizer", "cuts", "staging" (the limit in force), "lanes", and "standbys"
+    where there are any.
     staging: the limit asked for. lanes: what lanes hold besides.
     """
     optimizer = optimizer_bytes(configuration)
@@ -81,6 +90,7 @@ def memory_plan(configuration: PsConfiguration, *, staging: int | None = None, l
         "cuts": image * (HELD_CUTS if configuration.cut_every else 1),
         "staging": staging_limit(configuration, staging),
         "lanes": lanes,
+        **({"standbys": standby_bytes(configuration)} if configuration.standbys else {}),
     }
 
 

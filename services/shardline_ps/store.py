@@ -30,6 +30,7 @@ from shardline_ps.publication import PlainPublication, Publication
 from shardline_ps.shard import Shard, ShardSettings
 from shardline_ps.signals import Signal
 from shardline_ps.staging import Ledger, Staging
+from shardline_ps.standby import Standby
 
 __all__ = ["ParameterStore", "PsConfiguration", "TrafficTally", "numbers", "planned_bytes"]
 
@@ -74,6 +75,9 @@ class ParameterStore:
         """How long a stream may wait for room in staging, in all; a sixth of --timeout in a process."""
         self.authority = Authority()
         self.shards: dict[int, Shard] = {}
+        self.standbys: dict[int, Standby] = {}
+        """Shards whose primaries are elsewhere."""
+        self._settings: ShardSettings | None = None
         self.signals: dict[tuple[int, int], Signal] = {}
         self.configuration: PsConfiguration | None = None
         self.placement: tuple[Placement, ...] = ()
@@ -129,16 +133,22 @@ class ParameterStore:
                 after()
 
     def configure(
-        self, configuration: PsConfiguration, loop: asyncio.AbstractEventLoop, *, keep: Collection[int] = ()
+        self,
+        configuration: PsConfiguration,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        keep: Collection[int] = (),
+        keep_standbys: Collection[int] = (),
     ) -> bool:
         """Make the shards of a configuration; False where it is in force already (values are kept then).
 
-        keep: shards that stay as they are under the new timeline; they must be held by the same rule.
+        keep: shards that stay as they are under the new timeline; they must be held by the same rule. keep_standbys:
+        standbys that stay where they are here; the others are copied anew.
         Raises ProtocolError or UsageError, the old configuration left as it was.
         """
         if self.configuration == configuration:
             return False
-        kept = self._to_keep(configuration, keep)
+        kept = self._to_keep(configuration, keep, keep_standbys)
         plan = configuration.plan
         for number in configuration.shards:
             if number >= len(plan.shards):
@@ -147,19 +157,8 @@ class ParameterStore:
             raise ProtocolError("Configure says 0 replicas; a job has at least 1")
         check_codec(configuration.codec)
         check_tensors(configuration.rule, plan.tensors)
-        needed = planned_bytes(configuration)
-        if self.device.type != "cpu":
-            # Sums that wait for more replicas live on the device too.
-            needed += least_staging_bytes(configuration)
-        limit, remedy = self.memory_limit_bytes, "raise --gpu-memory-fraction"
-        if limit is None and self.free_memory is not None:
-            limit, remedy = self.free_memory() + self.held_bytes, "a machine (or container) with more memory"
-        if limit is not None and needed > limit:
-            raise UsageError(
-                f"the shards of this ps need {needed:,} bytes on {self.device} with optimizer state, the limit is "
-                f"{limit:,}; use more parameter servers, or {remedy}"
-            )
-        settings = ShardSettings(
+        self._check_memory(configuration)
+        self._settings = settings = ShardSettings(
             plan=plan,
             rule=configuration.rule,
             schedule=configuration.schedule,
@@ -176,6 +175,8 @@ class ParameterStore:
             (number, bucket.number): Signal(loop) for number, shard in shards.items() for bucket in shard.buckets
         }
         self.shards = shards
+        for number in self.standbys.keys() - set(keep_standbys):
+            self.standbys.pop(number).close(f"the standby of shard {number} belonged to a history that has ended")
         self.configuration = configuration
         self.staging.configure(staging_ledger(configuration, shards, self.staging_bytes), partial_bytes(shards))
         self.generation += 1
@@ -195,17 +196,63 @@ class ParameterStore:
         log.info("%s", memory_sentence(self.memory_plan(configuration), configuration))
         return True
 
-    def _to_keep(self, configuration: PsConfiguration, keep: Collection[int]) -> dict[int, Shard]:
+    def _check_memory(self, configuration: PsConfiguration) -> None:
+        """Raise UsageError where there is no room for what a configuration will come to hold."""
+        needed = planned_bytes(configuration)
+        if self.device.type != "cpu":
+            # Sums that wait for more replicas live on the device too.
+            needed += least_staging_bytes(configuration)
+        limit, remedy = self.memory_limit_bytes, "raise --gpu-memory-fraction"
+        if limit is None and self.free_memory is not None:
+            limit, remedy = self.free_memory() + self.held_bytes, "a machine (or container) with more memory"
+        if limit is not None and needed > limit:
+            raise UsageError(
+                f"the shards of this ps need {needed:,} bytes on {self.device} with optimizer state, the limit is "
+                f"{limit:,}; use more parameter servers, or {remedy}"
+            )
+
+    def _to_keep(
+        self, configuration: PsConfiguration, keep: Collection[int], standbys: Collection[int]
+    ) -> dict[int, Shard]:
         """The shards to be kept. Raises ProtocolError where they are not here, or are to be something else."""
-        if not keep:
+        if not keep and not standbys:
             return {}
         held = self.configuration
-        same = held is not None and replace(configuration, timeline=held.timeline, shards=held.shards) == held
+        same = held is not None and held == replace(
+            configuration, timeline=held.timeline, shards=held.shards, standbys=held.standbys
+        )
         lacking = sorted(set(keep) - self.shards.keys() | set(keep) - set(configuration.shards))
         if not same or lacking:
             what = f"shards {lacking} are not here" if lacking else "the plan, the rule or the mode differ"
             raise ProtocolError(f"Configure wants shards {sorted(keep)} kept, but {what}; make them anew")
         return {number: self.shards[number] for number in keep}
+
+    def standby(self, number: int) -> Standby:
+        """The standby of a shard, made where there is none yet. Tensor work, one call per shard at a time."""
+        held = self.standbys.get(number)
+        if held is None:
+            assert self._settings is not None and self.configuration is not None
+            if number not in self.configuration.standbys:
+                # It was not part of the sum at start.
+                self._check_memory(replace(self.configuration, standbys=(*self.configuration.standbys, number)))
+            held = self.standbys[number] = Standby(self._make_shard(number, self._settings))
+        return held
+
+    def adopt(self, number: int, loop: asyncio.AbstractEventLoop) -> Shard:
+        """Hold a shard as its primary from now on: its standby here was promoted."""
+        configuration = self.configuration
+        assert configuration is not None
+        shard = self.standbys.pop(number).shard
+        self.shards = {**self.shards, number: shard}
+        self.signals.update({(number, bucket.number): Signal(loop) for bucket in shard.buckets})
+        self.configuration = configuration = replace(
+            configuration,
+            shards=tuple(sorted(self.shards)),
+            standbys=tuple(held for held in configuration.standbys if held != number),
+        )
+        ledger = staging_ledger(configuration, self.shards, self.staging_bytes)
+        self.staging.configure(ledger, partial_bytes(self.shards))
+        return shard
 
     def memory_plan(self, configuration: PsConfiguration) -> dict[str, int]:
         """Bytes that a configuration's shards may come to hold, by kind; see shardline_ps.configuration."""
@@ -253,15 +300,19 @@ class ParameterStore:
     @property
     def held_bytes(self) -> int:
         """Bytes of everything the shards hold."""
-        return sum(shard.held_bytes for shard in self.shards.values())
+        return sum(shard.held_bytes for shard in self.shards.values()) + self._standby_bytes()
+
+    def _standby_bytes(self) -> int:
+        return sum(standby.nbytes for standby in list(self.standbys.values()))
 
     def held_by_kind(self) -> dict[str, int]:
-        """The same by kind: parameters with optimizer state, partial sums, cuts."""
+        """The same by kind: parameters with optimizer state, partial sums, cuts, standbys."""
         shards = list(self.shards.values())
         return {
             "parameters": sum(bucket.nbytes for shard in shards for bucket in shard.buckets),
             "staged": self.staging.in_use,
             "cuts": sum(shard.cuts.held_bytes for shard in shards),
+            **({"standbys": self._standby_bytes()} if self.standbys else {}),
         }
 
     def close(self) -> None:

@@ -27,6 +27,9 @@ class Placement:
     shard: int
     task: str
     address: str
+    standby_task: str = ""
+    """Which ps holds its standby, and where that answers; empty = it has none."""
+    standby_address: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,8 @@ class PsConfiguration:
     replicas: int
     cut_every: int
     codec: str = "raw"
+    standbys: tuple[int, ...] = ()
+    """Shards whose standby this ps holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +58,36 @@ class Configuration(PsConfiguration):
     activate: bool = False
     keep: tuple[int, ...] = ()
     """Shards whose present values stay."""
+    keep_standbys: tuple[int, ...] = ()
+    """Standbys that stay as they are."""
 
 
 def placement_to_proto(placement: Iterable[Placement]) -> list[parameter_server_pb2.Placement]:
     """Placement messages."""
     return [
-        parameter_server_pb2.Placement(shard=item.shard, task=item.task, address=item.address) for item in placement
+        parameter_server_pb2.Placement(
+            shard=item.shard,
+            task=item.task,
+            address=item.address,
+            standby_task=item.standby_task,
+            standby_address=item.standby_address,
+        )
+        for item in placement
     ]
 
 
 def placement_from_proto(messages: Iterable[parameter_server_pb2.Placement]) -> tuple[Placement, ...]:
     """Where shards are hosted."""
-    return tuple(Placement(shard=item.shard, task=item.task, address=item.address) for item in messages)
+    return tuple(
+        Placement(
+            shard=item.shard,
+            task=item.task,
+            address=item.address,
+            standby_task=item.standby_task,
+            standby_address=item.standby_address,
+        )
+        for item in messages
+    )
 
 
 def configuration_to_proto(
@@ -86,6 +109,8 @@ def configuration_to_proto(
         placement=placement_to_proto(configuration.placement),
         activate=configuration.activate,
         keep_shards=configuration.keep,
+        standbys=configuration.standbys,
+        keep_standbys=configuration.keep_standbys,
     )
 
 
@@ -102,4 +127,5 @@ def configuration_from_proto(message: parameter_server_pb2.ConfigureRequest) -> 
         replicas=message.replicas,
         cut_every=message.cut_every,
         codec=message.codec or "raw",
+        standbys=tuple(message.standbys),
     )
