@@ -161,6 +161,13 @@ TABLE: tuple[MetricSpec, ...] = (
         [],
         "Unix time of the last checkpoint; before the first, of the chief's start",
     ),
+    _gauge(
+        "shardline_checkpoint_interval_steps",
+        "steps",
+        ["chief"],
+        [],
+        "Fewest steps between checkpoints with which writing them keeps up; absent before the first one on the way",
+    ),
     _counter(
         "shardline_checkpoints_total",
         "checkpoints",

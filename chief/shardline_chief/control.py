@@ -354,6 +354,8 @@ class Control:
         if saved.path:
             self._reporter.shelf.put(saved.step, Path(saved.path))
         self.program.saved(saved, now_s)
+        if least := self.program.state.least_interval:
+            self._metrics.gauge("shardline_checkpoint_interval_steps").set(least)
 
     def _find(self, find: Find) -> None:
         self._commander.drop(find.lost)

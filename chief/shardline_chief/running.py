@@ -96,7 +96,7 @@ class Running:
                 job=state.job,
                 placement=state.placement,
                 cursor=cursor or {},
-                urgent=state.phase is Phase.STOPPING,
+                urgent=state.phase is Phase.STOPPING or step == state.stop_step,
             )
         )
 
