@@ -119,17 +119,19 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self._on_push(result)
         return data_pb2.PushReply(ack=result.ack)
 
-    @rpc_errors.stream
-    async def Pull(self, request: data_pb2.PullRequest, context: Any) -> AsyncIterator[Any]:
+    @rpc_errors.writer
+    async def Pull(self, request: data_pb2.PullRequest, context: Any) -> None:
         """Buckets as they become ready."""
         with self._calls.enter() as call:
             # Where it is not admitted it ends by itself.
             call.of(request.data.task, request.data.incarnation)
-            async for message in pull(self._store, self._attachments, request, outer=1):
-                yield message
+            answer: Any = pull(self._store, self._attachments, request, outer=1)
+            async with contextlib.aclosing(answer) as messages:
+                async for message in messages:
+                    await context.write(message)
 
-    @rpc_errors.stream
-    async def PushPull(self, request: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    @rpc_errors.writer
+    async def PushPull(self, request: AsyncIterator[Any], context: Any) -> None:
         """Pushes and a pull in full duplex."""
         with self._calls.enter() as call:
             replies: asyncio.Queue[Any] = asyncio.Queue(REPLY_QUEUE)
@@ -139,11 +141,11 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                     if isinstance(reply, NoRoomError):
                         # Like any push that does not count, it ends the call.
                         self._on_push(reply.result)
-                        yield write_reply(ReplyView(ack=reply.result.ack))
+                        await context.write(write_reply(ReplyView(ack=reply.result.ack)))
                         return
                     if isinstance(reply, Exception):
                         raise reply
-                    yield reply
+                    await context.write(reply)
             finally:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):

@@ -63,6 +63,15 @@ def stream(method: Callable[[Any, Any, Any], AsyncIterator[Any]]) -> Callable[[A
     return handler
 
 
+def writer(method: Callable[[Any, Any, Any], Awaitable[None]]) -> Any:
+    """unary() for an async handler that writes a stream of replies to its context.
+
+    For one that may be cancelled from within while a slow reader holds back a message: what it yields is sent outside
+    of it, so it could not tell the reader why.
+    """
+    return unary(method)
+
+
 def from_status(error: grpc.RpcError, *, peer: str, what: str, waited_s: float) -> ShardlineError:
     """The Shardline error for a failed call; `peer` is "ps/0 at host:port"."""
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 import pytest
 
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2
+from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
+from shardline_ps import servicer
 from tests.contract.plain_client import DEADLINE_S, FIRST_W, PlainClient
 from tests.contract.refusals import refused, says
 from tests.integration.cluster import Ps
@@ -108,6 +111,31 @@ def test_a_fence_ends_a_pull_that_waits(two: PlainClient, ps: Ps) -> None:
     assert len(ps.servicer._calls.open) == 1
     other.cancel()
     wait_for(lambda: not ps.servicer._calls.open, "the other pull to be over")
+
+
+@pytest.mark.parametrize("method", ["Pull", "PushPull"])
+def test_a_fence_is_told_to_one_that_reads_too_slowly_to_be_sent_more(
+    two: PlainClient, ps: Ps, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[float] = []
+
+    async def endless(*_: object, outer: int) -> AsyncIterator[bytes]:
+        while True:
+            made.append(time.monotonic())
+            yield write_pull(PullFrameView(chunk=ChunkView(0, 0, memoryview(bytes(1 << 20)))), outer=outer)
+
+    monkeypatch.setattr(servicer, "pull", endless)
+    two.task = "worker/1"
+    zombie: Any
+    if method == "Pull":
+        zombie = two.stub.Pull(two.pull_request(exact_step=1), timeout=DEADLINE_S)
+    else:
+        pull = data_pb2.PushPullRequest(pull=two.pull_request(exact_step=1))
+        zombie = two.stub.PushPull(iter([pull]), timeout=DEADLINE_S)
+    wait_for(lambda: bool(made) and time.monotonic() - made[-1] > 0.5, "the reader to hold back what is sent")
+    member(two, worker_0=1, worker_1=2)
+    wait_for(lambda: not ps.servicer._calls.open, "the call to be over")
+    ended(lambda: list(zombie))
 
 
 def test_a_fenced_worker_that_comes_again_is_told_why_it_is_not_admitted(two: PlainClient, ps: Ps) -> None:
