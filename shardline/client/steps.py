@@ -265,15 +265,22 @@ class StepFinder:
             self._lose_sent()
             return False
         if not self.iterating:
-            raise RolledBackError(
-                f"{link.task}: the job went back to an earlier step ({error or 'its timeline changed'}); loop over "
-                f"session.steps() to follow it",
-                step=orders.first_step,
-            )
+            raise self._rolled_back()
         log.info("starting the step again: %s", error or "orders changed")
         self.stale = True
         self._lose_sent()
         return False
+
+    def _rolled_back(self) -> RolledBackError:
+        """What a loop that can't be made to run a step again is told, once it is known where the job stands."""
+        link = self.link
+        link.wait(lambda o: o.fenced or o.phase not in (Phase.WAITING, Phase.INIT), timeout_s=self._timeouts.join_s)
+        step = link.orders.first_step
+        return RolledBackError(
+            f"{link.task}: a parameter server was lost, and the job went back to step {step}; loop over "
+            "session.steps() to follow it",
+            step=step,
+        )
 
     def _lose_sent(self) -> None:
         """What is on its way has to be computed again."""
