@@ -65,6 +65,14 @@ class PlainPublication:
         return self._offsets[-1]
 
 
+def areas(
+    publication: Publication, number: int, bucket: BucketSpec, *, sync: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a bucket's values live, by step & 1: twice the same where one area is enough."""
+    first = publication.tensor(0, number)
+    return first, publication.tensor(1, number) if num_areas(bucket, sync=sync) == 2 else first
+
+
 def view_of(area: torch.Tensor, bucket: BucketSpec, offset: int) -> torch.Tensor:
     """A bucket's values within an area; area: uint8, 1-d, offset in bytes."""
     return area[offset : offset + bucket.nbytes].view(DTYPES[bucket.dtype])

@@ -283,6 +283,8 @@ async def _pull(
                 reason = f"step {want.step} lacks replicas {missing} at shard {shard.number} after {wait_s:.1f} s"
                 yield end_message(store, shard, Outcome.WAITING, outer, reason)
                 return
+        if shard.log is not None and not shard.is_sync:
+            await shard.log.passed()
         store.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
         async for frame in out.add(encoded):
             yield frame
@@ -295,7 +297,10 @@ async def _pull(
 
 async def _published(store: ParameterStore, shard: Shard, number: int, want: Want) -> None:
     """Wait until a bucket has reached the wanted step, or a moment."""
-    signal = store.signals[(shard.number, number)]
+    signal = store.signals.get((shard.number, number))
+    if signal is None:
+        # The ps was configured anew.
+        return
     waiter = signal.arm()
     if want.step is None or shard.buckets[number].step >= want.step:
         signal.disarm(waiter)

@@ -521,6 +521,9 @@ class PushReceiver:
         # The room is given back by release() alone: what is being applied is still held.
         push.applying = True
         decision, lag = await self._store.work_whole(apply, release)
+        if shard.log is not None:
+            # Whatever the answer tells of is in the standby too, a repetition's as well.
+            await shard.log.passed()
         return self._result(push, decision, lag)
 
     def _result(self, push: _Push, decision: Decision, lag: int) -> PushResult:

@@ -7,8 +7,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import grpc
-
 from shardline.errors import ProtocolError, ShardlineError
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.records import Begin, Digest, FrameReader, Head
@@ -106,12 +104,3 @@ def _reply(standby: Standby | None) -> parameter_server_pb2.ReplicaReply:
 def image_limit(shard: ShardSpec) -> int:
     """What one bucket's image may come to: values and at most a handful of states, each in float64."""
     return 64 * max((bucket.elements for bucket in shard.buckets), default=0) * 8 + (1 << 20)
-
-
-def register_replication(servicer: Replication) -> Callable[[grpc.aio.Server], None]:
-    """Adds the service to a server."""
-
-    def add(server: grpc.aio.Server) -> None:
-        parameter_server_pb2_grpc.add_ReplicationServicer_to_server(servicer, server)
-
-    return add

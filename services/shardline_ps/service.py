@@ -23,13 +23,14 @@ from shardline.wire.codecs import RAW
 from shardline_ps.attachments import Attachments, LaneOffer
 from shardline_ps.bulk import TcpOffer
 from shardline_ps.metering import Meter
+from shardline_ps.replicate_servicer import Replicas
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.shared import ShmOffer, publish
 from shardline_ps.store import ParameterStore
 from shardline_ps.vote_servicer import Voters
 
 log = logging.getLogger("shardline.ps")
-SERVICES = ("shardline.rpc.v1.ParameterServer", "shardline.rpc.v1.Coordinator")
+SERVICES = ("shardline.rpc.v1.ParameterServer", "shardline.rpc.v1.Coordinator", "shardline.rpc.v1.Replication")
 
 
 class PsProcess:
@@ -57,12 +58,14 @@ class PsProcess:
         self.meter = Meter(self.metrics, self.store)
         self.voters = Voters(self.store, config.timeouts, config.security)
         self.attachments = Attachments()
+        self.replicas = Replicas(config.task, self.store, config.timeouts, config.security)
         self.store.lane_attachments = self.attachments.count
         self.servicer = ParameterServer(
             config.task,
             self.store,
             self.voters,
             self.attachments,
+            self.replicas,
             on_stop=self._stop,
             on_push=self.meter.pushed,
             on_refused=self.meter.refused,
@@ -93,6 +96,7 @@ class PsProcess:
         async def close_parts() -> None:
             self.attachments.close()
             await self.voters.close()
+            await self.replicas.close()
 
         if self.server.address:
             self.server.run(close_parts(), timeout_s=5.0)

@@ -17,6 +17,7 @@ from shardline.lanes.base import LaneUnavailable
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.configuration import configuration_from_proto, placement_from_proto
 from shardline.rpc.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
+from shardline.rpc.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.wire.protobuf import PushFrameView, ReplyView, read_request, write_reply
 from shardline_ps.admission_servicer import (
@@ -32,10 +33,13 @@ from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
 from shardline_ps.calls import OpenCall, OpenCalls
 from shardline_ps.pull_servicer import SHARED_CALL, AsyncReply, pull
 from shardline_ps.push_servicer import NoRoomError, PushReceiver, PushResult
+from shardline_ps.replica_servicer import Replication
+from shardline_ps.replicate_servicer import Replicas
 from shardline_ps.shard import Shard
+from shardline_ps.status_servicer import ps_status
 from shardline_ps.store import ParameterStore, planned_bytes
 from shardline_ps.vote_servicer import Voters
-from shardline_ps.voting import Ballot
+from shardline_ps.voting import Ballot, Verdict
 
 log = logging.getLogger("shardline.ps")
 REPLY_QUEUE = 4
@@ -51,6 +55,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         store: ParameterStore,
         voters: Voters,
         attachments: Attachments,
+        replicas: Replicas,
         *,
         on_stop: Callable[[str], None],
         on_push: Callable[[PushResult], None] = lambda result: None,
@@ -60,10 +65,12 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self._store = store
         self._voters = voters
         self._attachments = attachments
+        self._replicas = replicas
+        self.replication = Replication(task, store)
         self._calls = OpenCalls()
         self._on_stop = on_stop
         self._on_push = on_push
-        self.on_refused = on_refused
+        self.on_refused = self.replication.on_refused = on_refused
 
     # Data plane
 
@@ -228,6 +235,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         if decision.outcome is not Outcome.SERVED:
             return reply
         shard = store.shard(request.data.shard)
+        if shard.log is not None and not shard.is_sync:
+            await shard.log.passed()
         known = shard.settings.replicas
         if len(request.replicas) > known or any(replica >= known for replica in request.replicas):
             raise ProtocolError(f"Progress asks for replicas {list(request.replicas)[:8]}; the job has {known}")
@@ -262,14 +271,20 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self._obey(request.term)
         store = self._store
         configuration = configuration_from_proto(request)
-        changed = store.configure(configuration, asyncio.get_running_loop(), keep=request.keep_shards)
+        changed = store.configure(
+            configuration,
+            asyncio.get_running_loop(),
+            keep=request.keep_shards,
+            keep_standbys=request.keep_standbys,
+        )
         if changed:
+            self._replicas.configured()
             self._attachments.drop_all("this ps was configured anew")
             self._wake_everybody()
         if request.placement:
             store.placement = placement_from_proto(request.placement)
         if request.activate:
-            store.authority.active = True
+            self._begin()
         return parameter_server_pb2.ConfigureReply(
             hello=common_pb2.Hello(
                 protocol_minor=PROTOCOL_MINOR,
@@ -300,6 +315,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self._calls.keep_only(authority.members)
         if request.placement:
             self._store.placement = placement_from_proto(request.placement)
+            if authority.active:
+                self._replicas.follow()
         fenced = [task for task, number in before.items() if authority.members.get(task) != number]
         return parameter_server_pb2.SetMembershipReply(fenced=len(fenced))
 
@@ -314,6 +331,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         store.authority.timeline = request.timeline
         store.generation += 1
         dropped = 0
+        self._replicas.abandon()
+        store.drop_standbys("the history of its primary has ended")
         for shard in store.shards.values():
             dropped = max(dropped, await store.work(shard.drop_contributions))
         self._wake_everybody()
@@ -367,7 +386,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
             )
         empty = [number for number, shard in sorted(self._store.shards.items()) if not shard.initialized]
         if not empty:
-            authority.active = True
+            self._begin()
             self._wake_everybody()
         return parameter_server_pb2.ActivateReply(empty_shards=empty)
 
@@ -375,9 +394,34 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     async def Promote(
         self, request: parameter_server_pb2.PromoteRequest, context: Any
     ) -> parameter_server_pb2.PromoteReply:
-        """Refused: this version has no standbys."""
+        """Be the primary of a shard whose standby is here."""
         self._obey(request.term)
-        raise ProtocolError(f"{self._task} holds no standby of shard {request.shard}; this version has no standbys")
+        store, number = self._store, request.shard
+        self._check_later(request.timeline, "Promote")
+        if number not in store.shards:
+            standby = store.standbys.get(number)
+            reason = f"{self._task} holds no standby of shard {number}"
+            # In the pool, since it waits for a record that is being applied.
+            if standby is None or (reason := await store.work(standby.promote)):
+                return parameter_server_pb2.PromoteReply(reason=reason)
+            store.adopt(number, asyncio.get_running_loop())
+            log.warning("%s: promoted to the primary of shard %d at record %d", self._task, number, standby.record)
+        store.authority.active = False
+        store.authority.timeline = request.timeline
+        self._wake_everybody()
+        shard = store.shard(number)
+        return parameter_server_pb2.PromoteReply(step=shard.step_min, version=shard.version)
+
+    def _begin(self) -> None:
+        """Admit the timeline's messages; standbys and votes go on from what there is."""
+        self._store.authority.active = True
+        self._replicas.follow()
+        self._voters.tell_verdicts()
+
+    def _check_later(self, timeline: int, what: str) -> None:
+        authority = self._store.authority
+        if timeline < authority.timeline or (timeline == authority.timeline and authority.active):
+            raise ProtocolError(f"{what} is for timeline {timeline:#x}, this ps is at {authority.timeline:#x} already")
 
     @rpc_errors.unary
     async def Cut(self, request: parameter_server_pb2.CutRequest, context: Any) -> parameter_server_pb2.CutReply:
@@ -407,6 +451,9 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         if cut is None:
             held = [step for step, complete, _ in shard.cuts.status() if complete]
             raise ProtocolError(f"shard {shard.number} holds no whole cut of step {request.step}; it holds {held}")
+        if shard.log is not None and not shard.is_sync:
+            # It may hold pushes that a failover would lose.
+            await shard.log.passed()
         for image in cut.in_order():
             for header, chunk in image_parts(image):
                 yield parameter_server_pb2.GetCutFrame(header=header, chunk=chunk)
@@ -439,46 +486,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
 
     def status(self) -> parameter_server_pb2.PsStatusReply:
         """The status message; also sent with every heartbeat."""
-        store = self._store
-        authority = store.authority
-        reply = parameter_server_pb2.PsStatusReply(
-            task=self._task,
-            term=parameter_server_pb2.Term(number=authority.term.number, chief_uuid=authority.term.chief_uuid),
-            timeline=authority.timeline,
-            active=authority.active,
-            failure=store.failure,
-        )
-        for number, shard in sorted(store.shards.items()):
-            reply.shards.append(
-                parameter_server_pb2.ShardStatus(
-                    shard=number,
-                    step_min=shard.step_min,
-                    step_max=shard.step_max,
-                    version=shard.version,
-                    initialized=shard.initialized,
-                    cuts=[
-                        parameter_server_pb2.HeldCut(step=step, complete=complete, skipped=skipped)
-                        for step, complete, skipped in shard.cuts.status()
-                    ],
-                    pushes=shard.tally.pushes,
-                    staleness_sum=shard.tally.staleness_sum,
-                    staleness_max=shard.tally.staleness_max,
-                    skipped_steps=shard.tally.skipped_steps,
-                    waiting_for=shard.waiting_for() if shard.is_sync else (),
-                    bytes=shard.held_bytes,
-                    duplicate_mismatches=shard.tally.duplicate_mismatches,
-                )
-            )
-        with store.traffic_lock:
-            reply.traffic.CopyFrom(
-                parameter_server_pb2.Traffic(
-                    push_raw_bytes=store.traffic.push_raw,
-                    push_wire_bytes=store.traffic.push_wire,
-                    pull_raw_bytes=store.traffic.pull_raw,
-                    pull_wire_bytes=store.traffic.pull_wire,
-                )
-            )
-        return reply
+        return ps_status(self._task, self._store, self._replicas)
 
     # Coordinator
 
@@ -493,21 +501,28 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
             )
         if 0 not in self._store.shards or len(request.quantum) != len(request.square_sum):
             raise ProtocolError("this ps is not the lead, or the vote's quanta and sums differ in number")
+        if request.HasField("decided"):
+            verdict: Verdict | None = self._voters.adopt(request.timeline, verdict_from_proto(request.decided))
+            return _verdict_reply(request.step, verdict)
         ballot = Ballot(
             sums=tuple(zip(request.quantum, request.square_sum, strict=True)),
             nonfinite=tuple(request.nonfinite_tensors),
         )
         verdict = await self._voters.vote_here(request.timeline, request.step, request.shard, ballot)
-        if verdict is None:
-            return parameter_server_pb2.VerdictReply(outcome=common_pb2.OUTCOME_WAITING, step=request.step)
-        return parameter_server_pb2.VerdictReply(
-            outcome=common_pb2.OUTCOME_SKIPPED if verdict.skip else common_pb2.OUTCOME_APPLIED,
-            step=verdict.step,
-            scale=verdict.scale,
-            skip=verdict.skip,
-            norm=verdict.norm,
-            nonfinite_tensors=verdict.nonfinite,
-        )
+        return _verdict_reply(request.step, verdict)
+
+
+def _verdict_reply(step: int, verdict: Verdict | None) -> parameter_server_pb2.VerdictReply:
+    if verdict is None:
+        return parameter_server_pb2.VerdictReply(outcome=common_pb2.OUTCOME_WAITING, step=step)
+    return parameter_server_pb2.VerdictReply(
+        outcome=common_pb2.OUTCOME_SKIPPED if verdict.skip else common_pb2.OUTCOME_APPLIED,
+        step=verdict.step,
+        scale=verdict.scale,
+        skip=verdict.skip,
+        norm=verdict.norm,
+        nonfinite_tensors=verdict.nonfinite,
+    )
 
 
 def _first(errors: BaseExceptionGroup[Any]) -> Exception:
@@ -530,7 +545,7 @@ def _readable(frame: PushFrameView | None, error: ProtocolError | None) -> PushF
 
 
 def register(servicer: ParameterServer) -> Callable[[grpc.aio.Server], None]:
-    """Adds both services to a server; the calls that carry tensor bytes get hand-written frames."""
+    """Adds all services to a server; the calls that carry tensor bytes get hand-written frames."""
 
     def add(server: grpc.aio.Server) -> None:
         generated = _Captured()
@@ -555,6 +570,7 @@ def register(servicer: ParameterServer) -> Callable[[grpc.aio.Server], None]:
             handler = grpc.method_handlers_generic_handler(service, {**handlers, **own})
             server.add_generic_rpc_handlers((handler,))
         parameter_server_pb2_grpc.add_CoordinatorServicer_to_server(servicer, server)
+        parameter_server_pb2_grpc.add_ReplicationServicer_to_server(servicer.replication, server)
 
     return add
 

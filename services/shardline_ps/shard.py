@@ -22,7 +22,7 @@ from shardline_ps.bucket import Bucket
 from shardline_ps.cuts import CutBook, check_images
 from shardline_ps.gradients import Gradient, ShardVote, Staged, all_finite, nonfinite_names, norm_parts, on_device
 from shardline_ps.held import factor_of, hold_bucket, hold_verdict, record_push, totals_of
-from shardline_ps.publication import PlainPublication, Publication, num_areas
+from shardline_ps.publication import PlainPublication, Publication, areas
 from shardline_ps.replication import ReplicaLog
 from shardline_ps.tallies import PushRecord, ShardSettings, Tally
 
@@ -37,7 +37,7 @@ class Shard:
 
     publication: memory of the published values; None = ordinary memory of the settings' device.
 
-    on_publish(bucket number), on_counted() and on_complete(step) are called without locks held; they must not block.
+    on_publish(bucket number), on_counted() and on_complete(step) are called without a bucket's lock and must not block.
     on_counted says that contributions were counted or dropped, on_complete that all of a voted step are there.
     """
 
@@ -74,7 +74,7 @@ class Shard:
                 settings.rule,
                 settings.schedule,
                 replicas=settings.replicas,
-                pub=self._areas(index),
+                pub=areas(self.publication, index, bucket, sync=self.is_sync),
                 on_held=held,
             )
             for index, bucket in enumerate(spec.buckets)
@@ -106,11 +106,6 @@ class Shard:
         """Voted steps: the last one that is published."""
         self._epoch = 0
         """Counts rollbacks and restores, so that a verdict of before changes nothing."""
-
-    def _areas(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
-        first = self.publication.tensor(0, bucket)
-        two = num_areas(self.settings.plan.shards[self.number].buckets[bucket], sync=self.is_sync) == 2
-        return first, self.publication.tensor(1, bucket) if two else first
 
     def _weak_held(self) -> Callable[[int], None]:
         """_held, without keeping the shard: its memory goes with its last user, and waits for no cycle to be found."""
@@ -147,7 +142,7 @@ class Shard:
     @property
     def initialized(self) -> bool:
         """Every bucket has values."""
-        return all(bucket.initialized for bucket in self.buckets)
+        return all(b.initialized for b in self.buckets)
 
     @property
     def held_bytes(self) -> int:
@@ -156,11 +151,11 @@ class Shard:
 
     def progress(self, replica: int) -> int:
         """Step the replica has to work on, as far as this shard knows."""
-        steps = []
+        found = []
         for bucket in self.buckets:
             with bucket.lock:
-                steps.append(sync.progress(bucket.step, replica in bucket.contributions.counted))
-        return min(steps)
+                found.append(sync.progress(bucket.step, replica in bucket.contributions.counted))
+        return min(found)
 
     def waiting_for(self) -> list[int]:
         """Replicas that the lowest open step lacks in some bucket."""
@@ -303,7 +298,7 @@ class Shard:
         return changed
 
     def published(self, held: Bucket) -> None:
-        """A bucket's step was published after its standby had it; no lock held."""
+        """A bucket's step was published after its standby had it; no bucket's lock held."""
         self._on_publish(held.number)
         self._on_counted()
 
@@ -397,6 +392,10 @@ class Shard:
             self._forget_staged()
             return None
         return vote, staged
+
+    def waits_for(self, staged: Staged) -> bool:
+        """Whether this vote is still open."""
+        return self._staged is staged
 
     def _forget_staged(self) -> None:
         """Let go of what a vote is about; whoever still holds it finds nothing in it."""
@@ -561,6 +560,7 @@ class Shard:
         self.cuts.clear()
         self._epoch += 1
         self._forget_staged()
+        self.last_verdict = None
         if self.log is not None:
             self.log.abandon()
         for image, rule in zip(images, rules, strict=True):

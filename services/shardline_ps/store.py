@@ -171,15 +171,17 @@ class ParameterStore:
             number: kept[number] if number in kept else self._make_shard(number, settings)
             for number in configuration.shards
         }
-        self.signals = {
+        before, self.signals = self.signals, {
             (number, bucket.number): Signal(loop) for number, shard in shards.items() for bucket in shard.buckets
         }
         self.shards = shards
-        for number in self.standbys.keys() - set(keep_standbys):
-            self.standbys.pop(number).close(f"the standby of shard {number} belonged to a history that has ended")
+        self.drop_standbys("the history of its primary has ended", keep=keep_standbys)
         self.configuration = configuration
         self.staging.configure(staging_ledger(configuration, shards, self.staging_bytes), partial_bytes(shards))
         self.generation += 1
+        for signal in before.values():
+            # Whoever waits there waits for a history that has ended.
+            signal.notify()
         self.authority.configured = True
         self.authority.active = False
         self.authority.job = configuration.job
@@ -237,6 +239,11 @@ class ParameterStore:
                 self._check_memory(replace(self.configuration, standbys=(*self.configuration.standbys, number)))
             held = self.standbys[number] = Standby(self._make_shard(number, self._settings))
         return held
+
+    def drop_standbys(self, reason: str, *, keep: Collection[int] = ()) -> None:
+        """Forget standbys; none of them can be promoted any more."""
+        for number in self.standbys.keys() - set(keep):
+            self.standbys.pop(number).close(f"the standby of shard {number} is none any more: {reason}")
 
     def adopt(self, number: int, loop: asyncio.AbstractEventLoop) -> Shard:
         """Hold a shard as its primary from now on: its standby here was promoted."""

@@ -13,9 +13,11 @@ import grpc
 from shardline.config import Timeouts
 from shardline.errors import InternalError, NonFiniteError, ProtocolError
 from shardline.rpc.channel import open_aio_channel
+from shardline.rpc.records import Applied, verdict_to_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.security import PLAIN, Security
-from shardline_ps.shard import ShardVote
+from shardline_ps.gradients import ShardVote, Staged
+from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore
 from shardline_ps.voting import Ballot, Lead, Verdict
 
@@ -59,13 +61,12 @@ class Voters:
 
     async def _decide(self, number: int, step: int) -> None:
         store = self._store
-        timeline, generation = store.authority.timeline, store.generation
         shard = store.shard(number)
         voted = await store.work(shard.vote, step)
         if voted is None:
             return
         vote, staged = voted
-        verdict = await self._ask(timeline, generation, number, vote)
+        verdict = await self._ask(shard, vote, staged)
         if verdict is not None and verdict.nonfinite and not verdict.skip:
             # Contributions were checked one by one: it is their sum that isn't finite. Nothing is applied anywhere.
             store.on_failure(
@@ -78,23 +79,45 @@ class Voters:
         if verdict is not None:
             await store.work(lambda: shard.apply_verdict(staged, scale=verdict.scale, skip=verdict.skip))
 
-    async def _ask(self, timeline: int, generation: int, shard: int, vote: ShardVote) -> Verdict | None:
-        """The lead's verdict; asked for until there is one or the timeline ends (None)."""
+    async def _ask(self, shard: Shard, vote: ShardVote, staged: Staged) -> Verdict | None:
+        """The lead's verdict; asked for until there is one, or the shard or its contributions are gone (None).
+
+        The timeline may change meanwhile: where the shard keeps its values, it still wants to know.
+        """
         ballot = Ballot(sums=vote.sums, nonfinite=vote.nonfinite)
         started_s = time.monotonic()
         told = False
-        while generation == self._store.generation:
-            verdict = await self._ask_once(timeline, vote.step, shard, ballot)
+        while self._store.shards.get(shard.number) is shard and shard.waits_for(staged):
+            verdict = await self._ask_once(vote.step, shard.number, ballot)
             if verdict is not None:
                 return verdict
             silent_s = time.monotonic() - started_s
             if silent_s > self._timeouts.suspect_s and not told:
                 told = True
-                log.warning("shard %d: no verdict on step %d for %.0f s; asking on", shard, vote.step, silent_s)
+                log.warning("shard %d: no verdict on step %d for %.0f s; asking on", shard.number, vote.step, silent_s)
         return None
 
-    async def _ask_once(self, timeline: int, step: int, shard: int, ballot: Ballot) -> Verdict | None:
+    def tell_verdicts(self) -> None:
+        """Tell the lead, which may be another than before, what was decided last: see Lead.adopt()."""
+        self._lead.renew(self._store.authority.timeline)
+        for number, shard in self._store.shards.items():
+            if shard.last_verdict is not None:
+                task = asyncio.get_running_loop().create_task(self._tell(number, shard.last_verdict))
+                self._tasks.add(task)
+                task.add_done_callback(self._ended)
+
+    async def _tell(self, number: int, decided: Applied) -> None:
+        timeline = self._store.authority.timeline
+        while timeline == self._store.authority.timeline:
+            if await self._ask_once(decided.step, number, decided) is not None:
+                return
+
+    async def _ask_once(self, step: int, shard: int, ballot: Ballot | Applied) -> Verdict | None:
+        """Vote, or tell a verdict that is known; None where there is no answer yet."""
+        timeline = self._store.authority.timeline
         if 0 in self._store.shards:
+            if isinstance(ballot, Applied):
+                return self.adopt(timeline, ballot)
             return await self.vote_here(timeline, step, shard, ballot)
         address = next((item.address for item in self._store.placement if item.shard == 0), None)
         if address is None:
@@ -109,10 +132,13 @@ class Voters:
             timeline=timeline,
             step=step,
             shard=shard,
-            quantum=[quantum for quantum, _ in ballot.sums],
-            square_sum=[value for _, value in ballot.sums],
-            nonfinite_tensors=ballot.nonfinite,
         )
+        if isinstance(ballot, Applied):
+            request.decided.CopyFrom(verdict_to_proto(ballot))
+        else:
+            request.quantum.extend(quantum for quantum, _ in ballot.sums)
+            request.square_sum.extend(value for _, value in ballot.sums)
+            request.nonfinite_tensors.extend(ballot.nonfinite)
         try:
             reply = await stub.Vote(request, timeout=self._timeouts.rpc_s)
         except grpc.aio.AioRpcError as error:
@@ -129,6 +155,11 @@ class Voters:
             norm=reply.norm,
             nonfinite=tuple(reply.nonfinite_tensors),
         )
+
+    def adopt(self, timeline: int, decided: Applied) -> Verdict:
+        """Know of a verdict that was applied; this ps is the lead."""
+        verdict = Verdict(step=decided.step, scale=decided.scale, skip=decided.skip, norm=decided.norm)
+        return self._lead.adopt(timeline, verdict)
 
     async def vote_here(self, timeline: int, step: int, shard: int, ballot: Ballot) -> Verdict | None:
         """Vote at this ps, which is the lead."""

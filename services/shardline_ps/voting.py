@@ -83,6 +83,23 @@ class Lead:
             return None
         return round_.verdict
 
+    def adopt(self, timeline: int, verdict: Verdict) -> Verdict:
+        """Take over the verdict under which a shard has applied a step, decided by the lead before; returns it.
+
+        Whoever votes on that step is answered with it: the shard that has applied it won't vote again.
+        """
+        round_ = self._rounds.setdefault((timeline, verdict.step), _Round())
+        if round_.verdict is None:
+            round_.verdict = verdict
+            round_.decided.set()
+            self._forget(timeline, verdict.step)
+        return round_.verdict
+
+    def renew(self, timeline: int) -> None:
+        """Rounds of other timelines get no verdict any more: whoever waits for one votes again."""
+        for key in [key for key in self._rounds if key[0] != timeline]:
+            self._rounds.pop(key).decided.set()
+
     def _forget(self, timeline: int, step: int) -> None:
         for key in [key for key in self._rounds if key[0] != timeline or key[1] <= step - self.KEPT_ROUNDS]:
             del self._rounds[key]

@@ -34,6 +34,7 @@ from shardline.sharding import Plan, Slice, make_plan
 from shardline.spec import TensorKind
 from shardline.testing import ReferenceResult
 from shardline_ps.attachments import Attachments
+from shardline_ps.replicate_servicer import Replicas
 from shardline_ps.service import offers
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.shard import Shard
@@ -44,7 +45,7 @@ COMPUTE = threading.Lock()
 """replica_gradients seeds the process's generators, so replicas compute one at a time; exchanges overlap."""
 TIMELINE = 1 << 32 | 1
 PATIENCE_S = 30.0
-SERVICES = ("shardline.rpc.v1.ParameterServer", "shardline.rpc.v1.Coordinator")
+SERVICES = ("shardline.rpc.v1.ParameterServer", "shardline.rpc.v1.Coordinator", "shardline.rpc.v1.Replication")
 
 
 class Ps:
@@ -56,8 +57,9 @@ class Ps:
         self.voters = Voters(self.store, timeouts)
         self.attachments = Attachments()
         self.stopped: list[str] = []
+        self.replicas = Replicas(self.task, self.store, timeouts)
         self.servicer = ParameterServer(
-            self.task, self.store, self.voters, self.attachments, on_stop=self.stopped.append
+            self.task, self.store, self.voters, self.attachments, self.replicas, on_stop=self.stopped.append
         )
         self.server = RpcServer(address, register=[register(self.servicer)], service_names=SERVICES, name=self.task)
         self.voters.bind(self.server.loop)
@@ -71,6 +73,7 @@ class Ps:
     async def end(self) -> None:
         self.attachments.close()
         await self.voters.close()
+        await self.replicas.close()
 
     def close(self) -> None:
         if self.server.loop.is_closed():
