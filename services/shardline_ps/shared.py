@@ -152,10 +152,12 @@ class ShmAttachment:
 
     def reply_slot(self, bucket: int, nbytes: int) -> tuple[int, memoryview] | None:
         """The bucket's place among this worker's replies."""
-        if self._replies is None:
+        # Once: close() may come from the loop meanwhile, and what is under a shard's lock must not fail for that.
+        replies = self._replies
+        if replies is None:
             return None
         offset = self._publication.offset(bucket)
-        return offset, self._replies.memory[offset : offset + nbytes]
+        return offset, replies.memory[offset : offset + nbytes]
 
     async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
         """Nothing is sent on this lane."""

@@ -39,3 +39,23 @@ def test_a_worker_that_was_welcomed_can_push_at_once(monkeypatch: pytest.MonkeyP
     assert read == [b"push"]
     assert len(areas) == 2 and replies is None
     attachment.close()
+
+
+def test_an_attachment_that_closes_while_a_reply_is_placed_keeps_its_place_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = make_plan((TensorSpec(name="w", shape=(64,), dtype="float32"),), 1).shards[0]
+    publication = SegmentPublication(spec, sync=False)
+    attachment = ShmAttachment(
+        Holder(task="worker/0", incarnation=1, shard=0), publication, by_reference=False, pushes=1, forget=lambda: None
+    )
+
+    def offset(bucket: int) -> int:
+        # The loop's thread, in between.
+        attachment.close()
+        return 0
+
+    monkeypatch.setattr(publication, "offset", offset)
+    place = attachment.reply_slot(0, 256)
+    assert place is not None and place[0] == 0 and len(place[1]) == 256
+    assert attachment.reply_slot(0, 256) is None
