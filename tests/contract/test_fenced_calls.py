@@ -149,3 +149,13 @@ def test_a_fenced_worker_that_comes_again_is_told_why_it_is_not_admitted(two: Pl
         ack.reason, "worker/1 incarnation 0x1 is not admitted, 0x2"
     )
     zombie.close()
+
+
+def test_a_pull_that_waits_hears_at_once_that_the_ps_was_configured_anew(two: PlainClient, ps: Ps) -> None:
+    waiting = two.stub.Pull(two.pull_request(exact_step=1, wait_s=15.0), timeout=DEADLINE_S)
+    wait_for(lambda: any(signal._waiters for signal in ps.store.signals.values()), "the pull to wait")
+    began_s = time.monotonic()
+    two.call("Configure", two.configuration(replicas=2, timeline=two.timeline + 1))
+    end = list(waiting)[-1].frame.end
+    assert end.outcome == common_pb2.OUTCOME_WRONG_TIMELINE and end.timeline == two.timeline + 1
+    assert time.monotonic() - began_s < 10.0
