@@ -81,6 +81,52 @@ class HeldCut:
         return parameter_server_pb2.HeldCut(step=self.step, complete=self.complete, skipped=self.skipped)
 
 
+STANDBY_STATES: Mapping[str, parameter_server_pb2.StandbyState.ValueType] = {
+    "": parameter_server_pb2.STANDBY_STATE_UNSPECIFIED,
+    "unprotected": parameter_server_pb2.STANDBY_STATE_UNPROTECTED,
+    "copying": parameter_server_pb2.STANDBY_STATE_COPYING,
+    "synced": parameter_server_pb2.STANDBY_STATE_SYNCED,
+    "silent": parameter_server_pb2.STANDBY_STATE_SILENT,
+}
+"""A standby as its primary sees it: there shall be none; it is not reached; it is being copied; it may take the
+primary's place; it was whole and does not answer, so that the primary stands still."""
+
+
+def standby_state(value: int) -> str:
+    """Name of a standby's state; one that this version doesn't know is none that could be relied on."""
+    return next((name for name, number in STANDBY_STATES.items() if number == value), "unprotected")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandbyStatus:
+    """A standby that a ps holds."""
+
+    shard: int
+    synced: bool = False
+    """It may be promoted."""
+    record: int = 0
+    """The last record of its copy that it holds."""
+    copy: int = 0
+    bytes: int = 0
+
+    @classmethod
+    def from_proto(cls, message: parameter_server_pb2.StandbyStatus) -> StandbyStatus:
+        """Value of a message."""
+        return cls(
+            shard=message.shard,
+            synced=message.synced,
+            record=message.record,
+            copy=message.copy,
+            bytes=message.bytes,
+        )
+
+    def to_proto(self) -> parameter_server_pb2.StandbyStatus:
+        """Message of this value."""
+        return parameter_server_pb2.StandbyStatus(
+            shard=self.shard, synced=self.synced, record=self.record, copy=self.copy, bytes=self.bytes
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardStatus:
     """One shard on one ps."""
@@ -100,6 +146,13 @@ class ShardStatus:
     """Replicas missing in the lowest open step."""
     bytes: int = 0
     duplicate_mismatches: int = 0
+    standby: str = ""
+    """One of STANDBY_STATES."""
+    standby_task: str = ""
+    standby_record: int = 0
+    """The last record that it has acknowledged."""
+    standby_silent_s: float = 0.0
+    standby_problem: str = ""
 
     @classmethod
     def from_proto(cls, message: parameter_server_pb2.ShardStatus) -> ShardStatus:
@@ -118,6 +171,11 @@ class ShardStatus:
             waiting_for=tuple(message.waiting_for),
             bytes=message.bytes,
             duplicate_mismatches=message.duplicate_mismatches,
+            standby=standby_state(message.standby),
+            standby_task=message.standby_task,
+            standby_record=message.standby_record,
+            standby_silent_s=message.standby_silent_s,
+            standby_problem=message.standby_problem,
         )
 
     def to_proto(self) -> parameter_server_pb2.ShardStatus:
@@ -136,6 +194,11 @@ class ShardStatus:
             waiting_for=self.waiting_for,
             bytes=self.bytes,
             duplicate_mismatches=self.duplicate_mismatches,
+            standby=STANDBY_STATES[self.standby],
+            standby_task=self.standby_task,
+            standby_record=self.standby_record,
+            standby_silent_s=self.standby_silent_s,
+            standby_problem=self.standby_problem,
         )
 
 
@@ -152,6 +215,7 @@ class PsStatus:
     traffic: Traffic = field(default_factory=Traffic)
     failure: str = ""
     """Sentence for the person where it can't go on."""
+    standbys: tuple[StandbyStatus, ...] = ()
 
     @classmethod
     def from_proto(cls, message: parameter_server_pb2.PsStatusReply) -> PsStatus:
@@ -165,6 +229,7 @@ class PsStatus:
             shards=tuple(ShardStatus.from_proto(shard) for shard in message.shards),
             traffic=Traffic.from_proto(message.traffic),
             failure=message.failure,
+            standbys=tuple(StandbyStatus.from_proto(item) for item in message.standbys),
         )
 
     def to_proto(self) -> parameter_server_pb2.PsStatusReply:
@@ -177,6 +242,7 @@ class PsStatus:
             shards=[shard.to_proto() for shard in self.shards],
             traffic=self.traffic.to_proto(),
             failure=self.failure,
+            standbys=[item.to_proto() for item in self.standbys],
         )
 
 

@@ -105,7 +105,8 @@ class Worker:
         self.peers = [Peer(ps.task, ps.address, cluster.timeouts) for ps in cluster.hosts]
         lanes: dict[int, Lane] = {}
         for shard, spec in enumerate(cluster.plan.shards):
-            lanes[shard] = wrap(open_lane(cluster.lane_config(lane), self.peers[shard], shard, spec))
+            peer = self.peers[cluster.host_of(shard)]
+            lanes[shard] = wrap(open_lane(cluster.lane_config(lane), peer, shard, spec))
         self.trainer = Trainer(
             cluster.view,
             self.values,
@@ -184,7 +185,9 @@ class Cluster:
         members: Mapping[str, int] | None = None,
         bucket_bytes: int | None = None,
         lane: str = "grpc",
+        spare: int = 0,
     ) -> None:
+        """spare: servers more than shards."""
         self.job = job
         self.lane = lane
         self.timeouts = timeouts or Timeouts(total_s=20.0)
@@ -193,11 +196,9 @@ class Cluster:
             self.spec = job.spec(job.build_model())
         self.plan = make_plan(self.spec.tensors, ps, bucket_bytes=bucket_bytes)
         # A model with few pieces has fewer shards than there are ps.
-        self.hosts = [Ps(index, self.timeouts, lane=lane) for index in range(len(self.plan.shards))]
+        self.hosts = [Ps(index, self.timeouts, lane=lane) for index in range(len(self.plan.shards) + spare)]
         self._workers: list[Worker] = []
-        self.placement = tuple(
-            Placement(shard=shard, task=host.task, address=host.address) for shard, host in enumerate(self.hosts)
-        )
+        self.placement = self.make_placement()
         self.controls = [
             PsControl(host.task, host.address, self.timeouts, term=term, chief_uuid="chief" if term else "")
             for host in self.hosts
@@ -219,13 +220,22 @@ class Cluster:
         """What a chief would tell a worker."""
         return JobView(job=self.spec, plan=self.plan, placement=self.placement, timeline=self.timeline)
 
-    def configuration(self, shard: int) -> Configuration:
-        """What the ps of one shard is told."""
+    def host_of(self, shard: int) -> int:
+        """Index of the ps that holds a shard."""
+        return shard
+
+    def make_placement(self) -> tuple[Placement, ...]:
+        """Where the shards are."""
+        hosts = [self.hosts[self.host_of(shard)] for shard in range(len(self.plan.shards))]
+        return tuple(Placement(shard=shard, task=host.task, address=host.address) for shard, host in enumerate(hosts))
+
+    def configuration(self, host: int) -> Configuration:
+        """What one ps is told."""
         return Configuration(
             job=self.spec.name,
             timeline=self.timeline,
             plan=self.plan,
-            shards=(shard,),
+            shards=tuple(shard for shard in range(len(self.plan.shards)) if self.host_of(shard) == host),
             rule=self.spec.rule,
             schedule=self.spec.schedule,
             consistency=self.spec.consistency,
@@ -282,7 +292,7 @@ class Cluster:
     @property
     def shards(self) -> list[Shard]:
         """The shards themselves, in order."""
-        return [host.store.shards[number] for number, host in enumerate(self.hosts)]
+        return [self.hosts[self.host_of(number)].store.shards[number] for number in range(len(self.plan.shards))]
 
     def images(self) -> list[list[BucketImage]]:
         """Copies of all buckets, by shard."""
