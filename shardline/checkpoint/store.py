@@ -122,11 +122,22 @@ class CheckpointStore:
 
     def _write_and_rename(self, cut: Cut, temporary: Path, target: Path) -> None:
         content = self._write(cut, temporary)
-        if target.exists() and self._same(target, content):
-            self._discard(temporary)
-            self._files.sync_folder(self.dir)
-            return
-        self._files.rename(temporary, target)
+        aside = None
+        if target.exists():
+            if self._same(target, content):
+                self._discard(temporary)
+                self._files.sync_folder(self.dir)
+                return
+            aside = self._set_aside(target)
+        try:
+            self._files.rename(temporary, target)
+        except OSError:
+            if aside is not None:
+                # It may have been the disk that failed, and not what is on it.
+                self._files.rename(aside, target)
+            raise
+        if aside is not None:
+            self._discard(aside)
         try:
             self._files.sync_folder(self.dir)
         except OSError as error:
@@ -174,13 +185,12 @@ class CheckpointStore:
         return digest.hexdigest()
 
     def _same(self, target: Path, content: str) -> bool:
-        """Whether a step that exists already is this cut. Sets a damaged one aside; refuses one of other content."""
+        """Whether a step that exists already is this cut; False where it is damaged. Refuses one of other content."""
         try:
             existing = Checkpoint(target)
             existing.verify()
         except CheckpointError as error:
             _log.warning("replacing a damaged checkpoint: %s", error)
-            self._trash(target)
             return False
         if existing.manifest.content_sha256 == content:
             return True
@@ -252,11 +262,12 @@ class CheckpointStore:
             _log.warning("%s can't be replaced: %s", path, os_text(error))
 
     def _retain(self, committed: int) -> None:
-        """Delete what is beyond the newest `keep`, the best, the protected and the one just committed.
+        """Of the steps up to the one just committed, delete all but the newest `keep`, the best and the protected.
 
-        Called with _retaining held. The one just committed was read back, so at least one whole checkpoint stays.
+        Called with _retaining held. The one just committed was read back and nothing newer is touched, so whatever
+        goes, a newer whole checkpoint stays. Newer ones are what the job has fallen back past, until it comes by again.
         """
-        steps = self.list()
+        steps = [step for step in self.list() if step <= committed]
         best = self.best()
         kept = {committed, *steps[-self.keep :], *self._protected, *([best.step] if best else [])}
         for step in steps:
@@ -269,9 +280,12 @@ class CheckpointStore:
 
     def _trash(self, path: Path) -> None:
         """Delete a checkpoint: gone by name at once, so nobody ever lists a half-deleted one."""
+        self._discard(self._set_aside(path))
+
+    def _set_aside(self, path: Path) -> Path:
         trash = self.dir / f"{_TRASH}{path.name}-{uuid.uuid4().hex[:8]}"
         self._files.rename(path, trash)
-        self._discard(trash)
+        return trash
 
     def _discard(self, path: Path) -> None:
         try:
