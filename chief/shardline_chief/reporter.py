@@ -176,8 +176,8 @@ class Reporter:
         self.steps: StepBoard | None = None
         self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         self.said: deque[EventStatus] = deque(maxlen=EVENTS_SHOWN)
-        if history is not None:
-            recall(history, folder)
+        self._drawn = recall(history, folder) if history is not None else None
+        """Timeline that the curves are of; None before the first."""
         self.history = history or History()
         self._next_rates_s = -math.inf
         self.shelf = Shelf()
@@ -213,7 +213,12 @@ class Reporter:
         """A timeline begins to train at first_step: TensorBoard forgets what an earlier one drew beyond it."""
         self.steps = StepBoard(replicas, joined=sync)
         self._timeline = timeline
-        self.history.forget(first_step)
+        if timeline != self._drawn:
+            # A chief that took over a running cluster goes on with the timeline of the one before, wherever it began.
+            self._drawn = timeline
+            self.history.forget(first_step)
+        # From where it began to where it was set: that is no speed.
+        self.step_rate = Rate()
         try:
             # Imported here: it takes a second or two, and nothing needs it before training.
             from torch.utils.tensorboard import SummaryWriter
@@ -266,7 +271,8 @@ class Reporter:
 
     def rates(self, step: int, traffic: Mapping[str, tuple[int, int]], now_s: float) -> None:
         """Readings of the job's step and of each task's wire bytes (pushed, pulled); those of ps make the total."""
-        self.step_rate.add(step, now_s)
+        if self.steps is not None:
+            self.step_rate.add(step, now_s)
         for pace in self.paces.values():
             pace.rate.add(pace.steps, now_s)
         self._metrics.gauge("shardline_step").set(step)

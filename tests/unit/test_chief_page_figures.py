@@ -75,6 +75,22 @@ def test_steps_rates_and_scores_become_curves_and_a_rollback_takes_back_what_it_
     reporter.close()
 
 
+def test_a_run_that_goes_on_from_a_checkpoint_has_not_trained_up_to_it_in_a_moment(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))
+    for now_s, step in ((0.0, 0), (1.0, 0), (2.0, 400)):
+        reporter.rates(step, {}, now_s)
+        assert reporter.step_rate.per_second == 0.0
+    reporter.begin(replicas=1, sync=True, timeline=2, first_step=400)
+    for second in range(3):
+        reporter.rates(400 + 7 * second, {}, 3.0 + second)
+    assert reporter.step_rate.per_second == pytest.approx(7.0)
+    # Back to it once more, and on from there.
+    reporter.begin(replicas=1, sync=True, timeline=3, first_step=400)
+    reporter.rates(400, {}, 6.0)
+    assert reporter.step_rate.per_second == 0.0
+    reporter.close()
+
+
 def test_the_status_of_a_run_says_who_is_there_how_fast_and_where_the_shards_are(tmp_path: Path) -> None:
     cluster = running()
     reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))

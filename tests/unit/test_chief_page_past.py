@@ -71,6 +71,19 @@ def test_curves_go_on_after_a_restart_as_if_there_had_been_none(tmp_path: Path) 
     assert curves(third)["evaluation/accuracy"] == found["evaluation/accuracy"]
 
 
+def test_a_chief_that_goes_on_with_the_same_timeline_keeps_all_that_it_drew(tmp_path: Path) -> None:
+    first = chief(tmp_path, History())
+    train(first, timeline=1, steps=range(4), loss=3.0)
+    first.close()
+    history = History()
+    second = chief(tmp_path, history)
+    # It began at step 0, long ago.
+    second.begin(replicas=1, sync=True, timeline=1, first_step=0)
+    second.report("worker/0", [StepReport(step=4, replica=0, loss=2.0, samples=8)])
+    assert curves(history)["loss"] == [(0, 3.0), (1, 3.0), (2, 3.0), (3, 3.0), (4, 2.0)]
+    second.close()
+
+
 def test_lines_that_are_cut_short_or_not_ours_are_passed_over(tmp_path: Path) -> None:
     bad: list[Any] = ['{"timeline": 1, "st', "[1]", "\x00\xff", "", {"step": 1}, step_line(1, loss=None)]
     bad += [{**step_line(2), "step": 1e400}, step_line(3, loss=float("nan"), staleness=float("inf"))]

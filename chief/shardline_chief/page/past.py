@@ -26,18 +26,26 @@ READ_BYTES = 8 << 20
 """Most that is read of a file: about 40,000 steps, a second. Of a longer one evenly spread pieces are read."""
 PIECE_BYTES = 16 << 10
 
+EVENT_S = 0.001
+"""Events have whole milliseconds, rounded down: without this one could come before the step that it followed."""
+
 Told = tuple[float, Callable[[], None]]
 """Unix time of a line, and what it does to the curves."""
 
 
-def recall(history: History, folder: Path) -> None:
-    """Fill the curves from the log files in a folder. What is not there, or no line of ours, is passed over."""
-    sources = (_steps(history, folder), _evaluations(history, folder), _rates(history, folder))
+def recall(history: History, folder: Path) -> int | None:
+    """Fill the curves from the log files in a folder. What is not there, or no line of ours, is passed over.
+
+    Returns the timeline of the last step; None where there is none.
+    """
+    newest: list[int] = []
+    sources = (_steps(history, folder, newest), _evaluations(history, folder), _rates(history, folder))
     try:
         for _, tell in heapq.merge(*sources, key=lambda told: told[0]):
             tell()
     except OSError as error:
         log.warning("the curves of the page begin anew: %s can't be read (%s)", folder, error.strerror)
+    return newest[0] if newest else None
 
 
 def add_rates(history: History, time_s: float, fields: dict[str, Any]) -> None:
@@ -46,16 +54,15 @@ def add_rates(history: History, time_s: float, fields: dict[str, Any]) -> None:
         history.add(curve, time_s, float(fields[field]), axis=TIME, width=RATE_WIDTH_S)
 
 
-def _steps(history: History, folder: Path) -> Iterator[Told]:
-    timeline: Any = None
+def _steps(history: History, folder: Path, newest: list[int]) -> Iterator[Told]:
     for line in _lines(folder / "steps.jsonl"):
         try:
             step, loss, staleness = int(line["step"]), float(line["loss"]), float(line["staleness"])
-            time_s, own = float(line["time"]), line["timeline"]
+            time_s, timeline = float(line["time"]), int(line["timeline"])
         except (KeyError, TypeError, ValueError, OverflowError):
             continue
-        back = timeline not in (None, own)
-        timeline = own
+        back = newest not in ([], [timeline])
+        newest[:] = [timeline]
 
         def tell(step: int = step, loss: float = loss, staleness: float = staleness, back: bool = back) -> None:
             if back:
@@ -72,7 +79,7 @@ def _evaluations(history: History, folder: Path) -> Iterator[Told]:
         if line.get("kind") != "evaluation":
             continue
         try:
-            step, time_s = int(line["step"]), datetime.fromisoformat(line["time"]).timestamp()
+            step, time_s = int(line["step"]), datetime.fromisoformat(line["time"]).timestamp() + EVENT_S
             metrics = {str(name): float(value) for name, value in line["metrics"].items()}
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             continue
