@@ -215,6 +215,8 @@ class Finish:
 
     exit_code: int
     reason: str
+    resigned: bool = False
+    """Another chief leads: leave everything to it, and go."""
 
 
 Action = Answer | Say | Record | Command | Save | Hurry | Find | MarkBest | Finish

@@ -111,6 +111,7 @@ class Control:
         self._reported = 0
         """Timeline whose training the reporter was told of."""
         self._goodbye_s: float | None = None
+        self._resigned = False
         self._asked_s = -math.inf
         """When the status was asked for last, other than by the chief's own page."""
         self._watcher_until_s = -math.inf
@@ -211,6 +212,8 @@ class Control:
             self._record([action for action in actions if isinstance(action, Record)], now_s)
             for action in actions:
                 self._do(action, now_s)
+            if self._resigned:
+                return self.program.state.exit_code
             self._push_orders()
             if self._goodbye_s is not None and self._gone(now_s):
                 self._record([Record(kind="closed", fields={})], now_s)
@@ -282,10 +285,15 @@ class Control:
             self.program.stream_broken(task, incarnation, now_s)
 
     def _push_orders(self) -> None:
+        state = self.program.state
         for key, channel in list(self._channels.items()):
-            last = self._sent.get(key, Orders())
+            if state.returning and state.members.current(*key):
+                # It goes on by the orders it has until this chief knows what holds.
+                continue
+            # Grows over terms: a task takes no orders that are older than those it has.
+            last = self._sent.get(key, Orders(version=state.settings.term << 32))
             orders = dataclasses.replace(self.program.orders(*key), version=last.version)
-            if orders != last or not last.version:
+            if orders != last or key not in self._sent:
                 orders = dataclasses.replace(orders, version=last.version + 1)
                 self._sent[key] = orders
                 channel.send(orders)
@@ -381,13 +389,15 @@ class Control:
         state = self.program.state
         # An asynchronous job does not go back as a whole.
         anew = state.timeline != self._reported if state.sync else not self._reported
-        if state.phase is Phase.RUNNING and anew and state.job is not None:
+        if state.phase is Phase.RUNNING and anew and state.job is not None and not state.returning:
             self._reported = state.timeline
+            # Of an earlier chief, whose logs go on: nothing that they have was undone.
+            taken_over = state.timeline >> 32 != state.settings.term
             self._reporter.begin(
                 replicas=state.job.replicas,
                 sync=state.sync,
                 timeline=state.timeline,
-                first_step=state.base_step,
+                first_step=state.step if taken_over else state.base_step,
             )
         if now_s < self._next_rates_s:
             return
@@ -415,7 +425,17 @@ class Control:
 
     # The end
 
+    def _resign(self) -> None:
+        """Leave everything to the chief that leads now: no summary, no orders, no commands."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+        self._resigned = True
+
     def _finish(self, finish: Finish) -> None:
+        if finish.resigned:
+            self._resign()
+            return
         watched = time.monotonic() - self._asked_s < WATCHER_S
         # Tasks hear of the end before a ps goes, or they would take its going for a fault; and before the digest, which
         # takes its time with a large model.

@@ -40,6 +40,8 @@ class Ending:
     def __init__(self, state: State, running: Running) -> None:
         self.state = state
         self.running = running
+        self.early: tuple[str, int] | None = None
+        """(reason, exit code) of an end that was asked for while nobody commanded the servers."""
         self._clear()
 
     def _clear(self) -> None:
@@ -60,6 +62,10 @@ class Ending:
         """Start to end. done: every step is made; exit_code != 0: a failure, so no further step can be made."""
         state = self.state
         if state.ended:
+            return
+        if state.returning:
+            if not done and (self.early is None or (exit_code and not self.early[1])):
+                self.early = (reason, exit_code)
             return
         if self.stage is not Stage.NOT_YET:
             if exit_code and not self._exit_code and self.stage in (Stage.CHOOSE, Stage.REACH):
@@ -191,6 +197,9 @@ class Ending:
     def tick(self, now_s: float) -> None:
         """Go on with the end."""
         state = self.state
+        if self.early is not None and not state.returning and state.phase is Phase.RUNNING:
+            (reason, exit_code), self.early = self.early, None
+            self.begin(reason, now_s, exit_code=exit_code)
         if state.ended or self.stage in (Stage.NOT_YET, Stage.FIGURES):
             return
         if self.stage is Stage.REACH:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardline_chief.messages import TRAINERS, Join
+from shardline_chief.replay import Known
 
 
 class State(enum.Enum):
@@ -133,6 +134,20 @@ class Membership:
         self._members[member.task] = member
         self._kept.pop(member.task, None)
         return Admitted(member=member, replaced=old if old is not None and old.living else None)
+
+    def recall(self, known: Known, now_s: float) -> None:
+        """A member of an earlier chief: suspect until it beats, dead if it doesn't."""
+        self._members[known.task] = Member(
+            role=known.role,
+            index=known.index,
+            incarnation=known.incarnation,
+            stable_id=known.stable_id,
+            address=known.address,
+            metrics_address=known.metrics_address,
+            last_heard_s=now_s,
+            state=State.SUSPECT,
+            broken=True,
+        )
 
     def place(self, now_s: float, role: str, address: str, *, limit: int, keep_s: float) -> int | Refused:
         """An index for a task that is about to join, kept for its address for keep_s seconds.

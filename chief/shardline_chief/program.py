@@ -27,17 +27,27 @@ from shardline_chief.membership import Member, Refused
 from shardline_chief.membership import State as Life
 from shardline_chief.messages import Beat, Join, JoinAnswer, LeaseAnswer, PlaceAnswer
 from shardline_chief.recovery import Recovery
+from shardline_chief.replay import Remembered
 from shardline_chief.running import Running
 from shardline_chief.setup import Setup, reassign
 from shardline_chief.state import Settings, State
+from shardline_chief.takeover import Takeover
 
 
 class Program:
     """One job, from the first Join to the last goodbye."""
 
     def __init__(
-        self, settings: Settings, now_s: float, *, job: JobSpec | None = None, resume: Resume | None = None
+        self,
+        settings: Settings,
+        now_s: float,
+        *,
+        job: JobSpec | None = None,
+        resume: Resume | None = None,
+        remembered: Remembered | None = None,
+        trained_s: float = 0.0,
     ) -> None:
+        """remembered: what another chief left, to go on with; trained_s: seconds since its training began."""
         self.state = State(settings, now_s, resume=resume)
         self.setup = Setup(self.state)
         self.running = Running(self.state)
@@ -53,7 +63,12 @@ class Program:
         self._noted_finished: set[str] = set()
         self._told = 0
         """Actions of earlier events."""
-        if job is not None:
+        self.takeover = Takeover(self.state, self.setup, self.running, self.ending, self.recovery)
+        if remembered is not None:
+            self.takeover.begin(remembered, now_s, trained_s)
+            self._noted = {task: known.incarnation for task, known in remembered.members.items()}
+            self._noted_finished = set(remembered.finished)
+        if job is not None and self.state.job is None:
             self.setup.adopt(job, "the job file")
 
     def take(self) -> list[Action]:
@@ -89,7 +104,7 @@ class Program:
         """A task asks to take part; the answer may come later, when every ps has it in its table (F4)."""
         state = self.state
         refused = admission.refusal(state, join)
-        if refused is None and join.role == "ps" and self.setup.begun:
+        if refused is None and join.role == "ps":
             self._ps_again(join, now_s)
         if refused is None:
             decision = state.members.join(now_s, join, limit=admission.limit(state, join.role))
@@ -122,7 +137,13 @@ class Program:
     def _ps_again(self, join: Join, now_s: float) -> None:
         """A new process where a ps was: what that one held is gone. One that still beats is left alone (see join)."""
         old = next((m for m in self.state.members if m.role == "ps" and m.index == join.index), None)
-        if old is not None and old.state is Life.SUSPECT and old.stable_id != join.stable_id:
+        if old is None or old.state is not Life.SUSPECT:
+            return
+        if old.stable_id == join.stable_id:
+            self.takeover.heard(old.task)
+        elif self.takeover.hearing:
+            self.takeover.gone(old.task, f"{old.task} was started again and is empty")
+        elif self.setup.begun:
             self.recovery.lost(old.task, f"{old.task} was started again and is empty", now_s, back=True)
 
     def _admitted(self, ticket: Any, join: Join, member: Member, old: Member | None, now_s: float) -> None:
@@ -191,6 +212,7 @@ class Program:
             return False
         state.steps[beat.task] = beat.step
         state.traffic[beat.task] = beat.traffic
+        self.takeover.heard(beat.task)
         state.suspects[beat.task] = beat.suspects
         if beat.figures:
             state.figures[beat.task, beat.incarnation] = beat.figures
@@ -226,6 +248,9 @@ class Program:
             state.ledger.observe(shards)
             self.setup.shards_told(now_s)
             self.running.shards_told(now_s)
+        elif self.takeover.hearing:
+            # Judged when all are heard.
+            return
         elif state.phase in (Phase.RUNNING, Phase.STOPPING) and any(p.task == task for p in state.placement):
             at = f"timeline {status.timeline:#x}" if status.timeline else "nothing"
             self.recovery.lost(task, f"{task} holds {at} instead of timeline {state.timeline:#x}", now_s)
@@ -285,6 +310,7 @@ class Program:
         state = self.state
         self._lives(now_s)
         self._links(now_s)
+        self.takeover.tick(now_s)
         self.recovery.tick(now_s)
         self.setup.tick(now_s)
         self._alone(now_s)
@@ -304,6 +330,8 @@ class Program:
             if member.living:
                 level = "info" if member.state is Life.ALIVE else "warning"
                 state.say("life", change.sentence, level, task=member.task, state=member.state.value)
+            elif member.role == "ps" and self.takeover.hearing:
+                self.takeover.gone(member.task, change.sentence)
             elif member.role == "ps" and self.setup.begun:
                 self.recovery.lost(member.task, change.sentence, now_s)
                 if state.ended:

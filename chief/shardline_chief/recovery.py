@@ -18,6 +18,7 @@ from shardline.rpc.link import Phase
 from shardline_chief.actions import Configure, Find, Found, Order
 from shardline_chief.ending import Ending
 from shardline_chief.membership import Member
+from shardline_chief.membership import State as Life
 from shardline_chief.running import Running
 from shardline_chief.setup import Setup
 from shardline_chief.state import Recovered, State
@@ -70,13 +71,23 @@ class Recovery:
         """Whether the job stands still for this."""
         return self.stage is not Stage.NONE
 
+    def remember(self, whole: Mapping[int, int]) -> None:
+        """Shards that have their values, as an earlier chief left them: incarnation of the server, by shard."""
+        self._whole = dict(whole)
+
     # The loss
+
+    def again(self, why: str, now_s: float) -> None:
+        """No server is lost, but what they hold is not whole."""
+        self._begin("chief", now_s, now_s)
+        self.state.say("again", f"{why}; {self._goes_back()}", "warning")
 
     def lost(self, task: str, why: str, now_s: float, *, back: bool = False) -> None:
         """A server is gone, or empty. back: its next process is there already."""
         state = self.state
         member = state.members.get(task)
-        state.members.declare_dead(task)
+        if member is None or not (back and member.state is Life.ALIVE):
+            state.members.declare_dead(task)
         if state.ended:
             return
         shards = [str(place.shard) for place in state.placement if place.task == task]
@@ -119,12 +130,14 @@ class Recovery:
             self._at_step = state.step
             self._home = state.placement
         self._lost.setdefault(task, now_s)
-        self._attempts += 1
+        # Several that go together are one loss.
+        self._attempts += self.stage in (Stage.NONE, Stage.SETUP)
         self._full = ""
         if state.phase is Phase.STOPPING:
             self.ending.reopen()
         # Whatever comes back of the history so far is not taken any more, and workers stop what they do.
         state.new_timeline()
+        state.returning = False
         state.suspects.clear()
         self.setup.forget()
         self.running.forget()

@@ -27,6 +27,8 @@ log = logging.getLogger("shardline_chief")
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 EVENTS_SHOWN = 50
+EARLY = 1024
+"""Heartbeats with steps that are kept until training is known to be under way."""
 OPEN_STEPS = 64
 """A step whose reports are not complete is written anyway when one this much newer is."""
 WINDOW_S = 5.0
@@ -181,6 +183,7 @@ class Reporter:
         self.history = history or History()
         self._next_rates_s = -math.inf
         self.shelf = Shelf()
+        self._early = deque[tuple[str, Sequence[StepReport]]](maxlen=EARLY)
         self.loss = math.nan
         self.step_rate = Rate()
         self.byte_rate = Rate()
@@ -212,6 +215,7 @@ class Reporter:
     def begin(self, *, replicas: int, sync: bool, timeline: int, first_step: int) -> None:
         """A timeline begins to train at first_step: TensorBoard forgets what an earlier one drew beyond it."""
         self.steps = StepBoard(replicas, joined=sync)
+        early, self._early = self._early, deque(maxlen=EARLY)
         self._timeline = timeline
         if timeline != self._drawn:
             # A chief that took over a running cluster goes on with the timeline of the one before, wherever it began.
@@ -230,10 +234,14 @@ class Reporter:
             self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=purge)
         except OSError as error:
             self._fail(error)
+        for task, reports in early:
+            self.report(task, reports)
 
     def report(self, task: str, reports: Sequence[StepReport]) -> None:
         """Finished steps of one task."""
         if self.steps is None:
+            # A chief that has come back hears of steps before it has taken command.
+            self._early.append((task, reports))
             return
         pace = self.paces.setdefault(task, Pace())
         for report in reports:

@@ -30,6 +30,10 @@ class Running:
         self.cut_asked = False
         self._last_cut = 0
 
+    def remember(self, last_cut: int) -> None:
+        """Go on where an earlier chief was. last_cut: step of its newest checkpoint, -1 = none."""
+        self._last_cut = max(0, last_cut)
+
     # Checkpoints
 
     def shards_told(self, now_s: float) -> None:
@@ -37,7 +41,7 @@ class Running:
         state = self.state
         if state.phase is Phase.RUNNING:
             self._clock.observe(state.step, now_s)
-        if state.phase not in (Phase.RUNNING, Phase.STOPPING) or state.saving is not None:
+        if state.phase not in (Phase.RUNNING, Phase.STOPPING) or state.saving is not None or state.returning:
             return
         if state.sync:
             ready = state.ledger.complete()
@@ -166,7 +170,7 @@ class Running:
         state = self.state
         if leases.all_done or state.phase in (Phase.STOPPING, Phase.ENDED):
             return LeaseAnswer(outcome="STOPPED", reason=state.reason or "all batches are done"), None
-        going = state.phase is Phase.RUNNING and not state.too_few()
+        going = state.phase is Phase.RUNNING and not state.too_few() and not state.returning
         held = leases.held_by(incarnation)
         lease = held or leases.take(incarnation, workers=len(state.trainers())) if going else None
         if lease is None:

@@ -26,9 +26,11 @@ from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
 from shardline_chief.places_servicer import PLACES, register_places
 from shardline_chief.program import Program
+from shardline_chief.replay import Remembered, replay
 from shardline_chief.reporter import Reporter
 from shardline_chief.servicer import SERVICES, ChiefServicer, register
 from shardline_chief.state import Settings
+from shardline_chief.takeover import obstacle
 from shardline_chief.trainer import Trainer
 
 log = logging.getLogger("shardline_chief")
@@ -46,14 +48,20 @@ def run(config: RoleConfig) -> int:
     # Before the folder is taken: a page that can't be served must not make an earlier run of this one.
     page = PageServer(config.page, config.security, History()) if config.page is not None else None
     with Journal(out / "chief") as journal:
-        resume = _resume(config, out)
+        settings = _settings(config)
+        remembered = _unfinished(config, out, replay(journal.read()), spec, settings)
+        resume = _resume(config, out) if remembered is None else None
         if resume is not None and spec is not None:
             # Another job's checkpoint is refused here, before the other tasks are there for nothing.
             resume.compatible(spec)
-        term = journal.begin_term()
-        chief_uuid = uuid.uuid4().hex
-        journal.write("chief", uuid=chief_uuid, resume=resume.step if resume is not None else None)
-        process = ChiefProcess(config, out, journal, spec, resume, term=term, chief_uuid=chief_uuid, page=page)
+        settings = dataclasses.replace(settings, term=journal.begin_term(), chief_uuid=uuid.uuid4().hex)
+        journal.write(
+            "chief",
+            uuid=settings.chief_uuid,
+            resume=resume.step if resume is not None else None,
+            takes_over=remembered.term if remembered is not None else None,
+        )
+        process = ChiefProcess(config, out, journal, spec, resume, settings, remembered=remembered, page=page)
         try:
             return process.run(termination)
         finally:
@@ -68,6 +76,44 @@ def _job_spec(config: RoleConfig) -> JobSpec | None:
         return None
     job = load_job(config.job, config.overrides)
     return job.spec(job.build_model())
+
+
+def _settings(config: RoleConfig) -> Settings:
+    """What the command line says; term and address are still to come."""
+    return Settings(
+        term=0,
+        chief_uuid="",
+        chief_address=config.cluster.chief,
+        ps=config.cluster.addresses("ps"),
+        workers=config.cluster.num("worker"),
+        evaluators=config.cluster.num("evaluator"),
+        chief_trains=config.chief_trains,
+        min_workers=config.min_workers,
+        max_workers=config.max_workers,
+        inexact=config.inexact,
+        timeouts=config.timeouts,
+    )
+
+
+def _unfinished(
+    config: RoleConfig, out: Path, remembered: Remembered, spec: JobSpec | None, settings: Settings
+) -> Remembered | None:
+    """The job that the last chief in this folder left behind, None where there is none to go on with.
+
+    Raises UsageError where it is another one than is started now.
+    """
+    if not remembered.unfinished:
+        return None
+    reason = obstacle(remembered, spec, settings)
+    if not reason:
+        return remembered
+    if config.resume or not remembered.timeline:
+        log.warning("the job in %s had not ended, but this one differs (%s): it is not gone on with", out, reason)
+        return None
+    raise UsageError(
+        f"{out} holds a job that has not ended, and this one differs ({reason}); start it as before to go on with it, "
+        "give --resume to go on from its newest checkpoint with the new settings, or choose another --out"
+    )
 
 
 def _resume(config: RoleConfig, out: Path) -> Checkpoint | None:
@@ -100,12 +146,14 @@ class ChiefProcess:
         journal: Journal,
         spec: JobSpec | None,
         resume: Checkpoint | None,
+        settings: Settings,
         *,
-        term: int,
-        chief_uuid: str,
+        remembered: Remembered | None = None,
         page: PageServer | None = None,
     ) -> None:
+        """remembered: what the last chief left, to go on with."""
         self._config = config
+        term, chief_uuid = settings.term, settings.chief_uuid
         timeouts = config.timeouts
         self._metrics = Metrics("chief", config.task)
         self._page = page
@@ -116,22 +164,17 @@ class ChiefProcess:
             self._reporter.shelf.put(step, store.dir / step_folder(step))
         self._commander = Commander(timeouts, term=term, chief_uuid=chief_uuid, resume=resume, security=config.security)
         self._checkpointer = Checkpointer(store, self._commander.connect, term=term)
-        settings = Settings(
-            term=term,
-            chief_uuid=chief_uuid,
-            chief_address=config.cluster.chief,
-            ps=config.cluster.addresses("ps"),
-            workers=config.cluster.num("worker"),
-            evaluators=config.cluster.num("evaluator"),
-            chief_trains=config.chief_trains,
-            min_workers=config.min_workers,
-            max_workers=config.max_workers,
-            inexact=config.inexact,
-            timeouts=timeouts,
-        )
         point = ResumePoint(resume) if resume is not None else None
         self._settings = settings
-        program = Program(settings, time.monotonic(), job=spec, resume=point)
+        began_s = remembered.began_s if remembered is not None else None
+        program = Program(
+            settings,
+            time.monotonic(),
+            job=spec,
+            resume=point,
+            remembered=remembered,
+            trained_s=max(0.0, time.time() - began_s) if began_s is not None else 0.0,
+        )
         self._control = Control(
             program,
             journal=journal,

@@ -52,7 +52,7 @@ class Setup:
     def advance(self, now_s: float) -> None:
         """Go on as far as the tasks that are there allow."""
         state = self.state
-        if state.ended:
+        if state.ended or state.returning:
             return
         if self.done_before:
             if not self._to_come():

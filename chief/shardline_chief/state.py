@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config import Timeouts
-from shardline.errors import ShardlineError, UnreachableError
+from shardline.errors import FencedError, ShardlineError, UnreachableError
 from shardline.job import lowest_is_best
 from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
@@ -26,6 +26,7 @@ from shardline_chief.actions import (
     Command,
     CommandResult,
     Finish,
+    Lead,
     Members,
     Order,
     Record,
@@ -144,6 +145,10 @@ class State:
         )
         """(order, errors, now): servers did not do it; returns whether that has been dealt with."""
         self.recoveries: list[Recovered] = []
+        self.returning = False
+        """A chief that has come back has not taken command yet: tasks keep the orders they have; see takeover.py."""
+        self.failovers = 0
+        """Chiefs of this job that took over from another."""
         self._orders: dict[int, tuple[Order, Then | None, int]] = {}
         self._commands = 0
         self._asking = False
@@ -295,6 +300,13 @@ class State:
         self.say("ended", reason, "info" if exit_code == 0 else "error", exit_code=exit_code)
         self.actions.append(Finish(exit_code=exit_code, reason=reason))
 
+    def resign(self, reason: str) -> None:
+        """Another chief leads the servers: this one decides nothing any more."""
+        self.phase = Phase.ENDED
+        self.exit_code, self.reason = FencedError.exit_code, reason
+        self.say("resigned", reason, "error", exit_code=self.exit_code)
+        self.actions.append(Finish(exit_code=self.exit_code, reason=reason, resigned=True))
+
     def what_remains(self) -> str:
         """Where to go on from after a loss."""
         if self.checkpoint_step < 0:
@@ -303,10 +315,16 @@ class State:
 
     def _command_failed(self, order: Order, errors: Mapping[str, ShardlineError], now_s: float) -> None:
         """Some ps did not do what it was told. One that doesn't answer is lost; else nothing is certain any more."""
-        silent = {task: error for task, error in errors.items() if isinstance(error, UnreachableError)}
+        fenced = [str(error) for _, error in sorted(errors.items()) if isinstance(error, FencedError)]
+        if fenced and isinstance(order, Lead):
+            self.resign(f"{fenced[0]}. Another chief leads this job, so this one ends")
+            return
+        # A process that nobody has led yet took the place of the one that was asked.
+        silent = {task: error for task, error in errors.items() if isinstance(error, (UnreachableError, FencedError))}
         if silent:
             for task, why in sorted(silent.items()):
-                self.on_ps_lost(task, f"{task} does not answer: {why}", now_s)
+                what = "is another process now" if isinstance(why, FencedError) else "does not answer"
+                self.on_ps_lost(task, f"{task} {what}: {why}", now_s)
         elif not self.on_refused(order, errors, now_s):
             _, error = sorted(errors.items())[0]
             self.end(error.exit_code, str(error), now_s)

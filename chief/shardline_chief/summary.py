@@ -61,6 +61,7 @@ def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[s
         "repeated_batches": state.figure(REPEATED) + (state.leases.repeated if state.leases is not None else 0),
         "lost_updates": state.figure(LOST),
         "recoveries": [dataclasses.asdict(recovered) for recovered in state.recoveries],
+        "chief_restarts": state.failovers,
         "checkpoint": state.checkpoint_path or None,
         "checkpoint_step": state.checkpoint_step,
         "consistency": state.job.consistency.mode if state.job is not None else "",

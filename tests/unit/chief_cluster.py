@@ -12,6 +12,7 @@ from shardline.rpc.link import Orders, Phase
 from shardline.rpc.status import HeldCut, PsStatus, ShardStatus
 from shardline.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline_chief.actions import (
+    Action,
     Activate,
     Answer,
     AskStatus,
@@ -230,29 +231,32 @@ class Cluster:
     def settle(self) -> None:
         while actions := self.program.take():
             for action in actions:
-                match action:
-                    case Say():
-                        self.said.append(action)
-                    case Record():
-                        self.journal.append(action)
-                        self.log.append(f"record {action.kind}")
-                    case Answer():
-                        action.ticket.append(action.value)
-                    case Save():
-                        self._save(action)
-                    case MarkBest():
-                        self.bests.append(action.step)
-                    case Finish():
-                        assert self.finish is None, "a job ends once"
-                        self.finish = action
-                    case Find():
-                        self._find(action)
-                    case Command():
-                        self.log.append(type(action.order).__name__)
-                        if self.hold_commands:
-                            self.held.append(action)
-                        else:
-                            self._run(action)
+                self.act(action)
+
+    def act(self, action: Action) -> None:
+        match action:
+            case Say():
+                self.said.append(action)
+            case Record():
+                self.journal.append(action)
+                self.log.append(f"record {action.kind}")
+            case Answer():
+                action.ticket.append(action.value)
+            case Save():
+                self._save(action)
+            case MarkBest():
+                self.bests.append(action.step)
+            case Finish():
+                assert self.finish is None, "a job ends once"
+                self.finish = action
+            case Find():
+                self._find(action)
+            case Command():
+                self.log.append(type(action.order).__name__)
+                if self.hold_commands:
+                    self.held.append(action)
+                else:
+                    self._run(action)
 
     def release_commands(self) -> None:
         self.hold_commands = False

@@ -1,0 +1,260 @@
+"""A chief that comes back goes on with the job that the last one left, as if nothing had been (PROTOCOL 1.6).
+
+First every server that the journal names is heard, or is seen to be gone: workers go on meanwhile by the orders they
+have. Then this chief takes command (Lead, with its higher term), compares what the servers hold with the journal, and
+sends them the table of the living. Where a server lacks what it should hold, recovery.py goes back to a checkpoint.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from shardline.rpc.link import Phase
+from shardline.sharding import make_plan
+from shardline.spec import JobSpec, differences
+from shardline_chief.actions import Activate, AskStatus, CommandResult, Cut, Finish, Lead, Release
+from shardline_chief.cuts import CutLedger
+from shardline_chief.ending import Ending
+from shardline_chief.membership import State as Life
+from shardline_chief.recovery import Recovery
+from shardline_chief.replay import Remembered
+from shardline_chief.running import Running
+from shardline_chief.setup import Setup, reassign
+from shardline_chief.state import Recovered, Settings, State, as_in_cluster, filled_shards
+
+
+def obstacle(remembered: Remembered, job: JobSpec | None, settings: Settings) -> str:
+    """Why the unfinished job in the folder is not the one that is started now; empty where it is, or may be."""
+    known = remembered.job
+    if known is None:
+        return ""
+    if job is not None:
+        phrases = differences(as_in_cluster(job, settings), known)
+        if phrases:
+            return "; ".join(phrases)
+    if remembered.plan_id:
+        plan = make_plan(known.tensors, len(settings.ps))
+        if plan.plan_id != remembered.plan_id:
+            return f"its parameters were cut for another number of parameter servers than {len(settings.ps)}"
+    return ""
+
+
+class Stage(enum.Enum):
+    """Where the return is."""
+
+    NONE = 0
+    """There is none, or it is over."""
+    HEARING = 1
+    """Waiting until each known server is heard or known to be gone."""
+    LEADING = 2
+    """Taking command and comparing."""
+
+
+class Takeover:
+    """Rules from the start of a chief that comes back until training has a chief again."""
+
+    def __init__(self, state: State, setup: Setup, running: Running, ending: Ending, recovery: Recovery) -> None:
+        self.state = state
+        self.setup = setup
+        self.running = running
+        self.ending = ending
+        self.recovery = recovery
+        self.stage = Stage.NONE
+        self._known = Remembered()
+        self._unheard: set[str] = set()
+        self._gone: dict[str, str] = {}
+        """Why, of each known server that is not there any more."""
+        self._began_s = 0.0
+
+    @property
+    def hearing(self) -> bool:
+        """Whether nothing may be decided yet, since it is not known who is there."""
+        return self.stage is Stage.HEARING
+
+    # The start
+
+    def begin(self, known: Remembered, now_s: float, trained_s: float) -> None:
+        """Take up what was. trained_s: seconds since training began, by the wall clock."""
+        state = self.state
+        self._known, self._began_s = known, now_s
+        self.ending.early = known.stopping
+        state.job = known.job
+        state.machine = known.machine
+        state.finished = set(known.finished)
+        state.metrics, state.best = dict(known.metrics), known.best
+        state.leases = known.leases
+        state.first_step, state.base_step = known.first_step, known.base_step
+        state.checkpoint_step, state.checkpoint_path = known.checkpoint_step, known.checkpoint_path
+        state.recoveries = [Recovered(**recovered) for recovered in known.recoveries]
+        state.failovers = known.failovers + 1
+        if known.began_s is not None:
+            state.running_s = now_s - trained_s
+        for member in known.members.values():
+            state.members.recall(member, now_s)
+        if known.ended is not None:
+            self._say_goodbye(*known.ended)
+            return
+        self._unheard = {task for task, member in known.members.items() if member.role == "ps"}
+        self.stage = Stage.HEARING
+        state.returning = True
+        if known.job is not None and known.timeline:
+            self._take_up_history(known.job)
+        what = f"job {known.job.name!r}" if known.job is not None else "the job"
+        state.say(
+            "takeover",
+            f"{what} of the chief of term {known.term} has not ended: this chief, of term {state.settings.term}, goes "
+            f"on with it, {len(known.members)} tasks are known",
+            term=state.settings.term,
+            after=known.term,
+        )
+
+    def _take_up_history(self, job: JobSpec) -> None:
+        state, known = self.state, self._known
+        state.plan = make_plan(job.tensors, len(state.settings.ps))
+        state.ledger = CutLedger(filled_shards(state.plan))
+        state.placement = known.placement
+        state.timeline = known.timeline
+        lives = {member.task: member.incarnation for member in known.members.values()}
+        whole = [p for p in known.placement if known.active or p.shard in known.kept]
+        self.recovery.remember({p.shard: lives[p.task] for p in whole if p.task in lives})
+        self.setup.begun = True
+        state.phase = Phase.INIT
+        if known.active and known.began_s is not None:
+            state.phase = Phase.RUNNING
+            self.setup.table_there = self.setup.values_there = self.setup.active = True
+            self.running.remember(known.checkpoint_step)
+            state.stop_step = known.stop_step or self._bound()
+            reassign(state)
+
+    def _bound(self) -> int:
+        """The step that the job file ends at; 0 where there is none."""
+        state = self.state
+        return state.job.steps if state.job is not None and state.sync and not state.script else 0
+
+    def _say_goodbye(self, exit_code: int, reason: str) -> None:
+        """The end was decided, and not everybody was told."""
+        state = self.state
+        state.phase = Phase.ENDED
+        state.exit_code, state.reason = exit_code, reason
+        state.final_step = state.checkpoint_step
+        state.base_step = max(state.base_step, state.checkpoint_step)
+        state.say(
+            "takeover", f"the job had ended before the last chief did: {reason}; telling the tasks that are there"
+        )
+        state.actions.append(Finish(exit_code=exit_code, reason=reason))
+
+    # Who is there
+
+    def heard(self, task: str) -> None:
+        """A known task is alive."""
+        self._unheard.discard(task)
+
+    def gone(self, task: str, why: str) -> None:
+        """A known server is gone, or its next process is here."""
+        self._unheard.discard(task)
+        if task not in self._gone:
+            self._gone[task] = why
+            self.state.say("life", f"{why}; it may have held shards", "warning", task=task)
+
+    def tick(self, now_s: float) -> None:
+        """Go on as far as possible."""
+        if self.stage is Stage.HEARING and not self._unheard:
+            self._decide(now_s)
+        elif self.stage is Stage.LEADING and not self.state.returning:
+            # A server was lost meanwhile: recovery has taken over.
+            self._over()
+
+    def _decide(self, now_s: float) -> None:
+        state, known = self.state, self._known
+        self.stage = Stage.LEADING
+        if not known.timeline or known.job is None:
+            # Nothing was begun: what is there is a cluster that waits for its chief.
+            state.returning = False
+            self._over()
+            self.setup.advance(now_s)
+            return
+        held = {place.task for place in known.placement}
+        lost = {task: why for task, why in self._gone.items() if task in held}
+        lost |= {task: f"{task} was gone when the chief came back" for task in held - known.members.keys()}
+        if state.phase is Phase.INIT or lost:
+            self._go_back(lost, now_s)
+            return
+        addresses = {place.task: place.address for place in known.placement}
+        state.command(Lead(addresses=addresses), state.history(lambda result, at_s: self._led()))
+
+    def _go_back(self, lost: dict[str, str], now_s: float) -> None:
+        """Something of what the shards held is not there, or was never there."""
+        state = self.state
+        state.returning = False
+        self._over()
+        for task, why in sorted(lost.items()):
+            member = state.members.get(task)
+            self.recovery.lost(task, why, now_s, back=member is not None and member.state is Life.ALIVE)
+        if not lost:
+            self.recovery.again("the last chief died while it filled the parameter servers", now_s)
+
+    # Taking command
+
+    def _led(self) -> None:
+        self.state.command(AskStatus(), self._compared)
+
+    def _compared(self, result: CommandResult, now_s: float) -> None:
+        """What does not hold the journal's timeline has been found out on the way here, see Program.ps_status."""
+        state = self.state
+        if self.stage is not Stage.LEADING or not state.returning:
+            return
+        lost = {task: f"{task} does not answer: {error}" for task, error in result.errors.items()}
+        for place in state.placement:
+            shard = state.shards.get(place.shard)
+            filled = state.plan is not None and bool(state.plan.shards[place.shard].buckets)
+            if filled and (shard is None or not shard.initialized):
+                lost.setdefault(place.task, f"{place.task} has no values for shard {place.shard}")
+        if lost:
+            self._go_back(lost, now_s)
+            return
+        if not state.sync:
+            # Which leases were done when these were copied died with the last chief: they are of no use.
+            held = [cut.step for shard in state.shards.values() for cut in shard.cuts]
+            if held:
+                state.command(Release(timeline=state.timeline, step=max(held)))
+        state.publish_members(state.history(lambda answers, at_s: self._known_to_all()))
+
+    def _known_to_all(self) -> None:
+        state = self.state
+        # The last chief may have died between the note and the act.
+        state.command(Activate(timeline=state.timeline), state.history(lambda result, at_s: self._activated(at_s)))
+
+    def _activated(self, now_s: float) -> None:
+        state = self.state
+        if not state.sync or not state.stop_step:
+            self._adopted(now_s)
+            return
+        cut = Cut(timeline=state.timeline, step=state.stop_step, stop=True)
+        state.command(cut, state.history(self._bounded))
+
+    def _bounded(self, result: CommandResult, now_s: float) -> None:
+        state = self.state
+        if state.stop_step != self._bound() and any(passed for passed, _ in result.values.values()):
+            # The stop that was asked for reached no server: it is chosen again.
+            state.stop_step = self._bound()
+            self._activated(now_s)
+            return
+        self._adopted(now_s)
+
+    def _adopted(self, now_s: float) -> None:
+        state = self.state
+        state.returning = False
+        self._over()
+        reassign(state)
+        self.recovery.running_again(now_s)
+        state.record("adopted", timeline=state.timeline, step=state.step)
+        state.say(
+            "adopted",
+            f"the chief is back after {now_s - self._began_s:.1f} s: training goes on at step {state.step}, nothing is "
+            "made again",
+            step=state.step,
+            seconds=now_s - self._began_s,
+        )
+
+    def _over(self) -> None:
+        self.stage = Stage.NONE
