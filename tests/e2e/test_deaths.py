@@ -12,12 +12,10 @@ import pytest
 from shardline.cli.launcher import Ended, LaunchOptions, LocalCluster
 from shardline.config import Timeouts
 from tests.e2e.support import (
-    PATIENCE_S,
     TIMEOUT_S,
     events,
     expected_sha256,
     summary_of,
-    wait_for_event,
     wait_until,
     write_job,
 )
@@ -94,61 +92,3 @@ def test_workers_killed_between_two_shards_of_a_step_change_no_bit(tmp_path: Pat
     noticed = r"worker/1(: a new process takes the place of a silent one| is dead: last heard)"
     assert any(re.search(noticed, text) for text in told), told
     assert any(re.search(r"worker/0 is dead: last heard .* replicas? .* to worker/1", text) for text in told), told
-
-
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_a_killed_ps_costs_steps_and_no_bit_whether_it_comes_back_or_its_shards_move(
-    tmp_path: Path, comes_back: bool
-) -> None:
-    steps = 60
-    job = write_job(
-        tmp_path / "job.py",
-        replicas=2,
-        steps=steps,
-        checkpoint_every=10,
-        after_loss="time.sleep(0.02)",
-        imports="import time",
-    )
-    out = tmp_path / "run"
-    options = LaunchOptions(
-        job=job, out=out, ps=2, workers=2, timeouts=Timeouts(total_s=TIMEOUT_S if comes_back else 6.0)
-    )
-    with LocalCluster(options) as cluster:
-        wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
-        cluster.kill("ps/1", restart=comes_back)
-        assert cluster.wait(timeout_s=PATIENCE_S) == 0
-    found = summary_of(out)
-    assert found["steps"] == steps
-    assert found["sha256"] == expected_sha256(job)
-    (recovery,) = found["recoveries"]
-    assert recovery["task"] == "ps/1"
-    assert recovery["from_step"] % 10 == 0
-    assert 0 <= recovery["lost"] == recovery["at_step"] - recovery["from_step"]
-    moved = [text for text in events(out) if "moves from ps/1 to ps/0" in text]
-    assert len(moved) == (0 if comes_back else 1)
-
-
-def test_a_killed_ps_of_an_asynchronous_job_costs_updates_of_its_shard_only(tmp_path: Path) -> None:
-    job = write_job(
-        tmp_path / "job.py",
-        consistency="async",
-        steps=300,
-        checkpoint_every=20,
-        after_loss="time.sleep(0.01)",
-        imports="import time",
-    )
-    out = tmp_path / "run"
-    options = LaunchOptions(job=job, out=out, ps=2, workers=2, timeouts=Timeouts(total_s=TIMEOUT_S))
-    with LocalCluster(options) as cluster:
-        wait_for_event(out, "checkpoint", "checkpoint of step [2-9]")
-        cluster.kill("ps/1")
-        assert cluster.wait(timeout_s=PATIENCE_S) == 0
-    found = summary_of(out)
-    (recovery,) = found["recoveries"]
-    assert recovery["task"] == "ps/1"
-    kept, restored = found["versions"]
-    # Batches that were under way at the loss are trained on again, and may land once more on the shard that had them.
-    assert 300 <= kept <= 300 + found["repeated_batches"] <= 302
-    assert recovery["lost"] <= found["lost_updates"]
-    assert 300 <= restored + found["lost_updates"] <= 302
-    assert any("ps/1 at" in text and "it goes back to step" in text for text in events(out))
