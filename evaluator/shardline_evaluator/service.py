@@ -113,8 +113,11 @@ class Evaluator:
             self._metrics.gauge("shardline_evaluation_metric", metric=name).set(value)
         if result.failure:
             log.error("step %d: %s", step, result.failure)
-        best = self._link.client.report(
-            self._link.task, self._link.incarnation, step, result.metrics, result.seconds, result.failure
+        link = self._link
+        best = link.ask(
+            lambda: link.client.report(
+                link.task, link.incarnation, step, result.metrics, result.seconds, result.failure
+            )
         )
         shown = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
         log.info("step %d: %s%s", step, shown or "not scored", " (best so far)" if best else "")
@@ -124,7 +127,7 @@ class Evaluator:
         if self._job.evaluate is None:
             return Score(step=step)
         try:
-            found = self._link.client.fetch_parameters(step)
+            found = self._link.ask(lambda: self._link.client.fetch_parameters(step))
         except (FencedError, UnreachableError):
             raise
         except ProtocolError as error:

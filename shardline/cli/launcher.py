@@ -36,7 +36,7 @@ from shardline.security import PLAIN, Security
 START_FLOOR_S = 60.0
 """A task may take this long to import torch and the job on a busy machine, however short --timeout is."""
 MAX_RESTARTS = 3
-RESTARTED_ROLES = ("ps", "worker", "evaluator")
+RESTARTED_ROLES = ("chief", "ps", "worker", "evaluator")
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
 """What shardline.connect() takes from the environment where the script doesn't say it."""
 HOPELESS_CODES = (2, 5, 6)
@@ -206,6 +206,9 @@ def may_restart(role: str, code: int, restarts: int) -> tuple[bool, str]:
     """Whether a task that ended is started again, and why (not)."""
     if code == 0:
         return False, "its part is done"
+    if role == "chief" and code > 0:
+        # It had decided how the job ends. Killed, it had not: the next one goes on with what it left in --out.
+        return False, "the job ends with it"
     if role not in RESTARTED_ROLES:
         return False, "the job ends with it"
     if code in HOPELESS_CODES:
@@ -380,6 +383,8 @@ class LocalCluster:
             return False, "the job has ended"
         if not self.options.restart or task in self._held:
             return False, "it is not restarted"
+        if task == "chief/0" and not self.chief_address:
+            return False, "it had not begun"
         restart, reason = may_restart(parse_task(task)[0], code, self._restarts.get(task, 0))
         if not restart:
             return False, reason
@@ -441,8 +446,16 @@ class LocalCluster:
         return child.code
 
     def wait(self, *, timeout_s: float) -> int:
-        """Wait until the job has ended; returns the chief's exit code. Raises TaskLostError after timeout_s."""
-        return self.wait_exit("chief/0", timeout_s=timeout_s)
+        """Wait until the job has ended; returns the chief's exit code. Raises TaskLostError after timeout_s.
+
+        A chief that is started again has not ended it.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            child = self._child("chief/0")
+            code = self.wait_exit("chief/0", timeout_s=max(0.0, deadline_s - time.monotonic()))
+            if self._child("chief/0") is child:
+                return code
 
     def wait_all(self, *, timeout_s: float) -> tuple[str, ...]:
         """Wait until every process has ended by itself; returns the tasks still there after timeout_s."""
@@ -476,8 +489,6 @@ class LocalCluster:
 
     def restart(self, task: str) -> None:
         """Start a task again, killing its process first where it is there. Doesn't count as one of its restarts."""
-        if task == "chief/0":
-            raise InternalError("the chief can't be restarted alone: the others know the address of the one that died")
         self.kill(task, restart=False)
         with self._lock:
             self._held.discard(task)

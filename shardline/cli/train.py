@@ -266,7 +266,7 @@ class _Run:
                 display.say(f"the chief did not end within {self._limit_s:.0f} s")
                 return None
             if isinstance(event, Ended):
-                if event.task == "chief/0":
+                if event.task == "chief/0" and not event.restarted:
                     return event.code
                 self._show_end(event, display)
                 if self._hopeless is None and self._signal is None and self._cluster.nobody_trains():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from shardline.errors import UnreachableError
 from shardline.rpc.client import Lease
-from shardline.rpc.link import ChiefLink
+from shardline.rpc.link import ChiefLink, Phase
 
 
 class Leases:
@@ -24,9 +25,18 @@ class Leases:
         return self._lease is not None and self.batch < self._lease.first + self._lease.count
 
     def renew(self, link: ChiefLink) -> Lease:
-        """Report the lease as done, all of whose pushes are acknowledged, and ask for another; it may be empty."""
+        """Report the lease as done, all of whose pushes are acknowledged, and ask for another; it may be empty.
+
+        Waits for a chief that is away. Raises like ChiefLink.ask.
+        """
         done = [self._lease.number] if self._lease is not None else []
-        lease = link.client.lease(link.task, link.incarnation, done)
+        try:
+            lease = link.ask(lambda: link.client.lease(link.task, link.incarnation, done))
+        except UnreachableError:
+            if link.orders.phase is not Phase.ENDED:
+                raise
+            # It has told the end and gone.
+            lease = Lease(number=0, first=0, count=0, ended=True)
         self.batch = lease.first
         self._lease = lease if lease.count else None
         return lease

@@ -92,7 +92,7 @@ class Workplace:
 
     def renew(self, link: ChiefLink) -> None:
         """Make the trainer of the plan and timeline in force, where it isn't there already."""
-        view = link.client.get_job(link.task, link.incarnation)
+        view = link.ask(lambda: link.client.get_job(link.task, link.incarnation))
         if (
             self.view is not None
             and view.plan.plan_id == self.view.plan.plan_id

@@ -12,6 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 import torch
@@ -26,6 +27,7 @@ from shardline.security import PLAIN, Security
 from shardline.spec import JobSpec
 
 log = logging.getLogger("shardline.link")
+T = TypeVar("T")
 
 PROTOCOL_MINOR = 1
 STREAM_S = 3600.0
@@ -105,6 +107,10 @@ def cpu_vendor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+class _Away(Exception):
+    """The chief went away while it was asked."""
 
 
 class ChiefLink:
@@ -208,15 +214,20 @@ class ChiefLink:
                     f"{self.task}: {self.client.peer} did not admit this task within "
                     f"{self.timeouts.join_s:.0f} s: {reason}"
                 )
-            reply = self._ask_to_join(request, left_s)
-            if reply is None:
-                return False
-            if reply.accepted:
-                break
-            reason = reply.reason
-            if not reply.retry:
-                raise MismatchError(f"{self.task}: the chief refused this task: {reply.reason}")
-            log.info("%s: not admitted yet: %s", self.task, reply.reason)
+            try:
+                reply = self._ask_to_join(request, left_s)
+            except _Away as away:
+                reason = str(away)
+                log.info("%s: not admitted yet: %s", self.task, reason)
+            else:
+                if reply is None:
+                    return False
+                if reply.accepted:
+                    break
+                reason = reply.reason
+                if not reply.retry:
+                    raise MismatchError(f"{self.task}: the chief refused this task: {reply.reason}")
+                log.info("%s: not admitted yet: %s", self.task, reason)
             if self._join_wake.wait(min(0.2 + 0.3 * random.random(), max(0.0, left_s))) and self._cancelled.is_set():
                 return False
             self._join_wake.clear()
@@ -243,7 +254,11 @@ class ChiefLink:
             reply: chief_pb2.JoinReply = call.result()
         except grpc.RpcError as error:
             waited_s = time.monotonic() - start_s
-            raise self.client.peer.failure(error, what="Join", waited_s=waited_s, connecting=True) from error
+            failure = self.client.peer.failure(error, what="Join", waited_s=waited_s, connecting=True)
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE and waited_s < left_s:
+                # It was there, so it may come back; if it had admitted this process, it does so again.
+                raise _Away(str(failure)) from error
+            raise failure from error
         return reply
 
     # What the task tells
@@ -310,6 +325,22 @@ class ChiefLink:
                     return False
                 self._lock.wait(min(left_s, self.timeouts.heartbeat_s))
             return True
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """Ask the chief something, again while it is away, for as long as this task waits for it.
+
+        Raises what the question raises, UnreachableError only after that time or the end of the job; and like check().
+        """
+        deadline_s = time.monotonic() + self.timeouts.total_s
+        while True:
+            seen = self._orders
+            try:
+                return question()
+            except UnreachableError as error:
+                if self._orders.phase is Phase.ENDED or time.monotonic() >= deadline_s:
+                    raise
+                log.info("%s: asking again: %s", self.task, error)
+                self.wait(lambda orders: orders != seen, timeout_s=self.timeouts.heartbeat_s)  # noqa: B023 - used at once
 
     def check(self) -> None:
         """Raise if the tie is cut for good."""

@@ -211,7 +211,10 @@ def test_cluster_that_can_not_train_is_refused(tmp_path: Path, change: dict[str,
         ("worker", 2, 0, False),
         ("worker", 5, 0, False),
         ("worker", 7, 0, True),
-        ("chief", -9, 0, False),
+        ("chief", -9, 0, True),
+        ("chief", -9, MAX_RESTARTS, False),
+        ("chief", 4, 0, False),
+        ("chief", 1, 0, False),
     ],
 )
 def test_dead_task_is_restarted_where_that_can_help(role: str, code: int, restarts: int, again: bool) -> None:
