@@ -21,7 +21,8 @@ from shardline.errors import ShardlineError
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.rpc.channel import Peers
-from shardline.rpc.client import Configuration, JobView, Placement, PsControl
+from shardline.rpc.client import JobView, PsControl
+from shardline.rpc.configuration import Configuration, Placement
 from shardline.security import Security
 from shardline.sharding import Plan, make_plan
 from shardline.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
@@ -259,7 +260,9 @@ def start_server(address: str, index: int, tls: Path | None) -> Server:
     from shardline_ps.service import PsProcess
 
     spec = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:0",) * index + (address,)})
-    return Server(PsProcess(RoleConfig(role="ps", index=index, cluster=spec, security=security_of(tls))))
+    # A benchmark's network is its own.
+    config = RoleConfig(role="ps", index=index, cluster=spec, security=security_of(tls), insecure_bind=True)
+    return Server(PsProcess(config))
 
 
 def idle_mb() -> float:

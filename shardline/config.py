@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardline.cluster import ClusterSpec
+from shardline.cluster import ClusterSpec, parse_address
 from shardline.errors import UsageError
-from shardline.security import PLAIN, Security
+from shardline.security import PLAIN, Security, check_bind, is_loopback
 
 LANES = ("auto", "grpc", "tcp", "shm")
 """How tensor bytes may travel; auto = the best that the two tasks can do."""
@@ -75,6 +75,8 @@ class RoleConfig:
     """Interface the metrics bind to."""
     bind: str | None = None
     """Interface the services bind to; None = the host of the task's address in the cluster spec."""
+    insecure_bind: bool = False
+    """Listen beyond loopback without TLS."""
     exit_with_job: bool = False
     """End with the job's exit code where the chief ends a job that failed; otherwise with 0, having done as told."""
     chief_trains: bool = False
@@ -108,11 +110,44 @@ class RoleConfig:
                 f"--min-workers is {self.min_workers} and --max-workers {self.max_workers}; the first must be at least "
                 "1 and no more than the second"
             )
+        for what, host, flag in self._listens():
+            check_bind(what, host, flag, self.security, insecure=self.insecure_bind)
 
     @property
     def task(self) -> str:
         """Name of the process, such as "worker/3"."""
         return f"{self.role}/{self.index}"
+
+    def _listens(self) -> list[tuple[str, str, str]]:
+        """What of this task listens, at which host, and the flag that says so."""
+        found = [(f"the metrics of {self.task}", self.host, "--host")]
+        # One that only calls others, as in benchmarks, need not be in the cluster.
+        if self.bind is not None or self.index < self.cluster.num(self.role):
+            host = self.bind or parse_address(self.cluster.address(self.task))[0]
+            found.insert(0, (f"the services of {self.task}", host, "--bind"))
+        if self.role == "chief" and self.page is not None:
+            found.append(("the chief's page", parse_address(self.page, "--page")[0], "--page"))
+        return found
+
+    def cautions(self) -> list[str]:
+        """What a person should know of who may do what here; empty where nothing is left open."""
+        held, found = self.security, []
+        exposed = [host for _, host, _ in self._listens() if not is_loopback(host)]
+        if exposed and held.tls_cert is None:
+            found.append(
+                f"--insecure-bind: {self.task} listens at {exposed[0]} without TLS; whoever is on that network can "
+                "read and change what travels" + ("" if held.token else ", and without a token anybody may command it")
+            )
+        elif exposed and not held.token and held.tls_ca is None:
+            found.append(
+                f"{self.task} listens at {exposed[0]} and lets anybody in who reaches it; give --token-file or --tls-ca"
+            )
+        if held.token and not held.admin_token and self.role in ("chief", "ps"):
+            found.append(
+                "there is no --admin-token-file, so the job's token is every right: whoever has it may also command "
+                "the parameter servers and end the job"
+            )
+        return found
 
 
 def environment(name: str) -> str | None:
@@ -139,7 +174,10 @@ def environment_path(name: str) -> Path | None:
 
 
 def environment_security() -> Security:
-    """TLS files and job token of SHARDLINE_TLS_CERT, _TLS_KEY, _TLS_CA and _TOKEN_FILE, for scripts."""
+    """TLS files and job token of SHARDLINE_TLS_CERT, _TLS_KEY, _TLS_CA and _TOKEN_FILE, for scripts.
+
+    A script trains and commands nobody, so it is not given the admin token.
+    """
     return Security(
         tls_cert=environment_path("tls_cert"),
         tls_key=environment_path("tls_key"),

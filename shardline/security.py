@@ -1,14 +1,17 @@
-"""Who may talk to whom: TLS from files, and the job token.
+"""Who may talk to whom: TLS from files, the job token, and the admin token.
 
 The default, Security(), is plain: no TLS and no token. Nothing here imports ssl or grpc before it is needed.
 
 With a CA both sides show a certificate and check the other's (mutual TLS). With a certificate and no CA only the
-server shows one, and clients check it against the system's own CAs. A token is the job's: whoever knows it may call.
+server shows one, and clients check it against the system's own CAs. The job token is every task's: whoever knows it
+may call. The admin token is the chief's and the parameter servers': what changes the cluster itself (rpc/rights.py)
+needs it as well. Where there is no admin token, the job token is every right.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import re
 import socket
 from collections.abc import Iterable
@@ -29,12 +32,15 @@ TOKEN_LIMITS = (16, 4096)
 """Characters. A shorter token can be guessed; a longer one doesn't fit into a call's metadata."""
 TOKEN_KEY = "authorization"
 """Metadata of a call that bring the token, as `Bearer TOKEN`."""
+ADMIN_KEY = "shardline-admin"
+"""The same for the admin token, beside the job's."""
+LOOPBACK_NAMES = ("localhost",)
 PROBE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
-    """TLS files and the job token of one process. Files are read and checked here.
+    """TLS files and tokens of one process. Files are read and checked here.
 
     Raises UsageError where a file can't be read or doesn't fit; the sentence names the flag and the file.
     """
@@ -47,7 +53,10 @@ class Security:
     """PEM file: the CAs that sign the cluster's certificates."""
     token_file: Path | None = None
     """File with the job token in one line."""
+    admin_token_file: Path | None = None
+    """File with the admin token in one line."""
     token: bytes = field(init=False, repr=False, compare=False, default=b"")
+    admin_token: bytes = field(init=False, repr=False, compare=False, default=b"")
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -56,8 +65,15 @@ class Security:
         if self.tls:
             # What is wrong with the files is said now, not in the middle of the first handshake.
             self._client_context()
-        if self.token_file is not None:
-            object.__setattr__(self, "token", _read_token(self.token_file))
+        for name in ("token", "admin_token"):
+            path: Path | None = getattr(self, f"{name}_file")
+            if path is not None:
+                object.__setattr__(self, name, _read_token(path, f"--{name.replace('_', '-')}-file"))
+        if self.admin_token and hmac.compare_digest(self.admin_token, self.token):
+            raise UsageError(
+                f"--admin-token-file {self.admin_token_file} and --token-file {self.token_file} hold the same token; "
+                "whoever has the job's would have every right: make two"
+            )
 
     @property
     def tls(self) -> bool:
@@ -142,27 +158,24 @@ class Security:
             )
         return self.tls_cert, self.tls_key
 
-    # Token
+    # Tokens
 
     def check(self, token: bytes | str | None) -> bool:
         """Whether this is the job token, in time that doesn't depend on where they differ. True where none is set."""
-        if not self.token:
-            return True
-        given = token.encode(errors="replace") if isinstance(token, str) else token or b""
-        return hmac.compare_digest(given, self.token)
+        return _same(token, self.token)
 
-    def check_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    def check_metadata(self, metadata: Metadata) -> bool:
         """Whether a call's metadata bring the job token."""
-        prefix = "Bearer "
-        for key, value in metadata or ():
-            text = value.decode(errors="replace") if isinstance(value, bytes) else value
-            if key == TOKEN_KEY and text.startswith(prefix):
-                return self.check(text[len(prefix) :])
-        return self.check(None)
+        return self.check(_bearer(metadata, TOKEN_KEY))
 
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call brings along; empty where there is no token."""
-        return ((TOKEN_KEY, f"Bearer {self.token.decode()}"),) if self.token else ()
+    def check_admin(self, metadata: Metadata) -> bool:
+        """Whether a call's metadata bring the admin token; True where none is set."""
+        return _same(_bearer(metadata, ADMIN_KEY), self.admin_token)
+
+    def metadata(self, *, admin: bool = False) -> tuple[tuple[str, str], ...]:
+        """What a call brings along; empty where there is no token. admin: a call that needs the admin token too."""
+        held = ((TOKEN_KEY, self.token), (ADMIN_KEY, self.admin_token if admin else b""))
+        return tuple((key, f"Bearer {token.decode()}") for key, token in held if token)
 
     # When nobody answers
 
@@ -215,6 +228,47 @@ class Security:
 PLAIN = Security()
 """No TLS and no token."""
 
+Metadata = Iterable[tuple[str, str | bytes]] | None
+
+
+def _bearer(metadata: Metadata, wanted: str) -> str | None:
+    """The token that metadata bring under a key."""
+    prefix = "Bearer "
+    for key, value in metadata or ():
+        text = value.decode(errors="replace") if isinstance(value, bytes) else value
+        if key == wanted and text.startswith(prefix):
+            return text[len(prefix) :]
+    return None
+
+
+def _same(given: bytes | str | None, token: bytes) -> bool:
+    """Whether it is the token, in time that doesn't depend on where they differ; True where no token is set."""
+    if not token:
+        return True
+    return hmac.compare_digest(given.encode(errors="replace") if isinstance(given, str) else given or b"", token)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches that host. A name that isn't localhost counts as reachable by others."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() in LOOPBACK_NAMES
+
+
+def check_bind(what: str, host: str, flag: str, security: Security, *, insecure: bool) -> None:
+    """Raise UsageError where something would listen in plain where other machines reach it.
+
+    what: "the services of ps/0". flag: what else the host can be set with, such as "--bind". insecure: told to.
+    """
+    if security.tls_cert is None and not insecure and not is_loopback(host):
+        raise UsageError(
+            f"{what} would listen at {host} without TLS, where others may read and change what travels; give "
+            f"--tls-cert, --tls-key and --tls-ca, or keep to this machine with {flag} 127.0.0.1, or say "
+            "--insecure-bind (SHARDLINE_INSECURE_BIND) if that network is yours alone"
+        )
+
+
 _SPEAKS_TLS = "it speaks TLS and this side does not; give --tls-ca, --tls-cert and --tls-key as the cluster has them"
 
 
@@ -233,14 +287,14 @@ def _read(path: Path, flag: str) -> bytes:
     return data
 
 
-def _read_token(path: Path) -> bytes:
+def _read_token(path: Path, flag: str) -> bytes:
     # What is wrong with a token is told without showing any of it.
-    token = _read(path, "--token-file").strip()
+    token = _read(path, flag).strip()
     shortest, longest = TOKEN_LIMITS
     if not shortest <= len(token) <= longest:
-        raise UsageError(f"--token-file {path} holds {len(token)} characters; a token has {shortest} to {longest}")
+        raise UsageError(f"{flag} {path} holds {len(token)} characters; a token has {shortest} to {longest}")
     if not re.fullmatch(rb"[!-~]+", token):
-        raise UsageError(f"--token-file {path} must hold one line of ASCII letters, digits and signs, with no space")
+        raise UsageError(f"{flag} {path} must hold one line of ASCII letters, digits and signs, with no space")
     return token
 
 

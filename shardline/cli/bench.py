@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,7 @@ class Measurement:
     wait_s: float
     timeouts: Timeouts
     security: Security
+    insecure_bind: bool = False
 
 
 @click.group(short_help="Measure a cluster's network.")
@@ -105,6 +106,8 @@ def bench() -> None:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the figures here.")
 @options.timeout
 @options.secured
+@options.admin
+@options.insecure_bind
 @click.option("--ready-fd", type=int, hidden=True)
 def net(
     cluster: str | None,
@@ -119,6 +122,7 @@ def net(
     wait_s: float,
     json_path: Path | None,
     timeout: float,
+    insecure_bind: bool,
     ready_fd: int | None,
     **files: Path | None,
 ) -> int:
@@ -149,6 +153,7 @@ def net(
         wait_s=wait_s,
         timeouts=Timeouts(total_s=timeout),
         security=options.security(files),
+        insecure_bind=insecure_bind,
     )
     if serve:
         return _serve(asked, ready_fd)
@@ -169,6 +174,15 @@ def net(
 
 def _serve(asked: Measurement, ready_fd: int | None) -> int:
     """Serve one measurement: plain TCP first, then a parameter server on the same port, so that one port is enough."""
+    config = RoleConfig(
+        role="ps",
+        index=0,
+        cluster=ClusterSpec({"chief": (asked.spec.chief,), "ps": (asked.address,)}),
+        timeouts=asked.timeouts,
+        security=asked.security,
+        insecure_bind=asked.insecure_bind,
+        run_dir=asked.run_dir,
+    )
     link = LinkServer(asked.address)
     if ready_fd is not None:
         with os.fdopen(ready_fd, "w") as pipe:
@@ -179,16 +193,7 @@ def _serve(asked: Measurement, ready_fd: int | None) -> int:
     # Imports torch, which the first part has no use for.
     from shardline.cli.bench_lane import serve_without_chief
 
-    process = serve_without_chief(
-        RoleConfig(
-            role="ps",
-            index=0,
-            cluster=ClusterSpec({"chief": (asked.spec.chief,), "ps": (link.address,)}),
-            timeouts=asked.timeouts,
-            security=asked.security,
-            run_dir=asked.run_dir,
-        )
-    )
+    process = serve_without_chief(replace(config, cluster=config.cluster.with_address("ps/0", link.address)))
     process.start()
     try:
         if not process.ended.wait(float(request["budget_s"])):
@@ -232,6 +237,8 @@ def _measure(asked: Measurement, address: str | None = None) -> Figures:
         security=asked.security,
         lane=asked.lane,
         run_dir=asked.run_dir,
+        # It listens nowhere.
+        insecure_bind=True,
     )
     probe = LaneProbe(config, asked.server, address, megabytes=asked.megabytes)
     try:
@@ -272,7 +279,12 @@ def _child(asked: Measurement) -> Iterator[str]:
     command += ["--timeout", str(asked.timeouts.total_s)]
     if port != 0:
         command += ["--port", str(port)]
-    paths = {name: getattr(asked.security, name) for name in ("tls_cert", "tls_key", "tls_ca", "token_file")}
+    paths = {
+        name: getattr(asked.security, name)
+        for name in ("tls_cert", "tls_key", "tls_ca", "token_file", "admin_token_file")
+    }
+    if asked.insecure_bind:
+        command.append("--insecure-bind")
     for name, path in {**paths, "run_dir": asked.run_dir}.items():
         if path is not None:
             command += [f"--{name.replace('_', '-')}", str(path)]

@@ -118,6 +118,7 @@ def table(found: ChiefStatus) -> Table:
 @click.option("--reason", default="asked to stop by `shardline stop`", help="For the logs.")
 @short_timeout
 @options.secured
+@options.admin
 def stop(cluster: str | None, reason: str, timeout: float, **files: Path | None) -> int:
     """Ask the chief to end the job with a checkpoint; all tasks then end by themselves."""
     client = _client(cluster, timeout, options.security(files))

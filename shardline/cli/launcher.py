@@ -77,7 +77,9 @@ class LaunchOptions:
     restart: bool = True
     """Start a task that died again, at most MAX_RESTARTS times each."""
     security: Security = PLAIN
-    """All tasks use the same files; the certificate must name 127.0.0.1."""
+    """All tasks use the same files, chief and ps the admin token too; the certificate must name 127.0.0.1."""
+    insecure_bind: bool = False
+    """The chief's page may be open to others without TLS; nothing else is beyond loopback."""
     lane: str = "auto"
     overlap: bool = True
     run_dir: Path | None = None
@@ -136,6 +138,10 @@ def task_command(options: LaunchOptions, task: str, *, ready_fd: int | None, lif
     for name, value in options.overrides:
         command += ["--set", f"{name}={value}"]
     command += ["--lane", options.lane, "--overlap" if options.overlap else "--no-overlap"]
+    if role == "chief" and options.insecure_bind:
+        command.append("--insecure-bind")
+    if role in ("chief", "ps") and options.security.admin_token_file is not None:
+        command += ["--admin-token-file", str(options.security.admin_token_file.absolute())]
     for name, path in _shared_paths(options).items():
         command += [f"--{name.replace('_', '-')}", str(path)]
     return command

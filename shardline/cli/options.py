@@ -131,6 +131,13 @@ secured = together(
     _file("--tls-ca", "PEM certificates of the CAs to trust; both sides of a connection must then show a certificate."),
     _file("--token-file", "File with the job's token; calls without it are refused."),
 )
+admin = _file(
+    "--admin-token-file",
+    "File with the admin token, for what only the chief may do, and to end the job; not for workers. (ps, chief)",
+)
+insecure_bind = option(
+    "--insecure-bind", is_flag=True, help="Listen beyond this machine without TLS, on a network that is yours alone."
+)
 lanes = together(
     option(
         "--lane", type=click.Choice(LANES), default="auto", help="How tensors travel; auto takes the best there is."
@@ -169,10 +176,24 @@ def page_address(flags: Mapping[str, Any]) -> str | None:
 
 
 def security(flags: Mapping[str, Any]) -> Security:
-    """TLS files and job token of parsed flags; the files are read."""
+    """TLS files and tokens of parsed flags; the files are read."""
     return Security(
-        tls_cert=flags["tls_cert"], tls_key=flags["tls_key"], tls_ca=flags["tls_ca"], token_file=flags["token_file"]
+        tls_cert=flags["tls_cert"],
+        tls_key=flags["tls_key"],
+        tls_ca=flags["tls_ca"],
+        token_file=flags["token_file"],
+        admin_token_file=flags.get("admin_token_file"),
     )
+
+
+def _role_security(role: str, flags: Mapping[str, Any]) -> Security:
+    """What a task is given: who commands nobody does not read the admin token, even where all have its path."""
+    commands = role in ("chief", "ps")
+    if not commands:
+        return security({**flags, "admin_token_file": None})
+    if flags["admin_token_file"] is not None and flags["token_file"] is None:
+        raise UsageError("--admin-token-file is given without --token-file; with the admin's token the job has one too")
+    return security(flags)
 
 
 def overrides(
@@ -197,7 +218,7 @@ def existing_job(path: Path | None) -> Path | None:
 
 def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> RoleConfig:
     """Settings of a role's process from its parsed flags; TF_CONFIG is taken from `environ`."""
-    job, secured_by = existing_job(flags["job"]), security(flags)
+    job, secured_by = existing_job(flags["job"]), _role_security(role, flags)
     if wants_place(flags["task"]):
         place = _take_place(role, flags, secured_by)
     else:
@@ -231,6 +252,7 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
         life_fd=flags["life_fd"],
         security=secured_by,
         bind=flags["bind"],
+        insecure_bind=flags["insecure_bind"],
         exit_with_job=flags["exit_with_job"],
         lane=flags["lane"],
         overlap=flags["overlap"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ role_options = options.together(
     options.lanes,
     options.page,
     options.secured,
+    options.admin,
+    options.insecure_bind,
     click.option("--ready-fd", type=int, hidden=True),
     click.option("--life-fd", type=int, hidden=True),
 )
@@ -86,6 +89,8 @@ def run_role(role: str, flags: dict[str, Any]) -> int:
         lifeline.watch(config.life_fd)
     json_path = config.out / "logs" / f"{role}-{config.index}.jsonl" if config.out is not None else None
     log.setup(config.task, json_path=json_path)
+    for caution in config.cautions():
+        logging.getLogger("shardline").warning("%s", caution)
     # Imports torch, as the role is about to; the allocator is told before either takes memory of any size.
     from shardline.allocator import tune_allocator
     from shardline.rpc.names import wait_for_own_name

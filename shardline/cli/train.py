@@ -61,6 +61,8 @@ EPILOG = "What follows -- is passed on: to the script, or to the job file as SHA
 @options.lanes
 @options.page
 @options.secured
+@options.admin
+@options.insecure_bind
 @options.timeout
 @click.option("--restart/--no-restart", default=True, help="Start tasks that died again, 3 times each.  [default: on]")
 def train(**flags: Any) -> int:
@@ -105,6 +107,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         script_args=tuple(shlex.split(os.environ.get(options.JOB_ARGS, ""))),
         restart=flags["restart"],
         security=options.security(flags),
+        insecure_bind=flags["insecure_bind"],
         lane=flags["lane"],
         overlap=flags["overlap"],
         run_dir=flags["run_dir"],

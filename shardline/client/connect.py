@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -66,6 +67,7 @@ def connect(
         metrics_port=int(_number("metrics_port", 0)),
         host=environment("host") or "127.0.0.1",
         bind=environment("bind"),
+        insecure_bind=environment_switch("insecure_bind", default=False),
         life_fd=int(life_fd) if life_fd else None,
         security=environment_security(),
         lane=environment("lane") or "auto",
@@ -73,6 +75,8 @@ def connect(
         run_dir=environment_path("run_dir"),
     )
     log.setup(config.task)
+    for caution in config.cautions():
+        logging.getLogger("shardline").warning("%s", caution)
     tune_allocator()
     if config.life_fd is not None:
         lifeline.watch(config.life_fd)

@@ -16,6 +16,7 @@ from shardline.config import Timeouts
 from shardline.errors import ShardlineError, UnreachableError
 from shardline.rpc.errors import from_status
 from shardline.rpc.names import HostName, is_literal, no_address, unknown_name
+from shardline.rpc.rights import needs_admin
 from shardline.rpc.server import MAX_MESSAGE_BYTES
 from shardline.security import PLAIN, Security
 
@@ -63,36 +64,40 @@ class _TokenBearer(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds the job token to every call of a channel, of any kind."""
+    """Adds the job token to every call of a channel, of any kind, and to commands the admin token."""
 
     def __init__(self, security: Security) -> None:
-        self._metadata = security.metadata()
+        self._security = security
+
+    def _with_tokens(self, details: Any) -> _Details:
+        return with_metadata(details, self._security.metadata(admin=needs_admin(details.method)))
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return continuation(with_metadata(client_call_details, self._metadata), request)
+        return continuation(self._with_tokens(client_call_details), request)
 
     def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return continuation(with_metadata(client_call_details, self._metadata), request)
+        return continuation(self._with_tokens(client_call_details), request)
 
     def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return continuation(with_metadata(client_call_details, self._metadata), request_iterator)
+        return continuation(self._with_tokens(client_call_details), request_iterator)
 
     def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return continuation(with_metadata(client_call_details, self._metadata), request_iterator)
+        return continuation(self._with_tokens(client_call_details), request_iterator)
 
 
 class _AioTokenBearer(grpc.aio.UnaryUnaryClientInterceptor):
-    """The same for the unary calls of a channel on an event loop; servers ask each other nothing else."""
+    """The same for the unary calls of a channel on an event loop; who streams there brings the metadata itself."""
 
     def __init__(self, security: Security) -> None:
-        self._metadata = security.metadata()
+        self._security = security
 
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         found = client_call_details
+        tokens = self._security.metadata(admin=needs_admin(found.method))
         details = grpc.aio.ClientCallDetails(
             method=found.method,
             timeout=found.timeout,
-            metadata=grpc.aio.Metadata(*(found.metadata or ()), *self._metadata),
+            metadata=grpc.aio.Metadata(*(found.metadata or ()), *tokens),
             credentials=found.credentials,
             wait_for_ready=found.wait_for_ready,
         )
@@ -112,19 +117,19 @@ def with_metadata(details: Any, more: Sequence[tuple[str, str]]) -> _Details:
 
 
 def open_channel(address: str, timeouts: Timeouts, security: Security = PLAIN) -> grpc.Channel:
-    """A channel with a connection of its own; TLS and token as `security` has them."""
+    """A channel with a connection of its own; TLS and tokens as `security` has them."""
     credentials, options = security.channel_credentials(), channel_options(timeouts)
     if credentials is None:
         channel = grpc.insecure_channel(address, options=options)
     else:
         channel = grpc.secure_channel(address, credentials, options=options)
-    return grpc.intercept_channel(channel, _TokenBearer(security)) if security.token else channel
+    return grpc.intercept_channel(channel, _TokenBearer(security)) if security.metadata(admin=True) else channel
 
 
 def open_aio_channel(address: str, timeouts: Timeouts, security: Security = PLAIN) -> grpc.aio.Channel:
-    """A channel for unary calls on the running event loop; TLS and token as `security` has them."""
+    """A channel on the running event loop; TLS, and for unary calls tokens, as `security` has them."""
     credentials, options = security.channel_credentials(), channel_options(timeouts)
-    bearers = (_AioTokenBearer(security),) if security.token else ()
+    bearers = (_AioTokenBearer(security),) if security.metadata(admin=True) else ()
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options, interceptors=bearers)
     return grpc.aio.secure_channel(address, credentials, options=options, interceptors=bearers)

@@ -83,6 +83,6 @@ def from_status(error: grpc.RpcError, *, peer: str, what: str, waited_s: float) 
         )
     if code is grpc.StatusCode.INTERNAL:
         return InternalError(f"{peer} failed in {what}: {details}")
-    if code is grpc.StatusCode.UNAUTHENTICATED:
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return UsageError(f"{peer} refused {what}: {details}")
     return ProtocolError(f"{peer} refused {what}: {details} ({code.name.lower()})")

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from shardline.cluster import format_address
 from shardline.errors import InternalError, UsageError
+from shardline.rpc.rights import needs_admin
 from shardline.security import PLAIN, Security
 
 log = logging.getLogger("shardline.rpc")
@@ -39,33 +40,47 @@ OPEN_METHODS = f"/{health.SERVICE_NAME}/"
 
 
 class TokenGate(grpc.aio.ServerInterceptor):
-    """Refuses every call without the job token, but those of the health service, before any byte of it is read."""
+    """Refuses calls before any byte of them is read: without the job token all but those of the health service,
+    without the admin token those that rights.py names.
+    """
 
     def __init__(self, security: Security) -> None:
         self._security = security
         # Of no kind but streams: a unary handler would first take the stranger's whole message.
-        self._refusal: Any = grpc.stream_stream_rpc_method_handler(self._refuse)
-        self._told = False
+        self._stranger: Any = grpc.stream_stream_rpc_method_handler(self._refuse_stranger)
+        self._no_admin: Any = grpc.stream_stream_rpc_method_handler(self._refuse_command)
+        self._told: set[str] = set()
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """The call's own handler, or the one that refuses."""
-        if handler_call_details.method.startswith(OPEN_METHODS) or self._security.check_metadata(
-            handler_call_details.invocation_metadata
-        ):
-            return await continuation(handler_call_details)
-        return self._refusal
+        """The call's own handler, or one that refuses."""
+        method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
+        if not method.startswith(OPEN_METHODS):
+            if not self._security.check_metadata(metadata):
+                return self._stranger
+            if needs_admin(method) and not self._security.check_admin(metadata):
+                return self._no_admin
+        return await continuation(handler_call_details)
 
-    async def _refuse(self, _requests: Any, context: Any) -> None:
-        # Once, or strangers could fill the disk with log lines.
-        log.log(
-            logging.DEBUG if self._told else logging.WARNING, "refused a call without the token: %s", context.peer()
-        )
-        self._told = True
+    async def _refuse_stranger(self, _requests: Any, context: Any) -> None:
+        self._log("refused a call without the token: %s", context)
         await context.abort(
             grpc.StatusCode.UNAUTHENTICATED,
             "the call does not bring this job's token; set --token-file (or SHARDLINE_TOKEN_FILE) to a file with the "
             "token that the cluster was started with",
         )
+
+    async def _refuse_command(self, _requests: Any, context: Any) -> None:
+        self._log("refused a command without the admin token: %s", context)
+        await context.abort(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "the call does not bring this cluster's admin token, without which nobody commands it; set "
+            "--admin-token-file (or SHARDLINE_ADMIN_TOKEN_FILE) as chief and parameter servers have it",
+        )
+
+    def _log(self, text: str, context: Any) -> None:
+        # Once each, or strangers could fill the disk with log lines.
+        log.log(logging.DEBUG if text in self._told else logging.WARNING, text, context.peer())
+        self._told.add(text)
 
 
 class RpcServer:
@@ -73,7 +88,8 @@ class RpcServer:
 
     register: functions that add their servicer to the grpc.aio server, called on the loop.
     service_names: full names for health and reflection, such as "shardline.rpc.v1.Chief".
-    security: TLS and job token; with a token every call must bring it but those of the health service.
+    security: TLS and tokens; with a job token every call must bring it but those of the health service, and with an
+    admin token the commands that one.
     bind: interface to listen on where it is not the host of the address, such as 0.0.0.0 in a container.
     The health service answers NOT_SERVING until set_serving(True).
     """
@@ -124,7 +140,7 @@ class RpcServer:
 
     async def _start(self) -> str:
         credentials = self._security.server_credentials()
-        gates = (TokenGate(self._security),) if self._security.token else ()
+        gates = (TokenGate(self._security),) if self._security.token or self._security.admin_token else ()
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=gates)
         for register in self._register:
             register(server)

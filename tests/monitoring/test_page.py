@@ -156,7 +156,7 @@ def looks_right_everywhere(browser: Browser) -> None:
 def test_a_page_open_to_others_without_a_token_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     cluster = HandCluster.write(tmp_path, ps=1, worker=1)
     place = ("--cluster", str(cluster.path), "--task", "chief/0", "--out", str(tmp_path / "out"))
-    refused = shardline("chief", *place, "--page", "0.0.0.0:0")
+    refused = shardline("chief", *place, "--page", "0.0.0.0:0", "--insecure-bind")
     assert_refused(refused, UsageError.exit_code, r"--page 0\.0\.0\.0:0 is open to other machines.*--token-file")
     assert not (tmp_path / "out" / "chief").exists()
 

@@ -17,9 +17,9 @@ import trustme
 
 from shardline.errors import ClusterSpecError, UsageError
 from shardline.rpc.status import ChiefStatus, TaskStatus
-from shardline.security import PLAIN, Security
+from shardline.security import PLAIN, Security, is_loopback
 from shardline_chief.page import server as page_server
-from shardline_chief.page.access import Access, check_exposure, host_of, is_loopback
+from shardline_chief.page.access import Access, check_exposure, host_of
 from shardline_chief.page.app import SECURITY_HEADERS, STREAMS
 from shardline_chief.page.files import read_static
 from shardline_chief.page.history import History

@@ -86,6 +86,7 @@ def test_role_with_any_becomes_the_task_that_the_chief_names(serve: Callable[[An
         ":2222",
         "--bind",
         "0.0.0.0",
+        "--insecure-bind",
     )
     here = f"{socket.gethostname()}:2222"
     assert giver.asked == [("worker", here)]
@@ -193,7 +194,7 @@ def test_any_of_another_role_and_any_without_a_cluster_are_refused() -> None:
 
 
 def test_task_with_an_index_in_a_numbered_role_answers_at_its_machines_name() -> None:
-    config = parse("ps", "--cluster", cluster("127.0.0.1:1"), "--task", "ps/0")
+    config = parse("ps", "--cluster", cluster("127.0.0.1:1"), "--task", "ps/0", "--insecure-bind")
     assert config.cluster.address("ps/0") == f"{socket.gethostname()}:0"
 
 

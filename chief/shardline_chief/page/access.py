@@ -10,26 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 
 from shardline.cluster import parse_address
 from shardline.errors import UsageError
-from shardline.security import TOKEN_LIMITS, Security
+from shardline.security import TOKEN_LIMITS, Security, is_loopback
 
 COOKIE = "shardline-page"
 COOKIE_BYTES = 4096
 """A longer Cookie header is not looked into."""
-LOOPBACK_NAMES = ("localhost",)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that host. A name that isn't localhost counts as reachable by others."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() in LOOPBACK_NAMES
 
 
 def check_exposure(address: str, security: Security) -> bool:
