@@ -73,11 +73,13 @@ def draw(path: Path, title: str, rows: Sequence[Row]) -> bool:
 
 
 def redraw(folder: Path) -> list[Path]:
-    """Draw SET.png of every SET.json in a folder; returns the pictures."""
+    """Draw SET.png of every SET.json in a folder; returns the pictures. Files that have no rows are no sets."""
     drawn = []
     known = {field.name for field in fields(Row)}
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
+        if "rows" not in found:
+            continue
         rows = [Row(**{name: value for name, value in row.items() if name in known}) for row in found["rows"]]
         if draw(path.with_suffix(".png"), found["about"], rows):
             drawn.append(path.with_suffix(".png"))

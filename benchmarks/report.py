@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,15 @@ Found = Mapping[str, Any]
 
 
 def read(folder: Path) -> dict[str, Found]:
-    """Results by set, in the order of the sets; those that have no file are left out."""
-    paths = {name: folder / f"{name}.json" for name in ALL}
+    """Results by set, in the order of the sets, then "load"; those that have no file are left out."""
+    paths = {name: folder / f"{name}.json" for name in (*ALL, "load")}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
 
 def page(found: Mapping[str, Found]) -> str:
     """The whole page."""
-    judged = [(name, row) for name, one in found.items() for row in one["rows"] if row["met"] is not None]
+    sets = {name: one for name, one in found.items() if name in ALL}
+    judged = [(name, row) for name, one in sets.items() for row in one["rows"] if row["met"] is not None]
     missed = [(name, row) for name, row in judged if not row["met"]]
     lines = [
         "# Measured",
@@ -50,7 +52,31 @@ def page(found: Mapping[str, Found]) -> str:
     for name, chosen in ALL.items():
         lines += ["", f"## {name}", "", f"{chosen.ABOUT[0].upper()}{chosen.ABOUT[1:]}.", ""]
         lines += section(found[name]) if name in found else ["No figures are recorded: nothing is known of its bars."]
+    if "load" in found:
+        lines += ["", "## load", "", *load(found["load"])]
     return "\n".join(lines) + "\n"
+
+
+def load(one: Found) -> Iterable[str]:
+    """What `benchmarks.load` found."""
+    ps, machine = one["ps"], one["machine"]
+    text = (
+        f"Many workers on one server: `python -m benchmarks.load`. {one['workers']} workers, {one['megabytes']:g} MB, "
+        f"lane `{one['lane']}`, {one['seconds']:.0f} s: {one['pushes']:,} pushes ({one['pushes_per_s']:.1f} a second), "
+        f"the slowest {one['slowest_push_s']:.1f} s, staleness at most {one['staleness_max']}, {len(one['errors'])} "
+        f"errors. The server held {ps['mb_first_third']:.0f} MB in the first third of the time and "
+        f"{ps['mb_last_third']:.0f} MB in the last, at most {ps['mb_max']:.0f} MB, {ps['threads_max']} threads and "
+        f"{ps['files_max']} open files."
+    )
+    yield from textwrap.wrap(text, 118)
+    yield ""
+    load_before = f"load {machine['load_before'][0]:.1f} before"
+    yield f"({machine['cores']} cores of an {machine['cpu']}; commit {commit(machine)}; {load_before}.)"
+
+
+def commit(machine: Mapping[str, Any]) -> str:
+    """Of which state of the tree."""
+    return f"{machine['commit'][:7]}{'' if machine['clean'] else ' with changes'}"
 
 
 def section(one: Found) -> Iterable[str]:
@@ -94,7 +120,7 @@ def origin(one: Found) -> str:
     parts = [
         f"{machine['cores']} cores of an {machine['cpu']}",
         f"torch {machine['versions']['torch']}",
-        f"commit {machine['commit'][:7]}{'' if machine['clean'] else ' with changes'}",
+        f"commit {commit(machine)}",
         f"load {machine['load_before'][0]:.1f} before",
         f"{repeats} repeats{'' if repeats >= ENOUGH else f', fewer than the {ENOUGH} there should be'}",
         f"{one['network']['links']}{'' if one['network']['namespace'] else ' without a namespace'}",
