@@ -121,6 +121,15 @@ class Leases:
         again = self.done + sum(lease.count for lease in self._open.values())
         return Leases(self._steps, repeated=self.repeated + again, number=self._number)
 
+    def back_to(self, cursor: Mapping[str, Any]) -> Leases:
+        """As a checkpoint has them, where every shard went back to it; the open ones are handed out again.
+
+        Raises CheckpointError for a cursor that is none.
+        """
+        found = Leases.resumed(cursor, self._steps, number=self._number)
+        found.repeated += sum(lease.count for lease in self._open.values())
+        return found
+
     def cursor(self) -> dict[str, Any]:
         """What a checkpoint keeps, JSON: the done ranges. Taken BEFORE the shards copy themselves (PROTOCOL 1.7)."""
         return {

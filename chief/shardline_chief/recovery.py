@@ -206,6 +206,10 @@ class Recovery:
         keep = self._kept(placement)
         # The others are empty from here on, whatever becomes of this.
         self._whole = {shard: incarnation for shard, incarnation in self._whole.items() if shard in keep}
+        if not keep and state.leases is not None and state.resume is not None:
+            # No shard has the updates made since: their batches are trained on again.
+            state.leases = state.leases.back_to(state.resume.cursor)
+            state.note_cursor()
         self.setup.place(placement, keep)
 
     def _sizes(self) -> Mapping[int, int]:
@@ -252,6 +256,8 @@ class Recovery:
         state.recoveries.append(recovered)
         state.record("recovered", timeline=state.timeline, **dataclasses.asdict(recovered))
         what = f"{lost} steps are made again" if state.sync else f"at least {lost} acknowledged updates are lost"
+        if state.leases is not None and not self.setup.keep:
+            what += " and made again"
         state.say(
             "recovered",
             f"{self._first} was heard last {recovered.seconds:.1f} s ago; training goes on from step "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 
+from shardline.errors import TaskLostError
 from shardline.rpc.link import Phase
 from shardline.sharding import make_plan
 from shardline.spec import JobSpec, differences
@@ -65,6 +66,7 @@ class Takeover:
         self._gone: dict[str, str] = {}
         """Why, of each known server that is not there any more."""
         self._began_s = 0.0
+        self._said_few = False
 
     @property
     def hearing(self) -> bool:
@@ -159,10 +161,38 @@ class Takeover:
     def tick(self, now_s: float) -> None:
         """Go on as far as possible."""
         if self.stage is Stage.HEARING and not self._unheard:
-            self._decide(now_s)
+            if self._most_are_here(now_s):
+                self._decide(now_s)
         elif self.stage is Stage.LEADING and not self.state.returning:
             # A server was lost meanwhile: recovery has taken over.
             self._over()
+
+    def _most_are_here(self, now_s: float) -> bool:
+        """Whether more than half of the servers can be led: with fewer, another chief might lead the others."""
+        state = self.state
+        held = sorted({place.task for place in self._known.placement})
+        here = {member.task for member in state.members.living("ps")}
+        missing = [task for task in held if task not in here]
+        if 2 * len(missing) < len(held) or not held:
+            return True
+        waited_s = now_s - self._began_s
+        few = f"{len(held) - len(missing)} of {len(held)} parameter servers are there"
+        if waited_s >= state.timeouts.join_s:
+            state.end(
+                TaskLostError.exit_code,
+                f"{', '.join(missing)} did not come within {state.timeouts.join_s:g} s, and with half of them or fewer "
+                f"this chief can't know that no other leads them. {state.what_remains()}",
+                now_s,
+            )
+            self._over()
+        elif not self._said_few:
+            self._said_few = True
+            state.say(
+                "takeover",
+                f"{few}: waiting {state.timeouts.join_s - waited_s:.0f} s for {', '.join(missing)}",
+                "warning",
+            )
+        return False
 
     def _decide(self, now_s: float) -> None:
         state, known = self.state, self._known

@@ -11,6 +11,7 @@ import pytest
 
 from shardline.errors import FencedError, UsageError
 from shardline.rpc.link import Phase
+from shardline.spec import TensorSpec
 from shardline_chief.actions import (
     Action,
     Command,
@@ -226,15 +227,40 @@ def test_server_lost_with_its_chief_goes_back_to_the_checkpoint() -> None:
 
 
 def test_server_that_does_not_come_back_is_declared_dead_and_the_others_take_its_shards() -> None:
-    cluster = mortal()
+    tensors = tuple(TensorSpec(name=f"weight{n}", shape=(64, 64), dtype="float32") for n in range(3))
+    cluster = Mortal(job=make_job(tensors=tensors), ps=3)
+    cluster.start()
     cut(cluster, 10)
+    held = cluster.program.state.placement
     cluster.ps[1].dead = True
     cluster.next_chief()
     cluster.tick(T / 3 - 3)
     assert cluster.program.state.returning
     cluster.tick(T)
     assert phase(cluster) is Phase.RUNNING
-    assert cluster.ps[0].shards == (0, 1)
+    assert {place.task for place in held} == {"ps/0", "ps/1", "ps/2"}
+    assert {place.task for place in cluster.program.state.placement} == {"ps/0", "ps/2"}
+
+
+def test_half_of_the_servers_are_too_few_to_go_on_with() -> None:
+    cluster = mortal()
+    cut(cluster, 10)
+    cluster.ps[1].dead = True
+    cluster.next_chief()
+    cluster.tick(T / 3 + 3)
+    assert cluster.changes == []
+    assert "1 of 2 parameter servers are there: waiting" in cluster.text()
+    cluster.restart_ps(1)
+    cluster.hear()
+    cluster.hear()
+    assert phase(cluster) is Phase.RUNNING
+    cluster = mortal()
+    cluster.ps[1].dead = True
+    cluster.next_chief()
+    cluster.tick(T + 3)
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 4
+    assert "ps/1 did not come within 60 s, and with half of them or fewer" in cluster.finish.reason
 
 
 def test_all_servers_started_again_with_the_chief_are_one_loss() -> None:
@@ -359,6 +385,25 @@ def test_leases_of_a_worker_that_died_with_the_chief_are_handed_out_again_and_co
     assert leases is not None
     assert leases.repeated == mine[2]
     assert lease(cluster, "worker/0")[1] == mine[1]
+
+
+def test_batches_whose_updates_no_shard_has_any_more_are_trained_on_again() -> None:
+    cluster = mortal(mode="async", steps=200)
+    first = lease(cluster, "worker/0")
+    second = lease(cluster, "worker/0", first[0])
+    cluster.next_chief()
+    for number in (0, 1):
+        cluster.ps[number] = FakePs(number)
+        cluster.join("ps", number)
+    cluster.hear()
+    cluster.hear()
+    assert phase(cluster) is Phase.RUNNING
+    leases = cluster.program.state.leases
+    assert leases is not None
+    assert (leases.done, leases.repeated) == (0, second[2])
+    again = lease(cluster, "worker/0", second[0])
+    assert again[1] == 0
+    assert again[0] > second[0]
 
 
 def test_copies_whose_finished_leases_died_with_the_chief_are_released_and_not_saved() -> None:
