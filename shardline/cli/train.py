@@ -282,7 +282,8 @@ class _Run:
                 display.say("ending with a checkpoint; press Ctrl-C again to end at once")
                 self._cluster.interrupt()
             elif isinstance(event, Polled):
-                if event.status.page and self._last is None:
+                if event.status.page and (self._last is None or event.status.page != self._last.page):
+                    # Also of a chief that was started again: with port 0 it has another one.
                     display.say(f"page: {event.status.page}")
                 self._last = event.status
                 display.update(event.status)
