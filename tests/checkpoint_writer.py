@@ -1,0 +1,22 @@
+"""A process that writes one checkpoint after another until it is killed; see test_checkpoint_kills."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from shardline.checkpoint import CheckpointStore
+from tests.checkpoint_cases import cut_of
+
+KEEP = 2
+
+
+def write_on(folder: Path, reports: Connection) -> None:
+    """Go on from the newest whole checkpoint; tell -1 before the first write, and each step that is committed."""
+    store = CheckpointStore(folder, KEEP)
+    step = store.newest_valid().step
+    reports.send(-1)
+    while True:
+        step += 1
+        store.commit(cut_of(step=step))
+        reports.send(step)
