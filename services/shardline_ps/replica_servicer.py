@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from shardline.errors import ProtocolError, ShardlineError
+from shardline.errors import ProtocolError, ShardlineError, UnreachableError
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.records import Begin, Digest, FrameReader, Head
 from shardline.rpc.v1 import parameter_server_pb2, parameter_server_pb2_grpc
@@ -24,14 +24,22 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
     def __init__(self, task: str, store: ParameterStore) -> None:
         self._task = task
         self._store = store
-        self._streams: dict[int, asyncio.Task[Any]] = {}
+        self._streams: dict[int, _Stream] = {}
         self.on_refused: Callable[[str, Exception], None] = lambda method, error: None
 
-    @rpc_errors.stream
-    async def Replicate(self, request: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    def end(self, shard: int, reason: str) -> None:
+        """End a shard's stream, where there is one: its primary comes again."""
+        stream = self._streams.pop(shard, None)
+        if stream is not None:
+            stream.reason = reason
+            stream.handler.cancel()
+
+    # Written and not yielded: so the end of a stream that a newer one replaces is told, wherever its handler is.
+
+    @rpc_errors.writer
+    async def Replicate(self, request: AsyncIterator[Any], context: Any) -> None:
         """Records of one shard; each is answered when it is applied."""
-        handler = asyncio.current_task()
-        assert handler is not None
+        stream: _Stream | None = None
         shard: int | None = None
         try:
             reader: FrameReader | None = None
@@ -42,10 +50,11 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
                         raise ProtocolError("a stream of records starts with its head")
                     spec, problem = self._admit(message.head)
                     if spec is None:
-                        yield parameter_server_pb2.ReplicaReply(problem=problem)
+                        await context.write(parameter_server_pb2.ReplicaReply(problem=problem))
                         return
                     shard = message.head.shard
-                    self._replace(shard, handler)
+                    self.end(shard, "a newer stream has taken the place of this one")
+                    stream = self._streams[shard] = _Stream()
                     reader = FrameReader(spec, max_image_bytes=image_limit(spec))
                 frame = reader.feed(message)
                 if frame is None:
@@ -54,12 +63,18 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
                     standby = await self._take(frame, shard, standby)
                 except ShardlineError as error:
                     log.warning("%s: %s", self._task, error)
-                    yield parameter_server_pb2.ReplicaReply(problem=str(error))
+                    await context.write(parameter_server_pb2.ReplicaReply(problem=str(error)))
                     return
                 if not isinstance(frame, Digest):
-                    yield _reply(standby)
+                    await context.write(await self._reply(standby))
+        except asyncio.CancelledError:
+            # A handler that is just cancelled tells the other side nothing.
+            if stream is None or not stream.reason:
+                raise
+            stream.handler.uncancel()
+            raise UnreachableError(stream.reason) from None
         finally:
-            if shard is not None and self._streams.get(shard) is handler:
+            if shard is not None and self._streams.get(shard) is stream:
                 del self._streams[shard]
 
     async def _take(self, frame: Any, shard: int | None, standby: Standby | None) -> Standby | None:
@@ -75,6 +90,13 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
         await self._store.work(standby.take, frame)
         return standby
 
+    async def _reply(self, standby: Standby | None) -> parameter_server_pb2.ReplicaReply:
+        if standby is None:
+            return parameter_server_pb2.ReplicaReply()
+        # A frame of a stream before this one may still be on its way into the shard.
+        copy, record, synced = await self._store.work(standby.standing)
+        return parameter_server_pb2.ReplicaReply(copy=copy, record=record, synced=synced)
+
     def _admit(self, head: parameter_server_pb2.ReplicaHead) -> tuple[ShardSpec | None, str]:
         """The shard's plan, or why this stream is not taken."""
         store, authority = self._store, self._store.authority
@@ -88,17 +110,16 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
             return None, f"{self._task} is not to hold a standby of shard {head.shard} for {head.task}"
         return configuration.plan.shards[head.shard], ""
 
-    def _replace(self, shard: int, handler: asyncio.Task[Any]) -> None:
-        older = self._streams.get(shard)
-        if older is not None and older is not handler:
-            older.cancel()
-        self._streams[shard] = handler
 
+class _Stream:
+    """One call while its handler runs; made by it."""
 
-def _reply(standby: Standby | None) -> parameter_server_pb2.ReplicaReply:
-    if standby is None:
-        return parameter_server_pb2.ReplicaReply()
-    return parameter_server_pb2.ReplicaReply(copy=standby.copy, record=standby.record, synced=standby.synced)
+    def __init__(self) -> None:
+        handler = asyncio.current_task()
+        assert handler is not None
+        self.handler = handler
+        self.reason = ""
+        """Why it was ended from this side."""
 
 
 def image_limit(shard: ShardSpec) -> int:

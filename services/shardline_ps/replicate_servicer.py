@@ -7,8 +7,9 @@ import contextlib
 import enum
 import logging
 import random
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,7 @@ class Replicator:
         self._store = store
         self._task = task
         self._timeouts = timeouts
-        self._metadata = tuple(security.metadata())
+        self._metadata = security.metadata(admin=True)
         self._method: Callable[..., Any] = channel.stream_stream(
             METHOD,
             request_serializer=None,
@@ -153,7 +154,7 @@ class Replicator:
             if self.log.resume(reply.copy, reply.record):
                 self._whole = reply.synced
             else:
-                copy = random.getrandbits(63) | 1
+                copy = secrets.randbits(63) | 1
                 await self._send(call, Begin(copy))
                 # Memory is taken there.
                 reply = await self._answer(call, self._timeouts.total_s)
@@ -185,17 +186,31 @@ class Replicator:
     async def _send(self, call: Any, frame: Frame) -> None:
         # Serialized in the pool: megabytes are copied.
         for message in await self._store.work(lambda: list(frames_of(frame))):
-            await call.write(message)
+            await self._of(call, call.write(message))
 
     async def _answer(self, call: Any, timeout_s: float) -> parameter_server_pb2.ReplicaReply:
         """The next reply; raises UnreachableError where the stream ends or the standby has a problem."""
-        reply = await asyncio.wait_for(call.read(), timeout_s)
+        reply = await self._of(call, asyncio.wait_for(call.read(), timeout_s))
         if reply is grpc.aio.EOF:
             raise UnreachableError(f"the stream of records to {self.target.task} at {self.target.address} ended")
         if reply.problem:
             raise UnreachableError(reply.problem)
         found: parameter_server_pb2.ReplicaReply = reply
         return found
+
+    async def _of(self, call: Any, operation: Awaitable[Any]) -> Any:
+        """An operation of the stream; raises UnreachableError where the other side has ended that."""
+        try:
+            return await operation
+        except (asyncio.CancelledError, asyncio.InvalidStateError) as error:
+            task = asyncio.current_task()
+            # gRPC also cancels whoever reads from a call that was cancelled there; that is not our own end.
+            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+                raise
+            code, details = await call.code(), await call.details()
+            raise UnreachableError(
+                f"the stream to {self.target.address} ended: {code.name.lower()}: {details}"
+            ) from None
 
     async def _sender(self, call: Any) -> None:
         while True:

@@ -116,17 +116,23 @@ class ReplicaLog:
         with self._lock:
             self._since_digest += 1
             due = self._since_digest >= DIGEST_EVERY and bucket == self._digest_bucket % max(1, len(self._copied))
-            if not due:
+            # A bucket that isn't copied belongs to a record of the copy before.
+            if not due or bucket not in self._copied:
                 return
             self._since_digest = 0
             self._digest_bucket += 1
+            copy = self.copy
         found = digest(tensor_bytes(values.cpu()))
         with self._lock:
-            if number <= self.sent:
-                self._append(number, Digest(number=number, bucket=bucket, digest=found))
+            # Not where the copy that the record belonged to was given up.
+            if copy == self.copy:
+                self._send(number, Digest(number=number, bucket=bucket, digest=found))
 
     def _append(self, number: int, frame: Frame) -> None:
         self.sent = number
+        self._send(number, frame)
+
+    def _send(self, number: int, frame: Frame) -> None:
         self._unsent.append(Sent(number, frame))
         self._on_entry()
 

@@ -134,6 +134,11 @@ class Standby:
                 f"{frame.number}; it has to be copied anew. Are both of one kind of machine and torch build?"
             )
 
+    def standing(self) -> tuple[int, int, bool]:
+        """(copy, record, synced) after the frame that is being taken, if one is."""
+        with self._lock:
+            return self.copy, self.record, self.synced
+
     def promote(self) -> str:
         """Take no record from now on, and be the primary's shard; returns why not, empty where it is done."""
         with self._lock:

@@ -75,11 +75,11 @@ class Ps:
         await self.voters.close()
         await self.replicas.close()
 
-    def close(self) -> None:
+    def close(self, *, grace_s: float = 0.2) -> None:
         if self.server.loop.is_closed():
             return
         self.server.run(self.end(), timeout_s=5.0)
-        self.server.close(grace_s=0.2)
+        self.server.close(grace_s=grace_s)
         self.store.close()
 
 

@@ -1,0 +1,157 @@
+"""Parameter servers with standbys in one process, and what a chief does when one of them is gone.
+
+with Protected(job, ps=2) as cluster:
+    cluster.await_synced()
+    cluster.fail_over(0)                 # its process is gone; zombie=True: it lives on, cut off
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardline.client.exchange import Interrupted, Restart
+from shardline.errors import UnreachableError
+from shardline.job import Job
+from shardline.rpc.configuration import Configuration, Placement
+from shardline.rpc.status import ShardStatus
+from tests.integration.cluster import PATIENCE_S, Cluster, Worker
+
+MEMBERS = {f"worker/{index}": 1 for index in range(8)}
+
+
+class Protected(Cluster):
+    """A cluster in which the next server holds each shard's standby."""
+
+    def __init__(self, job: Job, *, ps: int = 2, **options: Any) -> None:
+        self._primary: dict[int, int] = {}
+        self._standby: dict[int, int | None] = {}
+        self.gone: set[int] = set()
+        self.moved = threading.Condition()
+        """Notified when there is a new timeline."""
+        super().__init__(job, ps=ps, **options)
+
+    def host_of(self, shard: int) -> int:
+        return self._primary.get(shard, shard)
+
+    def make_placement(self) -> tuple[Placement, ...]:
+        placed = []
+        for place in super().make_placement():
+            number = self._standby.setdefault(place.shard, (self.host_of(place.shard) + 1) % len(self.hosts))
+            if number is not None:
+                host = self.hosts[number]
+                place = replace(place, standby_task=host.task, standby_address=host.address)
+            placed.append(place)
+        return tuple(placed)
+
+    def configuration(self, host: int) -> Configuration:
+        standbys = tuple(shard for shard, holder in sorted(self._standby.items()) if holder == host)
+        return replace(super().configuration(host), standbys=standbys)
+
+    # What is known
+
+    def status(self, shard: int) -> ShardStatus:
+        """What a shard's primary says of it."""
+        statuses = self.controls[self.host_of(shard)].status().shards
+        return next(item for item in statuses if item.shard == shard)
+
+    def await_standby(self, shard: int, state: str) -> ShardStatus:
+        """Wait until a shard's standby is in this state."""
+        pause = threading.Event()
+        for _ in range(int(PATIENCE_S / 0.02)):
+            found = self.status(shard)
+            if found.standby == state:
+                return found
+            pause.wait(0.02)
+        raise AssertionError(f"the standby of shard {shard} is {found.standby}, not {state}: {found.standby_problem}")
+
+    def await_synced(self) -> None:
+        """Wait until every shard is protected."""
+        for shard in range(len(self.plan.shards)):
+            self.await_standby(shard, "synced")
+
+    # What a chief does
+
+    def living(self) -> list[int]:
+        return [host for host in range(len(self.hosts)) if host not in self.gone]
+
+    def fail_over(self, lost: int, *, zombie: bool = False) -> None:
+        """A server is gone: its shards' standbys take over, and whoever had theirs there goes on alone."""
+        self.gone.add(lost)
+        if not zombie:
+            self.hosts[lost].close(grace_s=0.0)
+        timeline = self.timeline + 1
+        for shard in range(len(self.plan.shards)):
+            standby = self._standby[shard]
+            if self.host_of(shard) == lost:
+                assert standby is not None
+                reason = self.controls[standby].promote(timeline, shard)
+                assert not reason, reason
+                self._primary[shard], self._standby[shard] = standby, None
+            elif standby == lost:
+                self._standby[shard] = None
+        with self.moved:
+            self.timeline, self.placement = timeline, self.make_placement()
+            for host in self.living():
+                configuration = self.configuration(host)
+                self.controls[host].configure(
+                    replace(configuration, keep=configuration.shards, keep_standbys=configuration.standbys)
+                )
+            for host in self.living():
+                self.controls[host].activate(timeline)
+            self.moved.notify_all()
+        for worker in self._workers:
+            worker.trainer.exchange.interrupt()
+
+    def place_standby(self, shard: int, host: int | None) -> None:
+        """Have a standby elsewhere, or none."""
+        self._standby[shard] = host
+        self.placement = self.make_placement()
+        for number in self.living():
+            self.controls[number].set_membership(self.timeline, MEMBERS, self.placement)
+
+    # Workers
+
+    def __enter__(self) -> Protected:
+        return self
+
+    def persist(self, index: int, run: Callable[[Worker], Any]) -> Any:
+        """Run a worker until it ends; it starts again where the timeline changes, as a session's does."""
+        while True:
+            with self.moved:
+                timeline = self.timeline
+                worker = self.worker(index)
+            try:
+                return run(worker)
+            except (Restart, Interrupted, UnreachableError):
+                with self.moved:
+                    assert self.moved.wait_for(functools.partial(self._later, timeline), PATIENCE_S), "no new timeline"
+
+    def _later(self, timeline: int) -> bool:
+        return self.timeline > timeline
+
+    def train_through(self, ownership: Sequence[Sequence[int]], *others: Callable[[], Any]) -> None:
+        """Train to the end with one worker per entry, while others disturb."""
+
+        def trainer(index: int, owned: Sequence[int]) -> Callable[[], Any]:
+            return lambda: self.persist(index, lambda worker: worker.run(owned, self.job.steps))
+
+        self.together([*(trainer(index, owned) for index, owned in enumerate(ownership)), *others])
+
+    def at_step(self, step: int, shard: int, function: Callable[[], Any]) -> Callable[[], Any]:
+        """A function that waits until some bucket of a shard has published a step."""
+
+        def run() -> None:
+            pause = threading.Event()
+            held = self.shards[shard]
+            for _ in range(int(PATIENCE_S / 0.0005)):
+                if held.step_max >= step:
+                    function()
+                    return
+                pause.wait(0.0005)
+            raise AssertionError(f"shard {shard} did not reach step {step}")
+
+        return run
