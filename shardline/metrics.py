@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
-from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
@@ -24,13 +23,15 @@ from prometheus_client import (
     Histogram,
     PlatformCollector,
     ProcessCollector,
-    start_http_server,
+    make_wsgi_app,
 )
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
 from shardline.cluster import format_address
 from shardline.errors import InternalError, UsageError
+from shardline.metrics_page import MetricsPage
+from shardline.security import PLAIN, Security
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Bucket bounds of durations of one exchange or step."""
@@ -233,10 +234,11 @@ class Metrics:
                 self._families[spec.name] = self._family(spec)
         self._children: dict[tuple[str, tuple[tuple[str, str], ...]], MetricWrapperBase] = {}
         self._lock = threading.Lock()
-        self._server: WSGIServer | None = None
-        self._thread: threading.Thread | None = None
+        self._page: MetricsPage | None = None
         self.address = ""
         """Where serve() answers; empty before."""
+        self.url = ""
+        """The same as a URL: beyond loopback a page wears TLS where the task does."""
         self._show_zeros()
 
     def _show_zeros(self) -> None:
@@ -288,33 +290,29 @@ class Metrics:
             raise InternalError(f"metric {name!r} has labels {sorted(spec.labels)}, not {sorted(labels)}")
         return self._families[name].labels(task=self.task, **labels)
 
-    def serve(self, host: str, port: int) -> str:
+    def serve(self, host: str, port: int, security: Security = PLAIN) -> str:
         """Answer GET /metrics at host:port (0 = a free one); returns the bound address.
 
+        security: whoever asks from outside of this machine needs the job's token, where there is one.
         Raises UsageError where the port is taken or the host is not this machine's.
         """
-        if self._server is not None:
+        if self._page is not None:
             raise InternalError(f"the metrics of {self.task} are served already")
         try:
-            server, thread = start_http_server(port, host, self.registry)
+            page = MetricsPage(host, port, make_wsgi_app(self.registry), security)
         except OSError as error:
             raise UsageError(
                 f"{self.task} can't serve metrics at {format_address(host, port)}: {error.strerror or error}; "
                 "use another --metrics-port (0 = a free one) or --host"
             ) from None
-        self._server, self._thread = server, thread
-        self.address = format_address(host, int(server.server_port))
+        self._page, self.address, self.url = page, page.address, page.url
         return self.address
 
     def close(self) -> None:
         """Stop serving and free the port. May be called twice."""
-        server, thread = self._server, self._thread
-        self._server = self._thread = None
-        if server is None or thread is None:
-            return
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=5.0)
+        page, self._page = self._page, None
+        if page is not None:
+            page.close()
 
 
 def table_markdown() -> str:
@@ -322,8 +320,9 @@ def table_markdown() -> str:
     lines = [
         "# Metrics",
         "",
-        "Every task answers `GET /metrics` (`--metrics-port`, `--host`). Each metric has the label `task`, such as",
-        "`worker/3`, besides those below; the usual `process_*` and `python_*` figures are there too.",
+        "Every task answers `GET /metrics` (`--metrics-port`, `--host`). From outside of the task's machine that needs",
+        "the job's token, where there is one ([security](security.md#metrics)). Each metric has the label `task`, such",
+        "as `worker/3`, besides those below; the usual `process_*` and `python_*` figures are there too.",
         "This page is made of the table in `shardline/metrics.py`: `make docs`.",
         "",
         "| name | kind | unit | labels | tasks | what |",

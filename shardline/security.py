@@ -251,7 +251,8 @@ def _same(given: bytes | str | None, token: bytes) -> bool:
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches that host. A name that isn't localhost counts as reachable by others."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
     except ValueError:
         return host.lower() in LOOPBACK_NAMES
 

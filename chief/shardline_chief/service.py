@@ -207,8 +207,8 @@ class ChiefProcess:
             self._control.page = self._page.start()
             log.info("page at %s", self._control.page)
         tell_ready(self._config, address)
-        metrics_address = self._metrics.serve(self._config.host, self._config.metrics_port)
-        log.info("serves at %s, metrics at http://%s/metrics", address, metrics_address)
+        self._metrics.serve(self._config.host, self._config.metrics_port, self._config.security)
+        log.info("serves at %s, metrics at %s", address, self._metrics.url)
         termination.call(lambda: self._asked_to_end(termination))
         if self._config.chief_trains:
             self._trainer = Trainer(self._config, address, on_exit=self._control.trainer_ended)

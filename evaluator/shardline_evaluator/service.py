@@ -33,7 +33,7 @@ def run(config: RoleConfig) -> int:
     if job.evaluate is None:
         log.warning("the job has no `evaluate`, so there is nothing to score")
     metrics = Metrics("evaluator", config.task)
-    metrics_address = metrics.serve(config.host, config.metrics_port)
+    metrics_address = metrics.serve(config.host, config.metrics_port, config.security)
     # Nobody calls an evaluator; it serves health and reflection, as every task does.
     server = RpcServer(
         config.cluster.address(config.task), name=config.task, security=config.security, bind=config.bind
@@ -55,7 +55,7 @@ def run(config: RoleConfig) -> int:
         if not link.join():
             log.info("asked to end before the chief admitted this evaluator")
             return 0
-        log.info("joined as %s, metrics at http://%s/metrics", link.task, metrics_address)
+        log.info("joined as %s, metrics at %s", link.task, metrics.url)
         code = Evaluator(link, job, model.to(device), metrics, termination).run()
         return (code or link.orders.exit_code) if config.exit_with_job else code
     finally:

@@ -144,9 +144,9 @@ def run(config: RoleConfig) -> int:
     try:
         address = process.start()
         tell_ready(config, address)
-        metrics_address = process.metrics.serve(config.host, config.metrics_port)
+        metrics_address = process.metrics.serve(config.host, config.metrics_port, config.security)
         meter_line(process.metrics, address)
-        log.info("serves at %s on %s, metrics at http://%s/metrics", address, process.store.device, metrics_address)
+        log.info("serves at %s on %s, metrics at %s", address, process.store.device, process.metrics.url)
         return _serve(config, process, termination, address, metrics_address)
     finally:
         process.close()

@@ -167,7 +167,7 @@ class Session:
         spec = job or script_spec(self._script, model, optimizer)
         self._place.furnish(model, from_file=job is not None, overlap=overlap, zero_copy=zero_copy)
         address = self._server.start()
-        metrics_address = self.metrics.serve(self.config.host, self.config.metrics_port)
+        metrics_address = self.metrics.serve(self.config.host, self.config.metrics_port, self.config.security)
         meter_line(self.metrics, address)
         self._link = ChiefLink(
             self.config.cluster.chief,
@@ -192,10 +192,10 @@ class Session:
             self.shutdown()
             raise SystemExit(0)
         log.info(
-            "joined as %s, incarnation %#x, metrics at http://%s/metrics",
+            "joined as %s, incarnation %#x, metrics at %s",
             self._link.task,
             self._link.incarnation,
-            metrics_address,
+            self.metrics.url,
         )
         self._begin()
         self._optimizer = ShardlineOptimizer(self, optimizer, spec.rule.name)

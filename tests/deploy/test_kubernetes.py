@@ -378,6 +378,37 @@ def test_service_monitor_selects_every_service_by_a_port_that_it_has_and_makes_t
         assert ports[endpoint["port"]] == int(settings()["SHARDLINE_METRICS_PORT"])
 
 
+def test_scrapes_bring_the_jobs_token_and_over_tls_trust_the_clusters_ca() -> None:
+    (plain,) = documents(KUBERNETES / "components" / "monitoring" / "servicemonitor.yaml")
+    (secured,) = (one for one in rendered(str(KUBERNETES / "secured")) if one["kind"] == "ServiceMonitor")
+    volumes = workload(base_manifests(), "ps")["spec"]["template"]["spec"]["volumes"]
+    (token,) = (volume["secret"]["secretName"] for volume in volumes if volume["name"] == "token")
+    for monitor in (plain, secured):
+        (endpoint,) = monitor["spec"]["endpoints"]
+        name = Path(settings()["SHARDLINE_TOKEN_FILE"]).name
+        assert endpoint["authorization"] == {"credentials": {"name": token, "key": name}}
+    assert "scheme" not in plain["spec"]["endpoints"][0]
+    assert endpoint["scheme"] == "https"
+    # A name that docs/deploy.md has in the certificate.
+    assert f"DNS:{endpoint['tlsConfig']['serverName']}," in (ROOT / "docs" / "deploy.md").read_text()
+    for role in PODS:
+        found = workload(rendered(str(KUBERNETES / "secured")), role)
+        assert found["spec"]["template"]["metadata"]["annotations"]["prometheus.io/scheme"] == "https"
+
+
+def test_chief_and_servers_alone_have_the_admin_token() -> None:
+    manifests = rendered(str(KUBERNETES / "secured"))
+    for role in PODS:
+        found = container(manifests, role)
+        given = {variable["name"]: variable.get("value") for variable in found["env"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in found["volumeMounts"]}
+        assert ("admin" in mounts) == (role in ("chief", "ps"))
+        if "admin" in mounts:
+            assert given["SHARDLINE_ADMIN_TOKEN_FILE"] == f"{mounts['admin']}/admin-token"
+        else:
+            assert "SHARDLINE_ADMIN_TOKEN_FILE" not in given
+
+
 def test_workers_on_gpus_ask_for_one_each(tmp_path: Path) -> None:
     manifests = rendered(with_gpus(tmp_path))
     found = container(manifests, "worker")

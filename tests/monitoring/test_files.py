@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 import yaml
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -42,9 +43,28 @@ def mounts_of(service: dict[str, Any]) -> dict[str, str]:
 
 
 @needs_promtool
-@pytest.mark.parametrize("name", ["prometheus", "local", "machines"])
-def test_promtool_takes_the_configuration_with_its_rules(name: str) -> None:
-    assert "SUCCESS: 2 rule files found" in promtool("check", "config", PROMETHEUS / f"{name}.yml")
+@pytest.mark.parametrize("name", ["prometheus", "token", "local", "machines"])
+def test_promtool_takes_the_configuration_with_its_rules(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "prometheus"
+    shutil.copytree(PROMETHEUS, folder)
+    # What a person puts beside it, which promtool looks for.
+    trustme.CA().cert_pem.write_to_path(str(folder / "ca.pem"))
+    (folder / "token").write_text("a-token-of-enough-characters")
+    path = folder / f"{name}.yml"
+    path.write_text(path.read_text().replace("/run/secrets/token", "token"))
+    assert "SUCCESS: 2 rule files found" in promtool("check", "config", path)
+
+
+def test_with_a_token_prometheus_in_compose_brings_it_and_is_otherwise_the_same() -> None:
+    plain, secured = (yaml.safe_load((PROMETHEUS / f"{name}.yml").read_text()) for name in ("prometheus", "token"))
+    (scrape,) = secured["scrape_configs"]
+    overlay = yaml.safe_load((ROOT / "deploy" / "compose" / "token.yaml").read_text())
+    service = overlay["services"]["prometheus"]
+    (secret,) = service["secrets"]
+    assert scrape.pop("authorization") == {"credentials_file": f"/run/secrets/{secret}"}
+    assert secured == plain
+    assert "--config.file=/etc/prometheus/token.yml" in service["command"]
+    assert overlay["x-secured"]["environment"] == {"SHARDLINE_TOKEN_FILE": f"/run/secrets/{secret}"}
 
 
 @needs_promtool

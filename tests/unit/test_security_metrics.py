@@ -1,0 +1,142 @@
+"""The metrics page: open on this machine, with the job's token or a certificate from outside, never held up."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+
+from shardline import metrics_page
+from shardline.metrics import Metrics
+from shardline.metrics_page import admitted
+from shardline.security import PLAIN, Security
+
+TOKEN = "the-job-token-of-this-test"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+class Files:
+    def __init__(self, folder: Path) -> None:
+        ca, cert = trustme.CA(), None
+        cert = ca.issue_cert("127.0.0.1")
+        self.ca, self.cert, self.key, self.token = (folder / name for name in ("ca", "cert", "key", "token"))
+        ca.cert_pem.write_to_path(str(self.ca))
+        cert.cert_chain_pems[0].write_to_path(str(self.cert))
+        cert.private_key_pem.write_to_path(str(self.key))
+        self.token.write_text(TOKEN)
+
+    def mutual(self, token: bool) -> Security:
+        return Security(tls_cert=self.cert, tls_key=self.key, tls_ca=self.ca, token_file=self.token if token else None)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("metrics"))
+
+
+@pytest.fixture
+def metrics() -> Iterator[Metrics]:
+    found = Metrics("ps", "ps/0")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is on this machine, as far as the page can tell."""
+    monkeypatch.setattr(metrics_page, "is_loopback", lambda host: False)
+
+
+def read(url: str, headers: dict[str, str] | None = None, context: ssl.SSLContext | None = None) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers or {}), timeout=10, context=context
+        ) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as refusal:
+        with refusal:
+            return refusal.code, refusal.read().decode()
+
+
+def test_on_this_machine_the_page_needs_no_token(metrics: Metrics, files: Files) -> None:
+    metrics.serve("127.0.0.1", 0, files.mutual(token=True))
+    assert metrics.url == f"http://{metrics.address}/metrics"
+    status, text = read(metrics.url)
+    assert status == 200 and 'shardline_cuts_skipped_total{task="ps/0"}' in text
+
+
+@pytest.mark.usefixtures("outside")
+def test_from_outside_the_page_needs_the_jobs_token(metrics: Metrics, files: Files) -> None:
+    metrics.serve("127.0.0.1", 0, Security(token_file=files.token))
+    for wrong in ({}, {"Authorization": TOKEN}, {"Authorization": f"Bearer {TOKEN}x"}, {"Cookie": TOKEN}):
+        status, text = read(metrics.url, wrong)
+        assert (status, text) == (401, "these metrics need the job's token: Authorization: Bearer TOKEN\n")
+    assert read(metrics.url, BEARER)[0] == 200
+
+
+@pytest.mark.usefixtures("outside")
+def test_beyond_loopback_the_page_wears_the_tasks_tls(metrics: Metrics, files: Files) -> None:
+    metrics.serve("127.0.0.1", 0, files.mutual(token=True))
+    trusting = ssl.create_default_context(cafile=str(files.ca))
+    assert metrics.url.startswith("https://")
+    assert read(metrics.url, context=trusting)[0] == 401
+    assert read(metrics.url, BEARER, trusting)[0] == 200
+    with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+        read(metrics.url, BEARER, ssl.create_default_context())
+
+
+@pytest.mark.usefixtures("outside")
+def test_without_a_token_a_ca_asks_readers_for_a_certificate(metrics: Metrics, files: Files) -> None:
+    metrics.serve("127.0.0.1", 0, files.mutual(token=False))
+    context = ssl.create_default_context(cafile=str(files.ca))
+    with pytest.raises((urllib.error.URLError, OSError)):
+        read(metrics.url, context=context)
+    context.load_cert_chain(files.cert, files.key)
+    assert read(metrics.url, context=context)[0] == 200
+
+
+@pytest.mark.usefixtures("outside")
+def test_silent_readers_hold_nobody_up_and_are_not_any_number(
+    metrics: Metrics, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_page._Handler, "timeout", 0.3)
+    metrics.serve("127.0.0.1", 0, files.mutual(token=True))
+    host, _, port = metrics.address.rpartition(":")
+    # None of them shakes hands.
+    silent = [socket.create_connection((host, int(port)), timeout=5.0) for _ in range(metrics_page.CONNECTIONS + 8)]
+    began_s = time.monotonic()
+    closed = [one.recv(1) for one in silent]
+    assert closed == [b""] * len(silent) and time.monotonic() - began_s < 5.0
+    trusting = ssl.create_default_context(cafile=str(files.ca))
+    assert read(metrics.url, BEARER, trusting)[0] == 200
+    for one in silent:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("peer", "authorization", "expected"),
+    [
+        ("127.0.0.1", "", True),
+        ("::1", "", True),
+        ("::ffff:127.0.0.1", "", True),
+        ("10.0.0.7", "", False),
+        ("::ffff:10.0.0.7", "", False),
+        ("fd00::7", f"Bearer {TOKEN}", True),
+        ("10.0.0.7", f"bearer  {TOKEN} ", True),
+        ("10.0.0.7", f"Basic {TOKEN}", False),
+        ("10.0.0.7", TOKEN, False),
+        ("10.0.0.7", "Bearer ", False),
+        ("10.0.0.7", "Bearer \udcff", False),
+        ("not an address", "", False),
+    ],
+)
+def test_rule_of_who_may_read(peer: str, authorization: str, expected: bool, files: Files) -> None:
+    assert admitted(Security(token_file=files.token), peer=peer, authorization=authorization) is expected
+    assert admitted(PLAIN, peer=peer, authorization=authorization)
