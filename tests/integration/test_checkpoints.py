@@ -1,0 +1,134 @@
+"""Checkpoints of living servers: a slow disk holds nobody up, and a capped fetch takes its time and no more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+from shardline.checkpoint import CheckpointStore
+from shardline.checkpoint.files import Files
+from shardline.rpc.client import PsControl
+from shardline.rpc.status import HeldCut
+from shardline.testing import reference
+from shardline_chief.actions import Save, Saved
+from shardline_chief.checkpointer import Checkpointer
+from shardline_chief.pacing import Links, Pace, TokenBucket
+from tests.integration.cluster import PATIENCE_S, Cluster, assert_same_end
+from tests.integration.jobs import Rich, make_job
+
+
+class SlowFiles(Files):
+    """A disk that takes nothing until it is let go."""
+
+    def __init__(self) -> None:
+        self.go, self.reached = threading.Event(), threading.Event()
+
+    def write_some(self, fd: int, view: memoryview) -> int:
+        self.reached.set()
+        assert self.go.wait(PATIENCE_S)
+        return super().write_some(fd, view)
+
+    def sync(self, fd: int) -> None:
+        """No real one: what is slow here is said by `go`."""
+
+
+class Watched(threading.Event):
+    """Counts who waits for it."""
+
+    waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits += 1
+        return super().wait(timeout)
+
+
+def save_of(cluster: Cluster, step: int) -> Save:
+    return Save(
+        step=step,
+        timeline=cluster.timeline,
+        plan=cluster.plan,
+        job=cluster.spec,
+        placement=cluster.placement,
+        cursor={},
+    )
+
+
+def held(cluster: Cluster, shard: int) -> list[HeldCut]:
+    return list(cluster.controls[shard].status().shards[0].cuts)
+
+
+def test_a_disk_that_hangs_stops_neither_training_nor_answers_and_cuts_are_left_out_until_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    job = make_job("momentum", model=Rich, replicas=2, steps=14)
+    files = SlowFiles()
+    with Cluster(job, ps=2, cut_every=2, bucket_bytes=512) as cluster:
+
+        def connect(task: str, address: str) -> PsControl:
+            return PsControl(task, address, cluster.timeouts, term=0, chief_uuid="")
+
+        store = CheckpointStore(tmp_path, 9, files=files)
+        checkpointer = Checkpointer(store, connect, term=1)
+        saves: dict[int, Future[Saved]] = {2: Future(), 4: Future()}
+        try:
+            cluster.train([[0], [1]], steps=2)
+            checkpointer.submit(save_of(cluster, 2), saves[2].set_result)
+            assert files.reached.wait(PATIENCE_S)
+            # The writer hangs from here on.
+            cluster.train([[0], [1]], steps=10)
+            for shard in range(2):
+                status = cluster.controls[shard].status().shards[0]
+                assert status.step_min == 10
+                assert [(cut.step, cut.complete, cut.skipped) for cut in status.cuts] == [
+                    (2, True, False),
+                    (4, True, False),
+                    (6, False, True),
+                    (8, False, True),
+                    (10, False, True),
+                ]
+            checkpointer.submit(save_of(cluster, 4), saves[4].set_result)
+            assert not saves[2].done() and not saves[4].done()
+            files.go.set()
+            for step, future in saves.items():
+                assert future.result(PATIENCE_S).error == "", step
+                for control in cluster.controls:
+                    control.release(cluster.timeline, step)
+        finally:
+            files.go.set()
+            checkpointer.close()
+        cluster.train([[0], [1]], steps=14)
+        # What was left out stays so; what came after the disk went on is there again.
+        assert [(cut.step, cut.skipped) for cut in held(cluster, 0)][-2:] == [(12, False), (14, False)]
+        for step in saves:
+            expected = reference(job, step)
+            checkpoint = store.open(step)
+            for name, value in {**expected.params, **expected.buffers}.items():
+                assert bool((checkpoint.tensor(name) == value).all()), (step, name)
+        assert_same_end(cluster.state(), reference(job, 14))
+
+
+def test_a_capped_fetch_of_a_real_server_takes_its_bytes_at_the_capped_rate_unless_somebody_waits_for_it() -> None:
+    with Cluster(make_job("adam", model=Rich), bucket_bytes=512) as cluster:
+        control, address = cluster.controls[0], cluster.hosts[0].address
+        control.cut(cluster.timeline, 0)
+        nbytes = sum(image.nbytes for image in control.get_cut(cluster.timeline, 0, 0, max_bytes=1 << 20))
+
+        class SlowLinks(Links):
+            def cap(self, address: str) -> float:
+                """Such that the whole of it takes a quarter of a second."""
+                return 4.0 * nbytes
+
+        def fetch(hurry: threading.Event) -> float:
+            pace = Pace(address, SlowLinks(), TokenBucket(burst=0), hurry, capped=True)
+            start_s = time.monotonic()
+            for _ in control.get_cut(cluster.timeline, 0, 0, max_bytes=1 << 20, pace=pace):
+                pass
+            return time.monotonic() - start_s
+
+        assert fetch(threading.Event()) >= 0.24
+        hurry = Watched()
+        hurry.set()
+        fetch(hurry)
+        assert hurry.waits == 0
