@@ -13,6 +13,7 @@ import click
 
 from shardline import errors
 from shardline.cli.bench import bench
+from shardline.cli.certs import certs
 from shardline.cli.cluster_commands import export, status, stop
 from shardline.cli.health import health
 from shardline.cli.options import JOB_ARGS
@@ -48,7 +49,7 @@ def cli() -> None:
     """
 
 
-for command in (train, *COMMANDS, top, status, stop, export, health, bench):
+for command in (train, *COMMANDS, top, status, stop, export, certs, health, bench):
     cli.add_command(command)
 
 

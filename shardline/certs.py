@@ -1,0 +1,152 @@
+"""A CA of one's own and certificates for a cluster's tasks, in files; for a try, and for networks without a CA."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from shardline.errors import UsageError
+
+HERE = ("localhost", "127.0.0.1", "::1")
+"""In every certificate, so that a task can be asked from its own machine, and tasks of one machine each other."""
+CLOCK_SKEW = datetime.timedelta(hours=1)
+"""Certificates are valid from before now: clocks of two machines differ."""
+LONGEST_NAME = 253
+_HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What was written."""
+
+    ca: Path
+    pairs: Mapping[str, tuple[Path, Path]]
+    """Certificate and private key by name."""
+    until: datetime.datetime
+    new_ca: bool
+
+
+def make_certificates(folder: Path, hosts: Mapping[str, str], *, days: int) -> Made:
+    """Write NAME.pem and NAME.key for each name's host, signed by the folder's CA, which is made if there is none.
+
+    Nothing that is there is written over. Private keys are readable for their owner alone. A name is its files' and a
+    host is an IP address or a DNS name. Raises UsageError, and then nothing was written.
+    """
+    for host in hosts.values():
+        alternative_name(host)
+    ca_files = (folder / "ca.pem", folder / "ca.key")
+    pairs = {name: (folder / f"{name}.pem", folder / f"{name}.key") for name in hosts}
+    found = [path for path in ca_files if path.exists()]
+    if len(found) == 1:
+        raise UsageError(f"{found[0]} is there, but not the other of {ca_files[0]} and {ca_files[1]}; nothing was made")
+    there = [path for pair in pairs.values() for path in pair if path.exists()]
+    if there or "ca" in hosts:
+        raise UsageError(f"{there[0] if there else ca_files[0]} is there already; nothing was made or written over")
+    now = datetime.datetime.now(datetime.UTC)
+    until = now + datetime.timedelta(days=days)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not found:
+            _write(ca_files, *_make_ca(now, until))
+        ca = x509.load_pem_x509_certificate(ca_files[0].read_bytes())
+        ca_key = serialization.load_pem_private_key(ca_files[1].read_bytes(), None)
+        for name, host in hosts.items():
+            _write(pairs[name], *_make_leaf(name, host, now, min(until, ca.not_valid_after_utc), ca, ca_key))
+    except OSError as error:
+        raise UsageError(f"{error.filename or folder} can't be read or written: {error.strerror}") from None
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{ca_files[0]} and {ca_files[1]} are no CA that can be used: {error}") from None
+    return Made(ca=ca_files[0], pairs=pairs, until=min(until, ca.not_valid_after_utc), new_ca=not found)
+
+
+def alternative_name(host: str) -> x509.GeneralName:
+    """A host as a certificate names it; raises UsageError for what is none."""
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        if not _HOST.fullmatch(host) or len(host) > LONGEST_NAME:
+            raise UsageError(f"{host!r} is no host name and no IP address that a certificate could have") from None
+        return x509.DNSName(host.rstrip("."))
+
+
+def _make_ca(now: datetime.datetime, until: datetime.datetime) -> tuple[x509.Certificate, Any]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"shardline test CA {now:%Y-%m-%d %H:%M}")])
+    usage = _usage(digital_signature=False, key_cert_sign=True)
+    certificate = (
+        _builder(name, name, key.public_key(), now, until)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return certificate, key
+
+
+def _make_leaf(
+    task: str, host: str, now: datetime.datetime, until: datetime.datetime, ca: x509.Certificate, ca_key: Any
+) -> tuple[x509.Certificate, Any]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    # Names of more than 64 characters don't fit there; nobody goes by it.
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, task[:64])])
+    names = [alternative_name(name) for name in dict.fromkeys((host, *HERE))]
+    certificate = (
+        _builder(name, ca.subject, key.public_key(), now, until)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(digital_signature=True, key_cert_sign=False), critical=True)
+        # A task serves, and it calls others.
+        .add_extension(
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
+        )
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+    return certificate, key
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, public_key: Any, now: datetime.datetime, until: datetime.datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder(subject_name=subject, issuer_name=issuer, public_key=public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_after(until)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+    )
+
+
+def _usage(*, digital_signature: bool, key_cert_sign: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        key_cert_sign=key_cert_sign,
+        crl_sign=key_cert_sign,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _write(paths: tuple[Path, Path], certificate: x509.Certificate, key: Any) -> None:
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    for path, data, mode in (
+        (paths[1], pem, 0o600),
+        (paths[0], certificate.public_bytes(serialization.Encoding.PEM), 0o644),
+    ):
+        # Another's file, or a link that another has put there, is never written to.
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)

@@ -1,0 +1,51 @@
+"""shardline certs: a CA and a certificate for each task, for a try and for networks without a CA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shardline.cluster import parse_address, read_spec
+from shardline.errors import UsageError
+
+
+@click.command(short_help="Make a test CA and a certificate for each task.")
+@click.argument("out", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--host", "hosts", multiple=True, metavar="NAME", help="A machine's name or IP address; may be repeated.")
+@click.option("--cluster", metavar="FILE", help="cluster.json: a certificate for each of its tasks, named after it.")
+@click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long they are valid.")
+def certs(out: Path, hosts: tuple[str, ...], cluster: str | None, days: int) -> int:
+    """Make a CA and certificates in the folder OUT, for connections that wear TLS on both sides.
+
+    One certificate for each --host, in OUT/NAME.pem and OUT/NAME.key, or for each task of --cluster, in OUT/ps-0.pem
+    and so on; without either, one for this machine. A CA that is in OUT already signs further ones. Nothing is written
+    over.
+    """
+    wanted = {**_tasks(cluster), **{host.replace(":", "-"): host for host in hosts}} or {"localhost": "localhost"}
+    # Its library takes a moment to load.
+    from shardline.certs import make_certificates
+
+    made = make_certificates(out, wanted, days=days)
+    key = made.ca.with_suffix(".key")
+    print(f"{made.ca}, {key}: the CA{'' if made.new_ca else ', as it was'}; no task needs its key, keep it to yourself")
+    for name, pair in made.pairs.items():
+        print(f"{pair[0]}, {pair[1]}: for {wanted[name]}")
+    cert, private = next(iter(made.pairs.values()))
+    print(f"valid until {made.until:%Y-%m-%d}; give each task its own two files, and all of them the CA's certificate:")
+    print(f"    --tls-ca {made.ca} --tls-cert {cert} --tls-key {private}")
+    return 0
+
+
+def _tasks(cluster: str | None) -> dict[str, str]:
+    """Hosts of a cluster's tasks, by the name of their files."""
+    if cluster is None:
+        return {}
+    spec = read_spec(cluster)
+    found = {}
+    for task in spec.task_names():
+        host, _ = parse_address(spec.address(task))
+        if host == "*":
+            raise UsageError(f"{task} has no address in the cluster spec; name the machines with --host instead")
+        found[task.replace("/", "-")] = host
+    return found
