@@ -1,0 +1,150 @@
+"""Who holds whose standby, and what follows when a server is gone: a standby takes over, without a rollback. Pure.
+
+PROTOCOL 1.6, 1.8. Only the chief changes who replicates. A standby that its primary called whole is promoted with the
+primary's death; it refuses where it is not whole after all, and then the job goes back to a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from shardline.errors import UsageError
+from shardline.rpc.configuration import Placement
+from shardline.rpc.status import ShardStatus
+
+WHOLE = ("synced", "silent")
+"""States in which a standby has everything that its primary ever told anybody."""
+
+
+def check_standbys(standbys: int, servers: int) -> None:
+    """Raise UsageError where there can't be so many standbys of each shard."""
+    if standbys not in (0, 1):
+        raise UsageError(f"--standbys is {standbys}; a shard has no standby or one")
+    if standbys and servers < 2:
+        raise UsageError(
+            f"--standbys {standbys} needs at least 2 parameter servers, this cluster has {servers}: a standby on the "
+            "server of its primary would die with it"
+        )
+
+
+def protected(
+    placement: tuple[Placement, ...],
+    living: Mapping[str, str],
+    *,
+    avoid: Callable[[int, str], bool] = lambda shard, task: False,
+) -> tuple[Placement, ...]:
+    """The same placement, each shard with a standby on the next server after its primary, where there is another one.
+
+    living: addresses of the servers, by task. avoid(shard, task): servers that are not to hold a shard's standby for
+    now. A standby that is on a living server stays there.
+    """
+    order = sorted(living, key=_index)
+    result = []
+    for place in placement:
+        task = place.standby_task
+        if task not in living or task == place.task:
+            first = next((n for n, name in enumerate(order) if _index(name) > _index(place.task)), 0)
+            after = [*order[first:], *order[:first]]
+            task = next((name for name in after if name != place.task and not avoid(place.shard, name)), "")
+        result.append(replace(place, standby_task=task, standby_address=living.get(task, "")))
+    return tuple(result)
+
+
+def _index(task: str) -> int:
+    return int(task.partition("/")[2])
+
+
+def without_standbys(placement: tuple[Placement, ...], shards: Collection[int]) -> tuple[Placement, ...]:
+    """The same placement, where the primaries of these shards go on alone."""
+    return tuple(
+        replace(place, standby_task="", standby_address="") if place.shard in shards else place for place in placement
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn:
+    """What follows a death without a rollback."""
+
+    placement: tuple[Placement, ...]
+    """Who holds what from now on; standbys that are gone are left out."""
+    promoted: Mapping[int, str]
+    """By shard, the server whose standby becomes the primary."""
+
+
+def after_loss(placement: tuple[Placement, ...], living: Collection[str], whole: Collection[int]) -> StandIn | None:
+    """How the job goes on with the servers that are left; None where some shard has lost every holder.
+
+    whole: shards whose standby has everything.
+    """
+    result: list[Placement] = []
+    promoted: dict[int, str] = {}
+    for place in placement:
+        there = place.standby_task in living
+        if place.task in living:
+            result.append(place if there else replace(place, standby_task="", standby_address=""))
+        elif there and place.shard in whole:
+            promoted[place.shard] = place.standby_task
+            result.append(Placement(shard=place.shard, task=place.standby_task, address=place.standby_address))
+        else:
+            return None
+    return StandIn(placement=tuple(result), promoted=promoted)
+
+
+class Protection:
+    """How the standbys are, as their primaries last told."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, str] = {}
+        self._silent_since_s: dict[int, float] = {}
+        self._avoided: dict[tuple[int, str], float] = {}
+        """Until when a server is not to hold a shard's standby."""
+
+    def observe(self, placement: Iterable[Placement], shards: Iterable[ShardStatus], now_s: float) -> list[str]:
+        """Take in what a ps said of its shards; returns a sentence for each change that a person wants to know of."""
+        wanted = {place.shard: place.standby_task for place in placement}
+        said = []
+        for shard in shards:
+            task = wanted.get(shard.shard, "")
+            state = shard.standby if task and shard.standby_task == task else ""
+            before = self.states.get(shard.shard, "")
+            self.states[shard.shard] = state
+            if state == "silent":
+                self._silent_since_s.setdefault(shard.shard, now_s)
+            else:
+                self._silent_since_s.pop(shard.shard, None)
+            if state != before and (sentence := _sentence(shard, task, state, before)):
+                said.append(sentence)
+        return said
+
+    def whole(self) -> set[int]:
+        """Shards whose standby may be promoted."""
+        return {shard for shard, state in self.states.items() if state in WHOLE}
+
+    def too_silent(self, now_s: float, limit_s: float) -> list[int]:
+        """Shards whose primary has stood still for its standby for too long."""
+        return sorted(shard for shard, since_s in self._silent_since_s.items() if now_s - since_s >= limit_s)
+
+    def forget(self, shards: Iterable[int]) -> None:
+        """These have no standby any more."""
+        for shard in list(shards):
+            self.states.pop(shard, None)
+            self._silent_since_s.pop(shard, None)
+
+    def avoid(self, shard: int, task: str, until_s: float) -> None:
+        """Let another server hold the standby for some time."""
+        self._avoided[shard, task] = until_s
+
+    def avoided(self, shard: int, task: str, now_s: float) -> bool:
+        """Whether the server is not to hold it now."""
+        return now_s < self._avoided.get((shard, task), now_s)
+
+
+def _sentence(shard: ShardStatus, task: str, state: str, before: str) -> str:
+    if state == "synced":
+        return f"shard {shard.shard} is protected: its standby on {task} is whole"
+    if state == "silent":
+        return f"shard {shard.shard} stands still: its standby on {task} does not answer ({shard.standby_problem})"
+    if state in ("unprotected", "copying") and before in WHOLE:
+        return f"shard {shard.shard} is unprotected: its standby on {task} is copied anew ({shard.standby_problem})"
+    return ""
