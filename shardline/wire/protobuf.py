@@ -23,6 +23,10 @@ ALIGNED_FROM = 4096
 """Smaller payloads are not worth the padding."""
 MAX_REFERENCES = 1 << 16
 """In one frame; a shard of 64 GB has a quarter of that in buckets."""
+MAX_FIELDS = 2 * MAX_REFERENCES
+"""In one message: unknown ones are passed over, but each takes its time, and nobody else is served meanwhile."""
+MAX_NUMBER = (1 << 64) - 1
+MAX_TAG = MAX_BUCKET = (1 << 32) - 1
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Wire types that proto3 uses."""
 
@@ -56,17 +60,27 @@ def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
         position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value & 0xFFFF_FFFF_FFFF_FFFF, position
+            if value > MAX_NUMBER:
+                raise ProtocolError("frame with a number of more than 64 bits")
+            return value, position
         shift += 7
 
 
-def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """(field number, value) of each field: an int, or a view of the bytes. Raises ProtocolError on malformed bytes."""
-    position, end = 0, len(data)
+def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview | None]]:
+    """(field number, value) of each field: a varint, a view of bytes, or None for one of fixed size.
+
+    No field that is read here has a fixed size. Raises ProtocolError on malformed bytes.
+    """
+    position, end, count = 0, len(data), 0
     while position < end:
+        count += 1
+        if count > MAX_FIELDS:
+            raise ProtocolError(f"frame with more than {MAX_FIELDS} fields in one message")
         tag, position = _read_varint(data, position)
         number, kind = tag >> 3, tag & 7
-        value: int | memoryview
+        if tag > MAX_TAG:
+            raise ProtocolError(f"frame with field number {number}, which proto3 doesn't have")
+        value: int | memoryview | None
         if kind == VARINT:
             value, position = _read_varint(data, position)
         elif kind == BYTES:
@@ -78,7 +92,7 @@ def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
             size = 8 if kind == FIXED64 else 4
             if size > end - position:
                 raise ProtocolError(f"frame whose field {number} is cut short")
-            value, position = int.from_bytes(data[position : position + size], "little"), position + size
+            value, position = None, position + size
         else:
             raise ProtocolError(f"frame with wire type {kind} in field {number}, which proto3 doesn't have")
         if number == 0:
@@ -196,6 +210,9 @@ def _read_chunk(data: memoryview) -> ChunkView:
     payload: memoryview = memoryview(b"")
     for number, value in fields(data):
         if number == 1 and isinstance(value, int):
+            if value > MAX_BUCKET:
+                # Protobuf would cut it off, and the chunk would be another bucket's.
+                raise ProtocolError(f"chunk of bucket {value}, a number of more than 32 bits")
             bucket = value
         elif number == 2 and isinstance(value, int):
             offset = value
@@ -206,7 +223,7 @@ def _read_chunk(data: memoryview) -> ChunkView:
     return ChunkView(bucket, offset, payload)
 
 
-def _message(cls: Any, value: int | memoryview, what: str) -> Any:
+def _message(cls: Any, value: int | memoryview | None, what: str) -> Any:
     if not isinstance(value, memoryview):
         raise ProtocolError(f"frame whose {what} is no message")
     try:

@@ -10,6 +10,7 @@ from shardline.errors import ProtocolError
 from shardline.rpc.v1 import data_pb2
 from shardline.wire import protobuf
 from shardline.wire.protobuf import (
+    MAX_FIELDS,
     MAX_REFERENCES,
     ChunkView,
     PullFrameView,
@@ -150,6 +151,11 @@ def test_a_frame_cut_anywhere_never_reads_as_more_than_it_holds(frame: PushFrame
         (b"\x0a\x00\x0a\x00", "two of push"),
         (b"\x02\x00", "field number 0"),
         (b"\x0d\x01", "cut short"),
+        (b"\x08" + b"\xff" * 9 + b"\x02", "more than 64 bits"),
+        (varint(1 << 35) + b"\x00", "field number 4294967296"),
+        (b"\x0a\x08\x1a\x06\x08\xff\xff\xff\xff\x1f", "bucket 8589934591, a number of more than 32 bits"),
+        (b"\x0a\x07\x1a\x05\x0d\x01\x00\x00\x00", "chunk whose field 1 has the wrong type"),
+        (b"\x78\x00" * (MAX_FIELDS + 1), "more than 131072 fields in one message"),
     ],
 )
 def test_malformed_frames_are_refused_by_name(data: bytes, sentence: str) -> None:
