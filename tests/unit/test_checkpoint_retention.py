@@ -103,7 +103,7 @@ def commit(folder: Path, act: Commit, newest: int) -> int | None:
     return step
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(acts=st.lists(ACTS, min_size=2, max_size=9))
 @example(acts=[Commit(), Commit(), Commit(), Damage(0, "flip"), Damage(1, "no file"), Commit(ahead=-1, keep=1)])
 @example(acts=[Commit(), Commit(), Damage(0, "cut short"), Commit(at=30), Commit(at=30, kill=True), Commit()])
