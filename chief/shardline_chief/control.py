@@ -389,7 +389,8 @@ class Control:
         state = self.program.state
         # An asynchronous job does not go back as a whole.
         anew = state.timeline != self._reported if state.sync else not self._reported
-        if state.phase is Phase.RUNNING and anew and state.job is not None and not state.returning:
+        under_way = state.phase in (Phase.RUNNING, Phase.STOPPING) and not state.returning
+        if under_way and anew and state.job is not None:
             self._reported = state.timeline
             # Of an earlier chief, whose logs go on: nothing that they have was undone.
             taken_over = state.timeline >> 32 != state.settings.term

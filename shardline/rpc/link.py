@@ -36,6 +36,8 @@ LOST, REPEATED = "lost_updates", "repeated_batches"
 """Figures of a worker's life in asynchronous mode: acknowledged updates that a restored shard has no more, and batches
 that were sent and computed again."""
 FEATURES = ("sync", "async", "voted", "cut", "restore")
+MAX_REPORTS = 4096
+"""Finished steps that wait for the chief, at most; of more the oldest are not told."""
 GOODBYE_S = 2.0
 """How long a task that ends waits for the chief to take its last beat."""
 
@@ -153,7 +155,9 @@ class ChiefLink:
         self._traffic = traffic
         self._lock = threading.Condition()
         self._orders = Orders()
-        self._reports: deque[StepReport] = deque(maxlen=4096)
+        self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
+        self._unanswered: deque[list[StepReport]] = deque()
+        """Reports of beats that the chief may not have got, oldest beat first."""
         self._step = 0
         self._leaving = False
         self._finished = False
@@ -354,30 +358,50 @@ class ChiefLink:
     def _beats(self, ended: threading.Event) -> Iterator[chief_pb2.Beat]:
         # A generator of a broken stream must not take reports that the next stream could still send.
         while not (self._closed.is_set() or ended.is_set()):
-            yield self._beat()
+            yield self._beat(ended)
             if self._failure is not None:
                 self._failure_sent.set()
             self._wake.wait(self.timeouts.heartbeat_s)
             self._wake.clear()
         if self._reports and not ended.is_set():
             # Steps that ended after the beat before this one: without it their lines would lack in the logs.
-            yield self._beat()
+            yield self._beat(ended)
 
-    def _beat(self) -> chief_pb2.Beat:
-        reports: list[chief_pb2.StepReport] = []
-        while self._reports and len(reports) < 1024:
-            item = self._reports.popleft()
-            reports.append(
-                chief_pb2.StepReport(
-                    step=item.step,
-                    replica=item.replica,
-                    loss=item.loss,
-                    samples=item.samples,
-                    compute_s=item.compute_s,
-                    exchange_s=item.exchange_s,
-                    staleness=item.staleness,
-                )
+    def _take_reports(self, ended: threading.Event) -> list[StepReport]:
+        """Reports for the next beat; they are kept until it is answered."""
+        with self._lock:
+            if ended.is_set():
+                return []
+            taken = [self._reports.popleft() for _ in range(min(1024, len(self._reports)))]
+            self._unanswered.append(taken)
+            return taken
+
+    def _answered(self) -> None:
+        """The chief has said something: all beats but the newest, which may have crossed it, have arrived."""
+        with self._lock:
+            while len(self._unanswered) > 1:
+                self._unanswered.popleft()
+
+    def _take_back(self) -> None:
+        """The stream is over: what may not have arrived is told again, some of it maybe for the second time."""
+        with self._lock:
+            again = [report for beat in self._unanswered for report in beat]
+            self._unanswered.clear()
+            self._reports.extendleft(reversed(again[: MAX_REPORTS - len(self._reports)]))
+
+    def _beat(self, ended: threading.Event) -> chief_pb2.Beat:
+        reports = [
+            chief_pb2.StepReport(
+                step=item.step,
+                replica=item.replica,
+                loss=item.loss,
+                samples=item.samples,
+                compute_s=item.compute_s,
+                exchange_s=item.exchange_s,
+                staleness=item.staleness,
             )
+            for item in self._take_reports(ended)
+        ]
         beat = chief_pb2.Beat(
             task=self.task,
             incarnation=self.incarnation,
@@ -455,9 +479,11 @@ class ChiefLink:
         try:
             for message in call:
                 self._broken_s = None
+                self._answered()
                 self._obey(_orders_from_proto(message))
         finally:
             ended.set()
+            self._take_back()
             self._wake.set()
 
     def _obey(self, orders: Orders) -> None:

@@ -335,3 +335,22 @@ def test_settings_of_the_trainer_process_survive_the_way_there(tmp_path: Path) -
 
 def test_orders_start_at_version_zero_so_that_the_first_ones_count() -> None:
     assert Orders().version == 0
+
+
+def test_steps_that_a_chief_may_not_have_heard_of_are_told_again(chief: Chief) -> None:
+    link = chief.link("worker")
+    reports = [StepReport(step=step, replica=0, loss=0.5, samples=8) for step in range(3)]
+    broken, ended = threading.Event(), threading.Event()
+    for report in reports:
+        link.report(report)
+        assert [item.step for item in link._beat(broken).steps] == [report.step]
+    link._answered()
+    link._take_back()
+    # The answer may be to the beat before the last, so the last one is told again; then nothing is left.
+    assert [item.step for item in link._beat(ended).steps] == [2]
+    ended.set()
+    link._take_back()
+    assert list(link._beat(ended).steps) == []
+    link.report(reports[0])
+    assert [item.step for item in link._beat(threading.Event()).steps] == [2, 0]
+    link.close()
