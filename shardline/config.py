@@ -101,6 +101,8 @@ class RoleConfig:
     """Where the chief serves its page, "host:port"; None = nowhere."""
     run_dir: Path | None = None
     """Folder for the unix sockets of the shm lane; None = the kernel's abstract namespace."""
+    standbys: int = 0
+    """Standbys of each shard: 0 or 1."""
 
     def __post_init__(self) -> None:
         if self.lane not in LANES:
@@ -148,6 +150,17 @@ class RoleConfig:
                 "the parameter servers and end the job"
             )
         return found
+
+
+def check_standbys(standbys: int, servers: int) -> None:
+    """Raise UsageError where there can't be so many standbys of each shard."""
+    if standbys not in (0, 1):
+        raise UsageError(f"--standbys is {standbys}; a shard has no standby or one")
+    if standbys and servers < 2:
+        raise UsageError(
+            f"--standbys {standbys} needs at least 2 parameter servers, this cluster has {servers}: a standby on the "
+            "server of its primary would die with it"
+        )
 
 
 def environment(name: str) -> str | None:

@@ -83,7 +83,7 @@ class Configure:
     timeline: int
     placement: tuple[Placement, ...]
     keep: frozenset[int] = frozenset()
-    """Shards whose present values stay (asynchronous mode); the others' are made anew."""
+    """Shards whose present values stay, and their standbys where these stay too; the others' are made anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +92,15 @@ class Members:
 
     timeline: int
     members: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promote:
+    """Make standbys the primaries of their shards, in a history of their own."""
+
+    timeline: int
+    shards: Mapping[int, str]
+    """By shard, the server whose standby it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +142,7 @@ class AskStatus:
     """Status of every ps."""
 
 
-Order = Lead | Configure | Members | Restore | Activate | Cut | Release | AskStatus
+Order = Lead | Configure | Members | Promote | Restore | Activate | Cut | Release | AskStatus
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardline.checkpoint import Checkpoint
 from shardline.config import Timeouts
-from shardline.errors import InternalError, ShardlineError, UnreachableError
+from shardline.errors import InternalError, ProtocolError, ShardlineError, UnreachableError
 from shardline.rpc.client import PsControl
 from shardline.rpc.configuration import Configuration, Placement
 from shardline.security import PLAIN, Security
@@ -23,6 +23,7 @@ from shardline_chief.actions import (
     Lead,
     Members,
     Order,
+    Promote,
     Release,
     Restore,
 )
@@ -109,6 +110,8 @@ class Commander:
                 return control.configure(_configuration(task, order))
             case Members():
                 return control.set_membership(order.timeline, order.members)
+            case Promote():
+                return _promote(task, control, order)
             case Restore():
                 return self._restore(task, control, order)
             case Activate():
@@ -153,6 +156,16 @@ def _shards(task: str, placement: tuple[Placement, ...]) -> tuple[int, ...]:
     return tuple(place.shard for place in placement if place.task == task)
 
 
+def _standbys(task: str, placement: tuple[Placement, ...]) -> tuple[int, ...]:
+    return tuple(place.shard for place in placement if place.standby_task == task)
+
+
+def _promote(task: str, control: PsControl, order: Promote) -> None:
+    for shard in sorted(shard for shard, holder in order.shards.items() if holder == task):
+        if reason := control.promote(order.timeline, shard):
+            raise ProtocolError(f"{task} does not take over shard {shard}: {reason}")
+
+
 def _configuration(task: str, order: Configure) -> Configuration:
     job = order.job
     return Configuration(
@@ -168,4 +181,6 @@ def _configuration(task: str, order: Configure) -> Configuration:
         placement=order.placement,
         codec=job.codec,
         keep=tuple(shard for shard in _shards(task, order.placement) if shard in order.keep),
+        standbys=_standbys(task, order.placement),
+        keep_standbys=tuple(shard for shard in _standbys(task, order.placement) if shard in order.keep),
     )

@@ -246,6 +246,7 @@ class Program:
             for shard in shards:
                 state.shards[shard.shard] = shard
             state.ledger.observe(shards)
+            self.recovery.told(task, shards, now_s)
             self.setup.shards_told(now_s)
             self.running.shards_told(now_s)
         elif self.takeover.hearing:

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from shardline.errors import CheckpointError, ShardlineError, TaskLostError
 from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
+from shardline.rpc.status import ShardStatus
 from shardline_chief.actions import Configure, Find, Found, Order
 from shardline_chief.ending import Ending
 from shardline_chief.membership import Member
 from shardline_chief.membership import State as Life
 from shardline_chief.running import Running
 from shardline_chief.setup import Setup
+from shardline_chief.standbys import Protection, after_loss, protected, without_standbys
 from shardline_chief.state import Recovered, State
 
 ATTEMPTS = 8
@@ -30,6 +32,8 @@ ATTEMPTS = 8
 class Stage(enum.Enum):
     """Where the recovery is."""
 
+    PROMOTING = -1
+    """Standbys take over; nothing goes back."""
     NONE = 0
     FINDING = 1
     """Waiting for the checkpoint to go back to, which may be being written."""
@@ -62,6 +66,11 @@ class Recovery:
         self._full = ""
         """Why the other servers can't take the lost shards."""
         self._attempts = 0
+        self.protection = Protection()
+        self._promoted: dict[int, str] = {}
+        """Shards whose standbys are taking over, and on which server."""
+        self._placing = False
+        """Standbys are being placed while training goes on."""
         state.on_ps_lost = self.lost
         state.on_refused = self.refused
         setup.on_running = self.running_again
@@ -91,6 +100,8 @@ class Recovery:
         if state.ended:
             return
         shards = [str(place.shard) for place in state.placement if place.task == task]
+        if self.setup.begun and not self.ending.over and self._stand_in(task, why, now_s):
+            return
         if not self.setup.begun or not shards:
             # Commands go to those that hold shards only.
             state.say("life", f"{why}; it held nothing, so the job goes on without it", "warning", task=task)
@@ -110,6 +121,77 @@ class Recovery:
         rest = self._goes_back() if back else f"{self._goes_back()}; {wait}"
         state.say("ps_lost", f"{sentence}; {rest}", "warning", task=task, shards=shards)
 
+    def _stand_in(self, task: str, why: str, now_s: float) -> bool:
+        """Let standbys take over what a server held, and others go on without theirs; False where that can't be."""
+        state = self.state
+        running = state.phase is Phase.RUNNING or (state.phase is Phase.STOPPING and self.ending.done)
+        if not state.settings.standbys or not (self.stage is Stage.PROMOTING or (self.stage is Stage.NONE and running)):
+            return False
+        # A new process of the same name is empty.
+        left = {m.task: m.address for m in state.members.living("ps") if m.task != task}
+        found = after_loss(state.placement, left, self.protection.whole())
+        if found is None or found.placement == state.placement:
+            self._promoted.clear()
+            return False
+        promoted = {**{n: at for n, at in self._promoted.items() if at in left}, **found.promoted}
+        changed = [p.shard for p, new in zip(state.placement, found.placement, strict=True) if p != new]
+        self.protection.forget(changed)
+        placement = self._protected(found.placement, now_s)
+        if not promoted:
+            state.say("standby_lost", f"{why}; shards {_numbers(changed)} lost their standbys there", "warning")
+            self._set_standbys(placement)
+            return True
+        self._note_loss(task, now_s)
+        self._promoted = promoted
+        self._turn(Stage.PROMOTING)
+        over = ", ".join(f"shard {shard} by {at}" for shard, at in sorted(found.promoted.items()))
+        state.say("ps_lost", f"{why}; taken over: {over or 'nothing more'}; nothing goes back", "warning", task=task)
+        self.setup.take_over(placement, promoted)
+        return True
+
+    def _protected(self, placement: tuple[Placement, ...], now_s: float) -> tuple[Placement, ...]:
+        living = {member.task: member.address for member in self.state.members.living("ps")}
+        return protected(placement, living, avoid=lambda shard, at: self.protection.avoided(shard, at, now_s))
+
+    def _set_standbys(self, placement: tuple[Placement, ...]) -> None:
+        self._placing = True
+
+        def placed() -> None:
+            self._placing = False
+
+        self.setup.set_standbys(placement, placed)
+
+    def _watch_standbys(self, now_s: float) -> None:
+        """While training goes on: give up standbys that hold it up, and find new ones where they lack."""
+        state = self.state
+        if not state.settings.standbys or self._placing or state.phase is not Phase.RUNNING or not self.setup.active:
+            return
+        placement = state.placement
+        silent = self.protection.too_silent(now_s, state.timeouts.dead_s)
+        for place in placement:
+            if place.shard in silent:
+                self.protection.avoid(place.shard, place.standby_task, now_s + state.timeouts.total_s)
+        if silent:
+            self.protection.forget(silent)
+            placement = without_standbys(placement, silent)
+            state.say(
+                "standby_lost",
+                f"shards {_numbers(silent)} go on without their standbys, which did not answer for "
+                f"{state.timeouts.dead_s:g} s",
+                "warning",
+            )
+        placement = self._protected(placement, now_s)
+        if placement != state.placement:
+            self._set_standbys(placement)
+
+    def told(self, task: str, shards: Iterable[ShardStatus], now_s: float) -> None:
+        """A ps described its shards."""
+        if not self.state.settings.standbys:
+            return
+        mine = [place for place in self.state.placement if place.task == task]
+        for sentence in self.protection.observe(mine, shards, now_s):
+            self.state.say("standby", sentence, "info" if "is protected" in sentence else "warning")
+
     def _hopeless(self) -> str:
         """Why the job can't go on after a loss, as the end of a sentence; empty where it can."""
         state = self.state
@@ -122,27 +204,38 @@ class Recovery:
             return f" after {self._attempts} losses in a row without a step between them"
         return ""
 
-    def _begin(self, task: str, now_s: float, heard_s: float) -> None:
+    def _note_loss(self, task: str, heard_s: float) -> None:
         state = self.state
         if not self.active:
             self._first, self._began_s = task, heard_s
             self._at = {number: (shard.step_min, shard.version) for number, shard in state.shards.items()}
             self._at_step = state.step
             self._home = state.placement
+
+    def _begin(self, task: str, now_s: float, heard_s: float) -> None:
+        state = self.state
+        self._note_loss(task, heard_s)
         self._lost.setdefault(task, now_s)
         # Several that go together are one loss.
         self._attempts += self.stage in (Stage.NONE, Stage.SETUP)
         self._full = ""
+        self._promoted.clear()
+        self.protection.forget(range(len(state.placement)))
+        self._turn(Stage.FINDING)
+        state.actions.append(Find(lost=tuple(sorted(self._lost))))
+
+    def _turn(self, stage: Stage) -> None:
+        """Leave the history so far: what comes back of it is not taken any more, and workers stop what they do."""
+        state = self.state
         if state.phase is Phase.STOPPING:
             self.ending.reopen()
-        # Whatever comes back of the history so far is not taken any more, and workers stop what they do.
         state.new_timeline()
         state.returning = False
         state.suspects.clear()
         self.setup.forget()
         self.running.forget()
-        self.stage = Stage.FINDING
-        state.actions.append(Find(lost=tuple(sorted(self._lost))))
+        self._placing = False
+        self.stage = stage
 
     def _goes_back(self) -> str:
         state = self.state
@@ -160,8 +253,10 @@ class Recovery:
             return
         if self.stage is Stage.SERVERS:
             self._place(now_s)
-        elif self.stage is Stage.NONE and self._attempts and state.step > state.base_step:
-            self._attempts = 0
+        elif self.stage is Stage.NONE:
+            if self._attempts and state.step > state.base_step:
+                self._attempts = 0
+            self._watch_standbys(now_s)
 
     def found(self, found: Found, now_s: float) -> None:
         """The answer to Find."""
@@ -228,6 +323,14 @@ class Recovery:
     def refused(self, order: Order, errors: Mapping[str, ShardlineError], now_s: float) -> bool:
         """A server did not do what it was told. True: it had no room for another one's shards, and others may come."""
         state = self.state
+        if self.stage is Stage.PROMOTING:
+            _, error = sorted(errors.items())[0]
+            self._begin(self._first, now_s, self._began_s)
+            state.say("no_standby", f"{error}; {self._goes_back()}", "warning")
+            return True
+        if self.stage is Stage.NONE and self._placing and isinstance(order, Configure):
+            self._no_room_for_standbys(errors, now_s)
+            return True
         if not isinstance(order, Configure) or self.stage is not Stage.SETUP or not self._lost:
             return False
         task, error = sorted(errors.items())[0]
@@ -236,12 +339,25 @@ class Recovery:
         self.stage = Stage.SERVERS
         return True
 
+    def _no_room_for_standbys(self, errors: Mapping[str, ShardlineError], now_s: float) -> None:
+        state = self.state
+        for task, error in sorted(errors.items()):
+            for place in state.placement:
+                if place.standby_task == task:
+                    self.protection.avoid(place.shard, task, now_s + state.timeouts.total_s)
+            state.say("no_room", f"{task} can't hold standbys: {error}; their shards stay unprotected", "warning")
+        gone = [place.shard for place in state.placement if place.standby_task in errors]
+        state.placement = without_standbys(state.placement, gone)
+
     def running_again(self, now_s: float) -> None:
         """Training begins, or goes on."""
         state = self.state
         lives = {member.task: member.incarnation for member in state.members.living("ps")}
         self._whole = {place.shard: lives[place.task] for place in state.placement if place.task in lives}
         if not self.active:
+            return
+        if self.stage is Stage.PROMOTING:
+            self._taken_over(now_s)
             return
         self.stage = Stage.NONE
         self._lost.clear()
@@ -269,6 +385,24 @@ class Recovery:
             seconds=recovered.seconds,
         )
 
+    def _taken_over(self, now_s: float) -> None:
+        """Standbys are the primaries now: nothing went back."""
+        state = self.state
+        self.stage = Stage.NONE
+        self._promoted.clear()
+        recovered = Recovered(
+            task=self._first, at_step=self._at_step, from_step=self._at_step, seconds=now_s - self._began_s, lost=0
+        )
+        state.recoveries.append(recovered)
+        state.record("recovered", timeline=state.timeline, **dataclasses.asdict(recovered))
+        state.say(
+            "recovered",
+            f"{self._first} was known to be lost {recovered.seconds:.1f} s ago; its standbys have taken over, training "
+            f"goes on from step {self._at_step}, nothing is made again",
+            task=self._first,
+            seconds=recovered.seconds,
+        )
+
     def _count_lost(self) -> int:
         state = self.state
         if state.sync or state.resume is None:
@@ -276,6 +410,10 @@ class Recovery:
         versions = state.resume.versions
         restored = [number for number in self._at if number not in self.setup.keep]
         return sum(max(0, self._at[number][1] - versions[number]) for number in restored if number < len(versions))
+
+
+def _numbers(shards: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(shards)))
 
 
 def moved(

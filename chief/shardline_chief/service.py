@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardline.checkpoint import Checkpoint, CheckpointStore, committed_steps
 from shardline.checkpoint.manifest import step_folder
-from shardline.config import RoleConfig
+from shardline.config import RoleConfig, check_standbys
 from shardline.errors import UsageError
 from shardline.job import load_job
 from shardline.metrics import Metrics
@@ -80,6 +80,7 @@ def _job_spec(config: RoleConfig) -> JobSpec | None:
 
 def _settings(config: RoleConfig) -> Settings:
     """What the command line says; term and address are still to come."""
+    check_standbys(config.standbys, config.cluster.num("ps"))
     return Settings(
         term=0,
         chief_uuid="",
@@ -91,6 +92,7 @@ def _settings(config: RoleConfig) -> Settings:
         min_workers=config.min_workers,
         max_workers=config.max_workers,
         inexact=config.inexact,
+        standbys=config.standbys,
         timeouts=config.timeouts,
     )
 

@@ -6,7 +6,7 @@ again under a new timeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from shardline.errors import JobError, ShardlineError, UnreachableError
 from shardline.rpc.configuration import Placement
@@ -14,11 +14,12 @@ from shardline.rpc.link import Phase
 from shardline.sharding import balance, make_plan
 from shardline.spec import JobSpec
 from shardline.spec_json import job_to_json
-from shardline_chief.actions import Activate, CommandResult, Configure, Cut, Lead, Restore, Save, Saved
+from shardline_chief.actions import Activate, CommandResult, Configure, Cut, Lead, Promote, Restore, Save, Saved
 from shardline_chief.assignment import assign
 from shardline_chief.cuts import CutLedger
 from shardline_chief.leases import Leases
 from shardline_chief.membership import Member
+from shardline_chief.standbys import protected
 from shardline_chief.state import State, as_in_cluster, filled_shards
 
 
@@ -36,6 +37,8 @@ class Setup:
         self.active = False
         self.on_running: Callable[[float], None] = lambda now_s: None
         """(now): training begins, or goes on."""
+        self.stays = False
+        """All values stay: standbys have taken over."""
         self.keep: frozenset[int] = frozenset()
         """Shards whose values stay, in a timeline that follows another."""
 
@@ -109,13 +112,50 @@ class Setup:
     def place(self, placement: tuple[Placement, ...], keep: frozenset[int] = frozenset()) -> None:
         """Have the shards made where this says, filled, and activated. keep: those that stay as they are."""
         state = self.state
+        if state.settings.standbys:
+            placement = protected(placement, {m.task: m.address for m in state.members.living("ps")})
         state.placement = placement
-        self.keep = keep
+        self.keep, self.stays = keep, False
         self.forget()
-        state.command(
-            Lead(addresses={place.task: place.address for place in placement}),
-            state.history(lambda *_: self._configure()),
+        state.command(Lead(addresses=addresses(placement)), state.history(lambda *_: self._configure()))
+
+    def take_over(self, placement: tuple[Placement, ...], promoted: Mapping[int, str]) -> None:
+        """Have standbys become primaries and everybody else follow, with all values as they are.
+
+        promoted: by shard, the server whose standby it is.
+        """
+        state = self.state
+        assert state.plan is not None
+        state.placement = placement
+        self.keep, self.stays = frozenset(range(len(state.plan.shards))), True
+        self.forget()
+        state.record("failover", timeline=state.timeline, promoted=sorted(promoted.items()))
+
+        def promote(result: CommandResult, now_s: float) -> None:
+            order = Promote(timeline=state.timeline, shards=promoted)
+            state.command(order, state.history(lambda *_: self._configure()))
+
+        state.command(Lead(addresses=addresses(placement)), state.history(promote))
+
+    def set_standbys(self, placement: tuple[Placement, ...], then: Callable[[], None]) -> None:
+        """Have standbys elsewhere from now on, or none, while training goes on. then(): done, or not."""
+        state = self.state
+        assert state.plan is not None
+        assert state.job is not None
+        state.placement = placement
+        state.record("standbys", standbys=[[place.shard, place.standby_task] for place in placement])
+        configure = Configure(
+            job=state.job,
+            plan=state.plan,
+            timeline=state.timeline,
+            placement=placement,
+            keep=frozenset(range(len(state.plan.shards))),
         )
+        # A server that was not there before gets all of it; for the others only the placement is new.
+        state.command(Lead(addresses=addresses(placement)))
+        state.command(configure)
+        state.publish_members(lambda result, now_s: None)
+        state.command(Activate(timeline=state.timeline), lambda result, now_s: then())
 
     def forget(self) -> None:
         """Nothing of what was set up before counts."""
@@ -181,8 +221,8 @@ class Setup:
             "timeline",
             timeline=state.timeline,
             state="preparing",
-            from_cut=state.resume.step if state.resume is not None else None,
-            path=state.resume.path if state.resume is not None else None,
+            from_cut=state.resume.step if state.resume is not None and not self.stays else None,
+            path=state.resume.path if state.resume is not None and not self.stays else None,
             placement=[[place.shard, place.task, place.address] for place in state.placement],
             keep=sorted(self.keep),
         )
@@ -206,6 +246,10 @@ class Setup:
     def _table_set(self, result: CommandResult, now_s: float) -> None:
         state = self.state
         self.table_there = True
+        if self.stays:
+            self.values_there = True
+            self._activate()
+            return
         if state.resume is None:
             self._choose_initializer()
             return
@@ -383,6 +427,12 @@ class Setup:
                 f"{', '.join(lacking)} did not join {waited}, and a script needs all its workers; {where}",
                 now_s,
             )
+
+
+def addresses(placement: tuple[Placement, ...]) -> dict[str, str]:
+    """Where the servers of a placement answer, those that hold standbys only too."""
+    standbys = {place.standby_task: place.standby_address for place in placement if place.standby_task}
+    return {**standbys, **{place.task: place.address for place in placement}}
 
 
 def _ps_at(index: int, address: str) -> str:

@@ -9,23 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from shardline.errors import UsageError
 from shardline.rpc.configuration import Placement
 from shardline.rpc.status import ShardStatus
 
 WHOLE = ("synced", "silent")
 """States in which a standby has everything that its primary ever told anybody."""
-
-
-def check_standbys(standbys: int, servers: int) -> None:
-    """Raise UsageError where there can't be so many standbys of each shard."""
-    if standbys not in (0, 1):
-        raise UsageError(f"--standbys is {standbys}; a shard has no standby or one")
-    if standbys and servers < 2:
-        raise UsageError(
-            f"--standbys {standbys} needs at least 2 parameter servers, this cluster has {servers}: a standby on the "
-            "server of its primary would die with it"
-        )
 
 
 def protected(

@@ -60,6 +60,8 @@ class Settings:
     """With fewer tasks that train than this the job stands still, and ends where it does so for too long."""
     max_workers: int = 64
     inexact: bool = False
+    standbys: int = 0
+    """Standbys of each shard: 0 or 1."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     out: str = ""
 

@@ -146,7 +146,13 @@ class ParameterStore:
         standbys that stay where they are here; the others are copied anew.
         Raises ProtocolError or UsageError, the old configuration left as it was.
         """
-        if self.configuration == configuration:
+        if self.configuration is not None and self.configuration == replace(
+            configuration, standbys=self.configuration.standbys
+        ):
+            if configuration.standbys != self.configuration.standbys:
+                # Standbys come and go while the shards stay.
+                self._check_memory(configuration)
+                self.configuration = configuration
             return False
         kept = self._to_keep(configuration, keep, keep_standbys)
         plan = configuration.plan
@@ -171,9 +177,10 @@ class ParameterStore:
             number: kept[number] if number in kept else self._make_shard(number, settings)
             for number in configuration.shards
         }
-        before, self.signals = self.signals, {
-            (number, bucket.number): Signal(loop) for number, shard in shards.items() for bucket in shard.buckets
-        }
+        before, self.signals = (
+            self.signals,
+            {(number, bucket.number): Signal(loop) for number, shard in shards.items() for bucket in shard.buckets},
+        )
         self.shards = shards
         self.drop_standbys("the history of its primary has ended", keep=keep_standbys)
         self.configuration = configuration

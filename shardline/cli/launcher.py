@@ -29,7 +29,7 @@ from types import TracebackType
 from shardline.allocator import ALLOCATOR
 from shardline.cli.roles import COMMANDS
 from shardline.cluster import ClusterSpec, parse_task
-from shardline.config import Timeouts
+from shardline.config import Timeouts, check_standbys
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError, exit_code_name
 from shardline.security import PLAIN, Security
 
@@ -71,6 +71,7 @@ class LaunchOptions:
     gpu_memory_fraction: float | None = None
     chief_trains: bool = False
     min_workers: int = 1
+    standbys: int = 0
     inexact: bool = False
     script: bool = False
     script_args: tuple[str, ...] = ()
@@ -89,6 +90,7 @@ class LaunchOptions:
     def __post_init__(self) -> None:
         if self.ps < 1:
             raise UsageError(f"--ps is {self.ps}; at least one parameter server must hold the parameters")
+        check_standbys(self.standbys, self.ps)
         if self.workers < 0 or self.evaluators < 0:
             raise UsageError("--workers and --evaluators can't be negative")
         if self.workers == 0 and not self.chief_trains:
@@ -129,6 +131,8 @@ def task_command(options: LaunchOptions, task: str, *, ready_fd: int | None, lif
         command.append("--resume")
     if role == "chief" and options.min_workers > 1:
         command += ["--min-workers", str(options.min_workers)]
+    if role == "chief" and options.standbys:
+        command += ["--standbys", str(options.standbys)]
     if role == "chief" and options.chief_trains:
         command.append("--chief-trains")
     if role == "chief":

@@ -116,6 +116,12 @@ max_workers = option(
     default=64,
     help="Workers that may take part; more than the cluster has may join while it trains. (chief)",
 )
+standbys = option(
+    "--standbys",
+    type=int,
+    default=0,
+    help="1 = another ps follows each one to the bit, and takes over when it dies: no step is made again. (chief)",
+)
 inexact = option(
     "--inexact", is_flag=True, help="Allow machines whose gradients differ in the last bits in one synchronous job."
 )
@@ -246,6 +252,7 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
         chief_trains=flags["chief_trains"],
         min_workers=flags["min_workers"],
         max_workers=flags["max_workers"],
+        standbys=flags["standbys"],
         inexact=flags["inexact"],
         overrides=overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
         ready_fd=flags["ready_fd"],

@@ -58,6 +58,7 @@ role_options = options.together(
     options.chief_trains,
     options.min_workers,
     options.max_workers,
+    options.standbys,
     options.inexact,
     options.job_fields,
     options.lanes,

@@ -57,6 +57,7 @@ EPILOG = "What follows -- is passed on: to the script, or to the job file as SHA
 @options.gpu_memory_fraction
 @options.chief_trains
 @options.min_workers
+@options.standbys
 @options.inexact
 @options.lanes
 @options.page
@@ -102,6 +103,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         gpu_memory_fraction=flags["gpu_memory_fraction"],
         chief_trains=flags["chief_trains"],
         min_workers=flags["min_workers"],
+        standbys=flags["standbys"],
         inexact=flags["inexact"],
         script=flags["script"],
         script_args=tuple(shlex.split(os.environ.get(options.JOB_ARGS, ""))),

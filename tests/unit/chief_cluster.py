@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config import Timeouts
-from shardline.errors import CheckpointError, ShardlineError, UnreachableError, UsageError
+from shardline.errors import CheckpointError, ProtocolError, ShardlineError, UnreachableError, UsageError
 from shardline.rpc.link import Orders, Phase
 from shardline.rpc.status import HeldCut, PsStatus, ShardStatus
 from shardline.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
@@ -27,6 +27,7 @@ from shardline_chief.actions import (
     MarkBest,
     Members,
     Order,
+    Promote,
     Record,
     Release,
     Restore,
@@ -97,6 +98,13 @@ class FakePs:
     shards: tuple[int, ...] = ()
     room: int = 8
     """So many shards at most."""
+    standbys: dict[int, str] = field(default_factory=dict)
+    """By shard held as primary, the server of its standby."""
+    standby_state: str = "synced"
+    held: tuple[int, ...] = ()
+    """Shards whose standby it holds."""
+    refuses: str = ""
+    """Why it does not let a standby be promoted."""
 
     @property
     def task(self) -> str:
@@ -113,7 +121,15 @@ class FakePs:
             cuts=tuple(self.cuts.values()),
         )
         # One that took over another's shards tells the same of all of them.
-        held = [dataclasses.replace(shard, shard=number) for number in self.shards or (self.number,)]
+        held = [
+            dataclasses.replace(
+                shard,
+                shard=number,
+                standby=self.standby_state if self.standbys.get(number) and self.active else "",
+                standby_task=self.standbys.get(number, ""),
+            )
+            for number in (self.shards if self.held else self.shards or (self.number,))
+        ]
         return PsStatus(
             task=self.task,
             timeline=self.timeline,
@@ -139,6 +155,10 @@ class FakePs:
                 shards = tuple(place.shard for place in order.placement if place.task == self.task)
                 if len(shards) > self.room:
                     raise UsageError("the shards of this ps need more than there is")
+                self.standbys = {p.shard: p.standby_task for p in order.placement if p.task == self.task}
+                self.held = tuple(p.shard for p in order.placement if p.standby_task == self.task)
+                if self.timeline == order.timeline and self.shards == shards:
+                    return 1000
                 self.timeline, self.active, self.shards = order.timeline, False, shards
                 self.asynchronous = order.job.consistency.mode == "async"
                 self.kept = bool(shards) and set(shards) <= order.keep
@@ -148,12 +168,20 @@ class FakePs:
             case Members():
                 self.members = dict(order.members)
                 return 0
+            case Promote():
+                mine = tuple(shard for shard, task in order.shards.items() if task == self.task)
+                if mine and self.refuses:
+                    raise ProtocolError(self.refuses)
+                if mine:
+                    assert set(mine) <= {*self.held, *self.shards}
+                    self.timeline, self.active = order.timeline, False
+                    self.shards = tuple(sorted({*self.shards, *mine}))
             case Restore():
                 if not self.kept:
                     self.initialized = True
                     self.step = self.version = self.restored
             case Activate():
-                assert self.initialized
+                assert self.initialized or not self.shards
                 self.active = True
             case Cut():
                 return self._cut(order)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from shardline.config import check_standbys
 from shardline.errors import UsageError
 from shardline.rpc.configuration import Placement
+from shardline.rpc.link import Phase
 from shardline.rpc.status import ShardStatus
-from shardline_chief.standbys import Protection, after_loss, check_standbys, protected, without_standbys
+from shardline.spec import TensorSpec
+from shardline_chief.actions import AskStatus, Promote
+from shardline_chief.standbys import Protection, after_loss, protected, without_standbys
+
+sys.path.insert(0, str(Path(__file__).parent))
+from chief_cluster import Cluster, T, make_job
 
 
 def placed(*tasks: str) -> tuple[Placement, ...]:
@@ -110,3 +121,127 @@ def test_a_standby_that_is_silent_for_too_long_is_given_up_but_may_be_promoted_u
     assert protection.avoided(0, "ps/1", 19.0)
     assert not protection.avoided(0, "ps/1", 20.0)
     assert standbys(without_standbys(placement, {0})) == [""]
+
+
+# The chief with them
+
+
+def protected_cluster(ps: int = 3, **options: Any) -> Cluster:
+    cluster = Cluster(job=make_job(tensors=LARGE, **options), ps=ps, standbys=1)
+    cluster.start()
+    cluster.advance(17)
+    cluster.tick()
+    return cluster
+
+
+LARGE = tuple(TensorSpec(name=f"layer{number}", shape=(64, 64), dtype="float32") for number in range(6))
+
+
+def phase(cluster: Cluster) -> Phase:
+    return cluster.program.state.phase
+
+
+def holders(cluster: Cluster) -> list[tuple[str, str]]:
+    return [(place.task, place.standby_task) for place in cluster.program.state.placement]
+
+
+def kinds(cluster: Cluster) -> list[str]:
+    return [type(order).__name__ for order in cluster.commands if not isinstance(order, AskStatus)]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_lost_server_is_stood_in_for_and_nothing_goes_back(mode: str) -> None:
+    cluster = protected_cluster(mode=mode)
+    assert holders(cluster) == [("ps/0", "ps/1"), ("ps/1", "ps/2"), ("ps/2", "ps/0")]
+    before = cluster.program.state.timeline
+    steps = [ps.step for ps in cluster.ps]
+    cluster.commands.clear()
+    cluster.kill_ps(1)
+    cluster.tick(T / 3 + 2)
+    assert phase(cluster) is Phase.RUNNING
+    assert cluster.program.state.timeline > before
+    # Shard 0's standby died with shard 1's primary; both get new ones from whoever is left.
+    assert holders(cluster) == [("ps/0", "ps/2"), ("ps/2", "ps/0"), ("ps/2", "ps/0")]
+    assert [ps.step for ps in cluster.ps] == steps
+    found = [kind for kind in kinds(cluster) if kind not in ("Release", "Cut")]
+    assert found == ["Lead", "Promote", "Configure", "Members", "Activate"]
+    (recovered,) = cluster.program.state.recoveries
+    assert (recovered.task, recovered.lost) == ("ps/1", 0)
+    assert "taken over: shard 1 by ps/2; nothing goes back" in cluster.text()
+    assert "its standbys have taken over, training goes on" in cluster.text()
+    assert cluster.orders("worker/0").timeline == cluster.program.state.timeline
+    cluster.advance(100)
+
+
+def test_a_standby_that_refuses_leaves_the_way_back_to_a_checkpoint() -> None:
+    cluster = protected_cluster()
+    cluster.ps[2].refuses = "the standby of shard 1 is not whole"
+    cluster.kill_ps(1)
+    cluster.tick(T / 3 + 2)
+    assert phase(cluster) is Phase.INIT
+    assert "not whole; all shards go back to step 0" in cluster.text()
+    cluster.restart_ps(1)
+    cluster.tick()
+    assert phase(cluster) is Phase.RUNNING
+    assert [ps.step for ps in cluster.ps] == [0, 0, 0]
+
+
+def test_a_shard_that_is_not_protected_yet_goes_back() -> None:
+    cluster = protected_cluster()
+    cluster.ps[1].standby_state = "copying"
+    cluster.tick()
+    cluster.kill_ps(1)
+    cluster.tick(T / 3 + 2)
+    assert phase(cluster) is Phase.INIT
+    assert not [order for order in cluster.commands if isinstance(order, Promote)]
+
+
+def test_two_servers_lost_one_after_another_are_both_stood_in_for() -> None:
+    cluster = protected_cluster(ps=4)
+    cluster.kill_ps(1)
+    cluster.tick(T / 3 + 2)
+    cluster.tick()
+    cluster.kill_ps(3)
+    cluster.tick(T / 3 + 2)
+    assert phase(cluster) is Phase.RUNNING
+    assert [task for task, _ in holders(cluster)] == ["ps/0", "ps/2", "ps/2", "ps/0"]
+    assert [recovered.lost for recovered in cluster.program.state.recoveries] == [0, 0]
+
+
+def test_a_server_that_comes_back_holds_a_standby_again() -> None:
+    cluster = protected_cluster(ps=2)
+    cluster.kill_ps(1)
+    cluster.tick(T / 3 + 2)
+    assert holders(cluster) == [("ps/0", ""), ("ps/0", "")]
+    timeline = cluster.program.state.timeline
+    cluster.restart_ps(1)
+    cluster.tick()
+    assert holders(cluster) == [("ps/0", "ps/1"), ("ps/0", "ps/1")]
+    assert cluster.ps[1].held == (0, 1)
+    assert cluster.ps[1].timeline == cluster.program.state.timeline == timeline
+    assert cluster.ps[0].active
+
+
+def test_a_standby_that_holds_its_primary_up_is_given_up_after_a_third_of_the_timeout() -> None:
+    cluster = protected_cluster(ps=2)
+    cluster.ps[0].standby_state = "silent"
+    cluster.tick()
+    cluster.commands.clear()
+    cluster.tick(T / 3 + 1)
+    assert holders(cluster)[0] == ("ps/0", "")
+    assert holders(cluster)[1] == ("ps/1", "ps/0")
+    assert phase(cluster) is Phase.RUNNING
+    assert "shards 0 go on without their standbys" in cluster.text()
+    cluster.ps[0].standby_state = "synced"
+    cluster.tick(T + 1)
+    assert holders(cluster)[0] == ("ps/0", "ps/1")
+
+
+def test_a_server_that_is_found_empty_before_it_was_missed_is_stood_in_for_and_becomes_a_standby() -> None:
+    cluster = protected_cluster(ps=2)
+    cluster.kill_ps(1)
+    cluster.restart_ps(1)
+    cluster.tick()
+    assert phase(cluster) is Phase.RUNNING
+    assert holders(cluster) == [("ps/0", "ps/1"), ("ps/0", "ps/1")]
+    assert cluster.program.state.recoveries[0].lost == 0
