@@ -17,9 +17,20 @@ from shardline.errors import CheckpointError, ProtocolError
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.configuration import placement_to_proto
 from shardline.rpc.convert import DTYPE_TO_PROTO, job_from_proto, job_to_proto, plan_to_proto
+from shardline.rpc.limits import (
+    MAX_CUTS,
+    MAX_FIGURES,
+    MAX_LEASES,
+    MAX_MEMBERS,
+    MAX_REPLICAS,
+    MAX_SENTENCE,
+    MAX_TENSORS,
+    at_most,
+    short,
+)
 from shardline.rpc.link import Orders, StepReport
 from shardline.rpc.status import PHASES, PsStatus, Traffic
-from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2
+from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2
 from shardline_chief.control import Control
 from shardline_chief.messages import Beat, Join
 
@@ -113,6 +124,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     @rpc_errors.unary
     async def GetJob(self, request: chief_pb2.GetJobRequest, context: Any) -> chief_pb2.GetJobReply:
         """Job, plan and placement."""
+        _life(request, "GetJob")
         view = await self._ask(lambda now_s: self._control.program.job_view())
         return chief_pb2.GetJobReply(
             job=job_to_proto(view.job),
@@ -124,6 +136,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     @rpc_errors.unary
     async def Lease(self, request: chief_pb2.LeaseRequest, context: Any) -> chief_pb2.LeaseReply:
         """Asynchronous mode: the next batches."""
+        _life(request, "Lease")
+        at_most(len(request.done), MAX_LEASES, f"Lease: leases that {request.task} has done")
         done = tuple(request.done)
         answer = await self._ask_noted(
             lambda now_s: self._control.program.lease(request.task, request.incarnation, done, now_s)
@@ -140,6 +154,12 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     @rpc_errors.unary
     async def Report(self, request: chief_pb2.ReportRequest, context: Any) -> chief_pb2.ReportReply:
         """Metrics of a checkpoint."""
+        _life(request, "Report")
+        at_most(len(request.metrics), MAX_FIGURES, f"Report: metrics of {request.task}")
+        at_most(len(request.metric_order), MAX_FIGURES, f"Report: names of metrics of {request.task}")
+        for name in request.metrics:
+            short(name, f"Report: name of a metric of {request.task}")
+        short(request.failure, f"Report: failure of {request.task}", MAX_SENTENCE)
         order = [*request.metric_order, *sorted(request.metrics)]
         metrics = {name: request.metrics[name] for name in dict.fromkeys(order) if name in request.metrics}
         best = await self._ask_noted(
@@ -157,6 +177,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     @rpc_errors.unary
     async def Stop(self, request: chief_pb2.StopJobRequest, context: Any) -> chief_pb2.StopJobReply:
         """End the job with a checkpoint."""
+        short(request.reason, "Stop: reason", MAX_SENTENCE)
         step = await asyncio.wrap_future(self._control.request_stop(request.reason or "asked by a client"))
         return chief_pb2.StopJobReply(stop_step=step)
 
@@ -217,7 +238,11 @@ def register(servicer: ChiefServicer) -> Callable[[grpc.aio.Server], None]:
 
 
 def join_from_proto(message: chief_pb2.JoinRequest) -> Join:
-    """A Join; raises ProtocolError on names that are none."""
+    """A Join; raises ProtocolError on names that are none, and where it names more than there can be."""
+    at_most(len(message.hello.machine), MAX_FIGURES, "Join: facts about the machine")
+    at_most(len(message.hello.required_features), MAX_FIGURES, "Join: required features")
+    for word in (*message.hello.machine, *message.hello.machine.values(), *message.hello.required_features):
+        short(word, "Join: a fact about the machine or a required feature")
     for what, text in (("role", message.role), ("address", message.address), ("stable_id", message.stable_id)):
         if len(text) > MAX_NAME:
             raise ProtocolError(f"Join: {what} has {len(text)} characters; the limit is {MAX_NAME}")
@@ -241,6 +266,15 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
     """A heartbeat; raises ProtocolError on more reports than a heartbeat may carry."""
     if len(message.steps) > MAX_STEPS:
         raise ProtocolError(f"heartbeat of {message.task} has {len(message.steps)} steps; the limit is {MAX_STEPS}")
+    _life(message, "heartbeat")
+    where = f"heartbeat of {message.task}"
+    short(message.failure, f"{where}: failure", MAX_SENTENCE)
+    at_most(len(message.suspects), MAX_MEMBERS, f"{where}: suspects")
+    at_most(len(message.figures), MAX_FIGURES, f"{where}: figures")
+    for word in (*message.suspects, *message.figures):
+        short(word, f"{where}: a suspect or the name of a figure")
+    if message.HasField("ps"):
+        _check_ps(message.ps, where)
     steps = tuple(
         StepReport(
             step=item.step,
@@ -267,6 +301,21 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
         suspects=tuple(message.suspects),
         figures=dict(message.figures),
     )
+
+
+def _life(message: Any, where: str) -> None:
+    """Refuse the name of a task that is too long to be one."""
+    short(message.task, f"{where}: name of the task", MAX_NAME)
+
+
+def _check_ps(message: parameter_server_pb2.PsStatusReply, where: str) -> None:
+    """Refuse the status of a server that tells of more than there can be."""
+    at_most(len(message.shards), MAX_TENSORS, f"{where}: shards")
+    at_most(len(message.standbys), MAX_TENSORS, f"{where}: standbys")
+    short(message.failure, f"{where}: failure of the server", MAX_SENTENCE)
+    for shard in message.shards:
+        at_most(len(shard.cuts), MAX_CUTS, f"{where}: cuts of shard {shard.shard}")
+        at_most(len(shard.waiting_for), MAX_REPLICAS, f"{where}: replicas that shard {shard.shard} waits for")
 
 
 def _seconds(value: float) -> float:

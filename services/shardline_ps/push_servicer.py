@@ -14,6 +14,7 @@ from shardline.contributions import none_present
 from shardline.errors import ProtocolError, TensorError
 from shardline.reduce import Block
 from shardline.rpc.convert import dtype_from_proto, hyper_from_proto, unpack_bits
+from shardline.rpc.limits import MAX_GROUPS, at_most
 from shardline.rpc.v1 import data_pb2
 from shardline.sharding import BucketSpec
 from shardline.wire.codecs import RAW, codec_for
@@ -179,6 +180,9 @@ class PushReceiver:
         shard = self._store.shard(header.data.shard)
         if header.weight not in (0.0, 1.0):
             raise ProtocolError(f"weight {header.weight}: this job sums uniformly; send 0 or 1")
+        tensors = len(shard.settings.plan.tensors)
+        at_most(len(header.nonfinite_tensors), tensors, "tensors with NaN that a push names")
+        at_most(len(header.hyper), MAX_GROUPS, "parameter groups that a push names")
         push = _Push(header, shard, hyper_from_proto(header.hyper), self._store.generation)
         push.attachment = attachment_of(self._attachments, header.data)
         self._push = push
@@ -290,6 +294,7 @@ class PushReceiver:
                 f"{where} ({first!r}): payload of {header.payload_bytes} bytes announced, "
                 f"codec {codec.name} makes {expected}"
             )
+        at_most(len(header.nonfinite_tensors), len(spec.slices), f"{where}: tensors with NaN")
         present = unpack_bits(header.present, len(spec.slices), where)
         return Slot(header.bucket, spec, codec, present, memoryview(b""), nonfinite=tuple(header.nonfinite_tensors))
 

@@ -15,8 +15,9 @@ from shardline.errors import FencedError, ProtocolError
 from shardline.image import BucketImage, WorkerSequence
 from shardline.lanes.base import LaneUnavailable
 from shardline.rpc import errors as rpc_errors
-from shardline.rpc.configuration import configuration_from_proto, placement_from_proto
+from shardline.rpc.configuration import Placement, configuration_from_proto, placement_from_proto
 from shardline.rpc.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
+from shardline.rpc.limits import MAX_MEMBERS, MAX_SENTENCE, at_most, short
 from shardline.rpc.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.wire.protobuf import PushFrameView, ReplyView, read_request, write_reply
@@ -270,7 +271,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         """Hold these shards. The same configuration again changes nothing."""
         self._obey(request.term)
         store = self._store
-        configuration = configuration_from_proto(request)
+        configuration, placement = configuration_from_proto(request), placement_from_proto(request.placement)
         changed = store.configure(
             configuration,
             asyncio.get_running_loop(),
@@ -281,8 +282,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
             self._replicas.configured()
             self._attachments.drop_all("this ps was configured anew")
             self._wake_everybody()
-        if request.placement:
-            store.placement = placement_from_proto(request.placement)
+        if placement:
+            self._place(placement)
         if request.activate:
             self._begin()
         return parameter_server_pb2.ConfigureReply(
@@ -298,6 +299,12 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
             memory_bytes=planned_bytes(configuration),
         )
 
+    def _place(self, placement: tuple[Placement, ...]) -> None:
+        """Know where everything is; standbys that are to be elsewhere are forgotten."""
+        self._store.placement = placement
+        mine = [place.shard for place in placement if place.standby_task == self._task]
+        self._store.drop_standbys("it is to be elsewhere, or nowhere", keep=mine)
+
     def _wake_everybody(self) -> None:
         for signal in self._store.signals.values():
             signal.notify()
@@ -308,13 +315,17 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     ) -> parameter_server_pb2.SetMembershipReply:
         """Admit exactly these incarnations."""
         self._obey(request.term)
+        at_most(len(request.members), MAX_MEMBERS, "SetMembership: members")
+        for member in request.members:
+            short(member.task, "SetMembership: name of a task")
+        placement = placement_from_proto(request.placement)
         authority = self._store.authority
         before = dict(authority.members or {})
         authority.members = {member.task: member.incarnation for member in request.members}
         self._attachments.keep_only(authority.members)
         self._calls.keep_only(authority.members)
-        if request.placement:
-            self._store.placement = placement_from_proto(request.placement)
+        if placement:
+            self._place(placement)
             if authority.active:
                 self._replicas.follow()
         fenced = [task for task, number in before.items() if authority.members.get(task) != number]
@@ -364,6 +375,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
             if header is not None or chunk is not None:
                 image = assembler.feed(header, chunk)
                 if image is not None:
+                    at_most(len(images) + 1, len(shard.buckets), f"Restore of shard {shard.number}: buckets")
                     images.append(image)
             if frame.HasField("end"):
                 ended = True
@@ -474,7 +486,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     async def Stop(self, request: parameter_server_pb2.StopRequest, context: Any) -> parameter_server_pb2.StopReply:
         """End the process."""
         self._obey(request.term)
-        self._on_stop(request.reason)
+        self._on_stop(short(request.reason, "Stop: reason", MAX_SENTENCE))
         return parameter_server_pb2.StopReply(task=self._task)
 
     @rpc_errors.unary

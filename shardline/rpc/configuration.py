@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardline.rpc.convert import (
@@ -10,11 +10,13 @@ from shardline.rpc.convert import (
     consistency_to_proto,
     plan_from_proto,
     plan_to_proto,
+    replicas_from_proto,
     rule_from_proto,
     rule_to_proto,
     schedule_from_proto,
     schedule_to_proto,
 )
+from shardline.rpc.limits import MAX_TENSORS, at_most, short
 from shardline.rpc.v1 import parameter_server_pb2
 from shardline.sharding import Plan
 from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec
@@ -76,8 +78,13 @@ def placement_to_proto(placement: Iterable[Placement]) -> list[parameter_server_
     ]
 
 
-def placement_from_proto(messages: Iterable[parameter_server_pb2.Placement]) -> tuple[Placement, ...]:
-    """Where shards are hosted."""
+def placement_from_proto(messages: Sequence[parameter_server_pb2.Placement]) -> tuple[Placement, ...]:
+    """Where shards are hosted. Raises ProtocolError where there are too many, or their names too long."""
+    # A shard has at least one slice of a tensor.
+    at_most(len(messages), MAX_TENSORS, "placements")
+    for item in messages:
+        for text in (item.task, item.address, item.standby_task, item.standby_address):
+            short(text, f"placement of shard {item.shard}: a task or address")
     return tuple(
         Placement(
             shard=item.shard,
@@ -116,15 +123,24 @@ def configuration_to_proto(
 
 def configuration_from_proto(message: parameter_server_pb2.ConfigureRequest) -> PsConfiguration:
     """What its shards are to be; raises ProtocolError or UsageError where that can't be."""
+    replicas = replicas_from_proto(message.replicas, "Configure")
+    for named, what in (
+        (message.shards, "shards"),
+        (message.standbys, "standbys"),
+        (message.keep_shards, "shards to keep"),
+        (message.keep_standbys, "standbys to keep"),
+    ):
+        # A few more than there are get a sentence of their own, which names them.
+        at_most(len(named), max(64, len(message.plan.shards)), f"Configure: {what}")
     return PsConfiguration(
-        job=message.job,
+        job=short(message.job, "name of the job"),
         timeline=message.timeline,
         plan=plan_from_proto(message.plan),
         shards=tuple(message.shards),
         rule=rule_from_proto(message.rule),
         schedule=schedule_from_proto(message.schedule),
         consistency=consistency_from_proto(message.consistency),
-        replicas=message.replicas,
+        replicas=replicas,
         cut_every=message.cut_every,
         codec=message.codec or "raw",
         standbys=tuple(message.standbys),

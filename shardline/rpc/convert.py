@@ -9,6 +9,19 @@ import torch
 
 from shardline.errors import ProtocolError
 from shardline.image import VALUE, BucketImage, WorkerSequence
+from shardline.rpc.limits import (
+    MAX_ALIASES,
+    MAX_ARGUMENTS,
+    MAX_DIMENSIONS,
+    MAX_GROUPS,
+    MAX_JOB_BYTES,
+    MAX_MEMBERS,
+    MAX_REPLICAS,
+    MAX_STATES,
+    MAX_TENSORS,
+    at_most,
+    short,
+)
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, plan_pb2
 from shardline.sharding import BucketSpec, Plan, ShardSpec, Slice, check_plan
 from shardline.spec import (
@@ -67,8 +80,9 @@ def argument_from_proto(value: plan_pb2.Argument) -> Argument:
         case "flag":
             return value.flag
         case "text":
-            return value.text
+            return short(value.text, "argument of a rule")
         case "numbers":
+            at_most(len(value.numbers.values), MAX_ARGUMENTS, "numbers in an argument of a rule")
             return tuple(value.numbers.values)
         case "none":
             return None
@@ -87,10 +101,13 @@ def rule_to_proto(rule: RuleSpec) -> plan_pb2.RuleSpec:
 
 def rule_from_proto(message: plan_pb2.RuleSpec) -> RuleSpec:
     """Inverse of rule_to_proto; shardline.update checks name and arguments."""
+    at_most(len(message.groups), MAX_GROUPS, "parameter groups of a rule")
+    for group in message.groups:
+        at_most(len(group.arguments), MAX_ARGUMENTS, "arguments of a rule's group")
     groups = tuple(
         {key: argument_from_proto(group.arguments[key]) for key in sorted(group.arguments)} for group in message.groups
     )
-    return RuleSpec(name=message.name, groups=groups)
+    return RuleSpec(name=short(message.name, "name of a rule"), groups=groups)
 
 
 def schedule_to_proto(schedule: ScheduleSpec) -> plan_pb2.ScheduleSpec:
@@ -148,6 +165,12 @@ def tensor_to_proto(tensor: TensorSpec) -> plan_pb2.TensorSpec:
 
 def tensor_from_proto(message: plan_pb2.TensorSpec) -> TensorSpec:
     """Inverse of tensor_to_proto; raises ProtocolError on a negative or absurd shape."""
+    short(message.name, "name of a tensor")
+    # Before any arithmetic: the product of a million sizes takes minutes.
+    at_most(len(message.shape), MAX_DIMENSIONS, f"dimensions of tensor {message.name!r}")
+    at_most(len(message.aliases), MAX_ALIASES, f"aliases of tensor {message.name!r}")
+    for alias in message.aliases:
+        short(alias, f"alias of tensor {message.name!r}")
     if any(size < 0 for size in message.shape):
         raise ProtocolError(f"tensor {message.name!r} has shape {tuple(message.shape)}; sizes can't be negative")
     if message.kind not in _KIND_FROM_PROTO:
@@ -166,6 +189,23 @@ def tensor_from_proto(message: plan_pb2.TensorSpec) -> TensorSpec:
             f"tensor {message.name!r} has {tensor.elements} elements; the limit is {MAX_TENSOR_ELEMENTS}"
         )
     return tensor
+
+
+def tensors_from_proto(messages: Sequence[plan_pb2.TensorSpec], where: str) -> tuple[TensorSpec, ...]:
+    """All tensors of a job or plan; raises ProtocolError where there are too many of them or of their bytes."""
+    at_most(len(messages), MAX_TENSORS, f"{where}: tensors")
+    tensors = tuple(tensor_from_proto(message) for message in messages)
+    size = sum(tensor.elements * DTYPES[tensor.dtype].itemsize for tensor in tensors)
+    if size > MAX_JOB_BYTES:
+        raise ProtocolError(f"{where}: its tensors have {size} bytes; the limit is {MAX_JOB_BYTES}")
+    return tensors
+
+
+def replicas_from_proto(count: int, where: str) -> int:
+    """A number of replicas; raises ProtocolError where there are too many."""
+    if count > MAX_REPLICAS:
+        raise ProtocolError(f"{where} has {count} replicas; the limit is {MAX_REPLICAS}")
+    return count
 
 
 def plan_to_proto(plan: Plan) -> plan_pb2.PlanSpec:
@@ -199,7 +239,7 @@ def _bucket_to_proto(bucket: BucketSpec) -> plan_pb2.BucketSpec:
 
 def plan_from_proto(message: plan_pb2.PlanSpec) -> Plan:
     """Inverse of plan_to_proto; the plan is checked whole and its digest computed again."""
-    tensors = tuple(tensor_from_proto(tensor) for tensor in message.tensors)
+    tensors = tensors_from_proto(message.tensors, "plan")
     shards = []
     for s, shard in enumerate(message.shards):
         buckets = []
@@ -253,14 +293,14 @@ def job_to_proto(job: JobSpec) -> plan_pb2.JobSpec:
 
 
 def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
-    """Inverse of job_to_proto."""
+    """Inverse of job_to_proto; raises ProtocolError where it names more than a job can have."""
     return JobSpec(
-        name=message.name,
-        tensors=tuple(tensor_from_proto(tensor) for tensor in message.tensors),
+        name=short(message.name, "name of the job"),
+        tensors=tensors_from_proto(message.tensors, "job"),
         rule=rule_from_proto(message.rule),
         schedule=schedule_from_proto(message.schedule),
         consistency=consistency_from_proto(message.consistency),
-        replicas=message.replicas,
+        replicas=replicas_from_proto(message.replicas, "job"),
         batch_size=message.batch_size,
         accumulate=message.accumulate,
         seed=message.seed,
@@ -269,7 +309,7 @@ def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
         checkpoint_keep=message.checkpoint_keep,
         threads=message.threads,
         codec=message.codec or "raw",
-        best_metric=message.best_metric,
+        best_metric=short(message.best_metric, "name of the best metric"),
         best_is_lowest=message.best_is_lowest,
         samples=message.samples,
         script=message.script,
@@ -366,6 +406,8 @@ class ImageAssembler:
         if header is not None:
             if self._header is not None:
                 raise ProtocolError(f"image of bucket {self._header.bucket} is cut short by that of {header.bucket}")
+            at_most(len(header.tensors), MAX_STATES, f"tensors in the image of bucket {header.bucket}")
+            at_most(len(header.scalars), MAX_STATES, f"states in the image of bucket {header.bucket}")
             sizes = []
             for tensor in header.tensors:
                 dtype = dtype_from_proto(tensor.dtype, f"image of bucket {header.bucket}")
@@ -433,6 +475,8 @@ def sequences_from_proto(messages: Iterable[parameter_server_pb2.WorkerSequence]
     """Back again; raises ProtocolError where a task is named twice."""
     sequences: dict[str, WorkerSequence] = {}
     for message in messages:
+        short(message.task, "task in the end of the images")
+        at_most(len(sequences) + 1, MAX_MEMBERS, "tasks in the end of the images")
         if message.task in sequences:
             raise ProtocolError(f"the end of the images names the pushes of {message.task!r} twice")
         sequences[message.task] = WorkerSequence(message.incarnation, message.last_seq)

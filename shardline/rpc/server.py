@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from shardline.cluster import format_address
 from shardline.errors import InternalError, UsageError
+from shardline.rpc.limits import bounded, message_limit
 from shardline.rpc.rights import needs_admin
 from shardline.security import PLAIN, Security
 
@@ -22,7 +23,11 @@ log = logging.getLogger("shardline.rpc")
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Limit of one message, refused before memory is taken. Tensor bytes travel in chunks of a few MB."""
+"""Limit of one message, refused before memory is taken. Tensor bytes travel in chunks of a few MB; limits.py has what
+single calls take.
+"""
+STREAMS = 1024
+"""Calls at once over one connection; further ones wait at their sender's."""
 
 SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     # Without this a second process binds the same port in silence, and the two share the calls.
@@ -33,6 +38,7 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_metadata_size", 64 << 10),
+    ("grpc.max_concurrent_streams", STREAMS),
 )
 
 OPEN_METHODS = f"/{health.SERVICE_NAME}/"
@@ -81,6 +87,25 @@ class TokenGate(grpc.aio.ServerInterceptor):
         # Once each, or strangers could fill the disk with log lines.
         log.log(logging.DEBUG if text in self._told else logging.WARNING, text, context.peer())
         self._told.add(text)
+
+
+class SizeGate(grpc.aio.ServerInterceptor):
+    """Ends calls whose messages are longer than limits.py allows or can't be parsed, before their handlers see them."""
+
+    def __init__(self) -> None:
+        self._bounded: dict[str, tuple[Any, Any]] = {}
+        """By method: the handler and what it became. Methods that there are, so strangers' words don't fill it."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """The call's own handler, with limits."""
+        method = handler_call_details.method
+        handler, limit = await continuation(handler_call_details), message_limit(method)
+        if handler is None or limit is None:
+            return handler
+        known = self._bounded.get(method)
+        if known is None or known[0] is not handler:
+            known = self._bounded[method] = (handler, bounded(handler, method, limit))
+        return known[1]
 
 
 class RpcServer:
@@ -140,7 +165,10 @@ class RpcServer:
 
     async def _start(self) -> str:
         credentials = self._security.server_credentials()
-        gates = (TokenGate(self._security),) if self._security.token or self._security.admin_token else ()
+        gates: list[grpc.aio.ServerInterceptor] = [SizeGate()]
+        if self._security.token or self._security.admin_token:
+            # First: who may not call is not read at all.
+            gates.insert(0, TokenGate(self._security))
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=gates)
         for register in self._register:
             register(server)

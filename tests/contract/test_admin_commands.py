@@ -16,7 +16,7 @@ from shardline.rpc.channel import open_channel
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.rights import ADMIN_CALLS, PACKAGE
 from shardline.rpc.server import RpcServer
-from shardline.rpc.v1 import parameter_server_pb2
+from shardline.rpc.v1 import common_pb2, parameter_server_pb2
 from shardline.security import PLAIN, Security
 from shardline_chief.control import Control
 from shardline_chief.servicer import ChiefServicer
@@ -138,3 +138,32 @@ def test_only_who_has_the_admin_token_stops_the_job(tokens: Security, tmp_path: 
         assert control.reasons == ["enough"]
     finally:
         server.close(grace_s=0.0)
+
+
+def test_commands_with_absurd_numbers_are_refused_and_change_nothing(ready: PlainClient) -> None:
+    """Of somebody who may command: a chief gone wrong, or another version."""
+    member = parameter_server_pb2.Member(task="worker/0", incarnation=1)
+    value = [parameter_server_pb2.ImageTensor(name="value", dtype=common_pb2.DTYPE_FLOAT32, elements=0)]
+    head = parameter_server_pb2.RestoreHead(term=ready.term, timeline=TIMELINE, shard=0)
+    images = [parameter_server_pb2.RestoreFrame(header=parameter_server_pb2.ImageHeader(tensors=value))] * 9
+    cases: dict[str, tuple[Any, str]] = {
+        "Configure": (ready.configuration(replicas=1 << 31), "has 2147483648 replicas; the limit is 65536"),
+        "SetMembership": (
+            parameter_server_pb2.SetMembershipRequest(term=ready.term, members=[member] * 20_000),
+            "members: 20000 of them; the limit is 16384",
+        ),
+        "Stop": (parameter_server_pb2.StopRequest(term=ready.term, reason="x" * 20_000), "reason has 20000 characters"),
+        "Lead": (
+            parameter_server_pb2.LeadRequest(term=parameter_server_pb2.Term(number=9, chief_uuid="x" * 5000)),
+            "Lead takes 4096 at most",
+        ),
+    }
+    for name, (request, sentence) in cases.items():
+        with pytest.raises(grpc.RpcError) as caught:
+            ready.call(name, request)
+        error = cast(Any, caught.value)
+        assert error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert sentence in error.details()
+    with pytest.raises(grpc.RpcError, match="buckets: 4 of them; the limit is 3"):
+        ready.stub.Restore(iter([parameter_server_pb2.RestoreFrame(head=head), *images]), timeout=DEADLINE_S)
+    unchanged(ready)
