@@ -217,6 +217,10 @@ class Takeover:
         state = self.state
         state.returning = False
         self._over()
+        everything = lost.keys() >= {place.task for place in self._known.placement}
+        if everything and self.ending.early == self._known.stopping:
+            # Not only the chief was started again but the job: whoever did that wants it to go on.
+            self.ending.early = None
         for task, why in sorted(lost.items()):
             member = state.members.get(task)
             self.recovery.lost(task, why, now_s, back=member is not None and member.state is Life.ALIVE)

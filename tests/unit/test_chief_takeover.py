@@ -448,6 +448,23 @@ def test_stop_asked_for_while_the_chief_comes_back_waits_until_it_leads() -> Non
     assert phase(cluster) is Phase.STOPPING
 
 
+def test_stop_of_a_job_that_was_started_again_as_a_whole_is_forgotten() -> None:
+    cluster = mortal()
+    cut(cluster, 10)
+    cluster.hold_commands = True
+    cluster.program.stop("enough", cluster.now_s)
+    cluster.settle()
+    cluster.hold_commands = False
+    cluster.next_chief()
+    for number in (0, 1):
+        cluster.ps[number] = FakePs(number)
+        cluster.join("ps", number)
+    cluster.hear()
+    cluster.advance(100)
+    assert cluster.finish is not None
+    assert cluster.finish.reason == "done"
+
+
 def test_end_that_was_decided_is_told_by_the_next_chief() -> None:
     cluster = mortal()
     cluster.advance(100)
