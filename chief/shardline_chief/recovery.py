@@ -99,6 +99,7 @@ class Recovery:
             state.members.declare_dead(task)
         if state.ended:
             return
+        self._placing = False
         shards = [str(place.shard) for place in state.placement if place.task == task]
         if self.setup.begun and not self.ending.over and self._stand_in(task, why, now_s):
             return
@@ -240,6 +241,8 @@ class Recovery:
     def _goes_back(self) -> str:
         state = self.state
         if state.checkpoint_step < 0:
+            if state.running_s is not None:
+                return "there is no checkpoint yet, but for one that is being written now"
             return "there is no checkpoint yet, so the job begins anew"
         what = "all shards go back" if state.sync else "it goes back"
         return f"{what} to step {state.checkpoint_step}"
@@ -258,14 +261,23 @@ class Recovery:
                 self._attempts = 0
             self._watch_standbys(now_s)
 
-    def found(self, found: Found, now_s: float) -> None:
-        """The answer to Find."""
+    def found(self, found: Found, now_s: float) -> bool:
+        """The answer to Find; False where nobody waits for it any more."""
         state = self.state
         if state.ended or self.stage is not Stage.FINDING:
-            return
+            return False
         if found.error:
             state.end(CheckpointError.exit_code, f"{self._first} was lost, and {found.error}", now_s)
-            return
+            return True
+        if found.resume is None and state.running_s is not None:
+            # Those that train hold no first values any more.
+            state.end(
+                TaskLostError.exit_code,
+                f"{self._first} was lost, and no checkpoint could be written so far, not even one of the first values; "
+                "start the job again",
+                now_s,
+            )
+            return True
         state.resume = found.resume
         state.base_step = found.resume.step if found.resume is not None else 0
         if found.resume is None and state.leases is not None:
@@ -273,6 +285,7 @@ class Recovery:
             state.note_cursor()
         self.stage = Stage.SERVERS
         self._place(now_s)
+        return True
 
     def _place(self, now_s: float) -> None:
         """Choose who holds what, if that can be done now."""
@@ -282,7 +295,7 @@ class Recovery:
         self._lost = {task: at_s for task, at_s in self._lost.items() if task in gone}
         if gone:
             waited_s = now_s - min(self._lost.setdefault(task, now_s) for task in gone)
-            if waited_s >= state.timeouts.join_s:
+            if waited_s >= state.timeouts.join_s and (self._full or not living):
                 full = f"; {self._full}" if self._full else ""
                 state.end(
                     TaskLostError.exit_code,
@@ -341,6 +354,7 @@ class Recovery:
 
     def _no_room_for_standbys(self, errors: Mapping[str, ShardlineError], now_s: float) -> None:
         state = self.state
+        self._placing = False
         for task, error in sorted(errors.items()):
             for place in state.placement:
                 if place.standby_task == task:

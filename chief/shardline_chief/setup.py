@@ -138,7 +138,7 @@ class Setup:
         state.command(Lead(addresses=addresses(placement)), state.history(promote))
 
     def set_standbys(self, placement: tuple[Placement, ...], then: Callable[[], None]) -> None:
-        """Have standbys elsewhere from now on, or none, while training goes on. then(): done, or not."""
+        """Have standbys elsewhere from now on, or none, while training goes on. then(): when that is done."""
         state = self.state
         assert state.plan is not None
         assert state.job is not None
@@ -151,11 +151,19 @@ class Setup:
             placement=placement,
             keep=frozenset(range(len(state.plan.shards))),
         )
+        activate = Activate(timeline=state.timeline)
+
         # A server that was not there before gets all of it; for the others only the placement is new.
-        state.command(Lead(addresses=addresses(placement)))
-        state.command(configure)
-        state.publish_members(lambda result, now_s: None)
-        state.command(Activate(timeline=state.timeline), lambda result, now_s: then())
+        def led(result: CommandResult, now_s: float) -> None:
+            state.command(configure, state.history(configured))
+
+        def configured(result: CommandResult, now_s: float) -> None:
+            state.publish_members(state.history(known))
+
+        def known(result: CommandResult, now_s: float) -> None:
+            state.command(activate, state.history(lambda result, now_s: then()))
+
+        state.command(Lead(addresses=addresses(placement)), state.history(led))
 
     def forget(self) -> None:
         """Nothing of what was set up before counts."""

@@ -154,7 +154,9 @@ class ParameterStore:
                 self._check_memory(configuration)
                 self.configuration = configuration
             return False
-        kept = self._to_keep(configuration, keep, keep_standbys)
+        kept = self._to_keep(configuration, keep)
+        if not self._same(configuration):
+            keep_standbys = ()
         plan = configuration.plan
         for number in configuration.shards:
             if number >= len(plan.shards):
@@ -220,16 +222,18 @@ class ParameterStore:
                 f"{limit:,}; use more parameter servers, or {remedy}"
             )
 
-    def _to_keep(
-        self, configuration: PsConfiguration, keep: Collection[int], standbys: Collection[int]
-    ) -> dict[int, Shard]:
-        """The shards to be kept. Raises ProtocolError where they are not here, or are to be something else."""
-        if not keep and not standbys:
-            return {}
+    def _same(self, configuration: PsConfiguration) -> bool:
+        """Whether it differs from the one in force by nothing but who holds what in which history."""
         held = self.configuration
-        same = held is not None and held == replace(
+        return held is not None and held == replace(
             configuration, timeline=held.timeline, shards=held.shards, standbys=held.standbys
         )
+
+    def _to_keep(self, configuration: PsConfiguration, keep: Collection[int]) -> dict[int, Shard]:
+        """The shards to be kept. Raises ProtocolError where they are not here, or are to be something else."""
+        if not keep:
+            return {}
+        same = self._same(configuration)
         lacking = sorted(set(keep) - self.shards.keys() | set(keep) - set(configuration.shards))
         if not same or lacking:
             what = f"shards {lacking} are not here" if lacking else "the plan, the rule or the mode differ"

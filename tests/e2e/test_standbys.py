@@ -1,0 +1,61 @@
+"""Servers killed under a job with standbys: another one takes over, nothing goes back, no bit changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardline.cli.launcher import LaunchOptions, LocalCluster
+from shardline.config import Timeouts
+from tests.e2e.support import (
+    PATIENCE_S,
+    TIMEOUT_S,
+    events,
+    expected_sha256,
+    summary_of,
+    wait_for_event,
+    wait_for_step,
+    write_job,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+
+def run_and_kill(folder: Path, *, steps: int, lane: str = "auto", **settings: Any) -> tuple[Path, Path]:
+    """A job during which ps/1 dies; returns the job and its output."""
+    job = write_job(folder / "job.py", steps=steps, after_loss="time.sleep(0.02)", imports="import time", **settings)
+    out = folder / "run"
+    options = LaunchOptions(
+        job=job, out=out, ps=2, workers=2, standbys=1, lane=lane, timeouts=Timeouts(total_s=TIMEOUT_S)
+    )
+    with LocalCluster(options) as cluster:
+        for shard in (0, 1):
+            wait_for_event(out, "standby", f"shard {shard} is protected")
+        wait_for_step(out, 10)
+        cluster.kill("ps/1")
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
+    return job, out
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, pytest.param(0.5, marks=pytest.mark.chaos)], ids=["eager", "voted"])
+def test_a_killed_ps_with_a_standby_costs_no_step_and_no_bit(tmp_path: Path, clip_norm: float) -> None:
+    job, out = run_and_kill(tmp_path, steps=80, replicas=2, clip_norm=clip_norm)
+    found = summary_of(out)
+    assert (found["steps"], found["sha256"]) == (80, expected_sha256(job))
+    (recovery,) = found["recoveries"]
+    assert (recovery["task"], recovery["lost"]) == ("ps/1", 0)
+    told = events(out)
+    assert any("taken over: shard 1 by ps/0; nothing goes back" in text for text in told), told
+    assert not any("go back to step" in text for text in told), told
+
+
+@pytest.mark.chaos
+def test_a_killed_ps_of_an_asynchronous_job_with_a_standby_loses_no_acknowledged_update(tmp_path: Path) -> None:
+    _, out = run_and_kill(tmp_path, steps=200, consistency="async")
+    found = summary_of(out)
+    (recovery,) = found["recoveries"]
+    assert (recovery["task"], recovery["lost"], found["lost_updates"]) == ("ps/1", 0, 0)
+    # Batches that were under way are trained on again, and may land once more on the shard that had them.
+    assert all(200 <= version <= 200 + found["repeated_batches"] for version in found["versions"])
