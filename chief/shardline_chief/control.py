@@ -374,10 +374,10 @@ class Control:
         self._checkpointer.find(find.lost, told)
 
     def _found(self, checkpoint: Checkpoint | None, error: str, now_s: float) -> None:
-        self._commander.resume = checkpoint
-        self.program.found(
-            Found(resume=ResumePoint(checkpoint) if checkpoint is not None else None, error=error), now_s
-        )
+        resume = ResumePoint(checkpoint) if checkpoint is not None else None
+        if self.program.found(Found(resume=resume, error=error), now_s):
+            # Where several servers were lost at once, the first answer counts: the second may come while it is used.
+            self._commander.resume = checkpoint
 
     def _mark_best(self, mark: MarkBest) -> None:
         try:

@@ -165,6 +165,9 @@ class Program:
         answer = JoinAnswer(accepted=True, task=member.task, incarnation=member.incarnation)
         # Who comes after the end is told so by its orders, and goes.
         if state.ended or not (member.trains and state.table_sent):
+            if old is not None:
+                # As in _lives(): no server knows of it in this timeline.
+                self._take_back(old.incarnation)
             state.answer(ticket, answer)
             self.setup.advance(now_s)
             return
@@ -234,8 +237,11 @@ class Program:
         self._progress(now_s)
         return True
 
-    def ps_status(self, task: str, status: PsStatus, now_s: float) -> None:
-        """A ps described itself, in a heartbeat or when asked."""
+    def ps_status(self, task: str, status: PsStatus, now_s: float, *, asked: bool = False) -> None:
+        """A ps described itself, in a heartbeat or when asked.
+
+        An answer comes in the order of the commands; a heartbeat may be older than the command that changed all.
+        """
         state = self.state
         plan = state.plan
         if plan is None or state.ended:
@@ -253,8 +259,11 @@ class Program:
             # Judged when all are heard.
             return
         elif state.phase in (Phase.RUNNING, Phase.STOPPING) and any(p.task == task for p in state.placement):
-            at = f"timeline {status.timeline:#x}" if status.timeline else "nothing"
-            self.recovery.lost(task, f"{task} holds {at} instead of timeline {state.timeline:#x}", now_s)
+            if asked:
+                at = f"timeline {status.timeline:#x}" if status.timeline else "nothing"
+                self.recovery.lost(task, f"{task} holds {at} instead of timeline {state.timeline:#x}", now_s)
+            else:
+                state.ask_status()
         if status.failure and (task, 0) not in self._told_failures:
             self._told_failures.add((task, 0))
             self.ending.begin(status.failure, now_s, exit_code=InternalError.exit_code)
@@ -294,6 +303,10 @@ class Program:
             if member.role == "ps" and not self.setup.begun:
                 state.members.leave(task)
                 state.say("left", f"{task} was asked to end before the job began; waiting for another", "warning")
+                return
+            if member.role == "ps" and not any(task in (place.task, place.standby_task) for place in state.placement):
+                state.members.leave(task)
+                state.say("left", f"{task} leaves as it was asked to; it held nothing")
                 return
             why = "nobody else can take its place" if member.trains else "its shards have no other holder"
             self.ending.begin(f"stopped: {task} was asked to end, and {why}", now_s)
@@ -459,7 +472,7 @@ class Program:
         """A command came back from every ps."""
         for task, value in result.values.items():
             if isinstance(value, PsStatus):
-                self.ps_status(task, value, now_s)
+                self.ps_status(task, value, now_s, asked=True)
         self.state.continued(number, result, now_s)
         self._progress(now_s)
 
@@ -470,9 +483,9 @@ class Program:
         self.ending.saved(saved, now_s)
         self._progress(now_s)
 
-    def found(self, found: Found, now_s: float) -> None:
-        """The checkpoint to go back to after a loss."""
-        self.recovery.found(found, now_s)
+    def found(self, found: Found, now_s: float) -> bool:
+        """The checkpoint to go back to after a loss; False where it is not asked for any more."""
+        return self.recovery.found(found, now_s)
 
     def fatal(self, exit_code: int, reason: str, now_s: float) -> None:
         """Something without which the chief can't be trusted went wrong."""

@@ -66,12 +66,19 @@ class Running:
             self.cut_now(stop=False)
 
     def cut_now(self, *, stop: bool) -> int:
-        """Asynchronous mode: all shards copy themselves at once, under the lowest version as the number, returned."""
+        """Asynchronous mode: all shards copy themselves at once, under the lowest version as the number, returned.
+
+        The number is one higher where the lowest version has a checkpoint already and others have gone on.
+        """
         state = self.state
         assert not state.sync
         assert not self.cut_asked
         self.cut_asked = True
-        step = self._last_cut = state.step
+        step = state.step
+        if step == state.checkpoint_step and any(shard.version > step for shard in state.shards.values()):
+            # One shard was restored from that checkpoint, and others have gone on: this is another state.
+            step += 1
+        self._last_cut = step
         # Noted first: then every update of a done lease is inside the copies (PROTOCOL 1.7).
         cursor = state.leases.cursor() if state.leases is not None else {}
 

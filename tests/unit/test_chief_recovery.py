@@ -10,6 +10,7 @@ from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
 from shardline_chief.actions import Cut, Restore
 from shardline_chief.membership import Member
+from shardline_chief.messages import Beat
 from shardline_chief.recovery import ATTEMPTS, moved
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,6 +23,14 @@ def checkpoint(cluster: Cluster, step: int) -> None:
         ps._cut(Cut(timeline=ps.timeline, step=step))
     cluster.advance(step)
     assert cluster.saves[-1].step == step
+
+
+def checkpoint_held(cluster: Cluster, step: int) -> None:
+    """All shards reach the step, and their cut is being fetched."""
+    for ps in cluster.ps:
+        ps._cut(Cut(timeline=ps.timeline, step=step))
+    cluster.advance(step)
+    assert cluster.held_saves[-1].step == step
 
 
 def phase(cluster: Cluster) -> Phase:
@@ -126,6 +135,18 @@ def test_loss_of_a_server_that_holds_nothing_changes_nothing() -> None:
     assert "it held nothing, so the job goes on without it" in cluster.text()
 
 
+def test_server_that_holds_nothing_may_leave_when_it_is_asked_to() -> None:
+    cluster = running()
+    checkpoint(cluster, 10)
+    cluster.kill_ps(1)
+    cluster.tick(2 * T / 3 + 4)
+    cluster.restart_ps(1)
+    cluster.beat("ps/1", leaving=True)
+    assert phase(cluster) is Phase.RUNNING
+    assert cluster.orders("ps/1").phase is Phase.ENDED
+    assert "ps/1 leaves as it was asked to; it held nothing" in cluster.text()
+
+
 def test_shards_that_fit_nowhere_else_wait_for_their_server_and_end_the_job_with_its_name() -> None:
     cluster = running()
     checkpoint(cluster, 10)
@@ -168,7 +189,22 @@ def test_only_server_is_waited_for_as_long_as_a_task_may_take_to_join() -> None:
     assert phase(cluster) is Phase.RUNNING
 
 
-def test_without_any_checkpoint_the_job_begins_anew_with_values_of_a_worker() -> None:
+def test_loss_before_training_began_begins_the_job_anew_with_values_of_a_worker() -> None:
+    cluster = Cluster(job=make_job())
+    for number in (0, 1):
+        cluster.join("ps", number)
+        cluster.join("worker", number)
+    cluster.kill_ps(1)
+    cluster.restart_ps(1)
+    cluster.tick()
+    assert phase(cluster) is Phase.INIT
+    assert "there is no checkpoint yet, so the job begins anew" in cluster.text()
+    cluster.initialize()
+    assert phase(cluster) is Phase.RUNNING
+    assert cluster.orders("worker/0").first_step == 0
+
+
+def test_loss_where_no_checkpoint_could_ever_be_written_ends_the_job_since_nobody_has_the_first_values() -> None:
     cluster = Cluster(job=make_job())
     cluster.disk_full = True
     cluster.start()
@@ -176,11 +212,9 @@ def test_without_any_checkpoint_the_job_begins_anew_with_values_of_a_worker() ->
     cluster.kill_ps(1)
     cluster.restart_ps(1)
     cluster.tick()
-    assert phase(cluster) is Phase.INIT
-    cluster.initialize()
-    assert phase(cluster) is Phase.RUNNING
-    assert cluster.orders("worker/0").first_step == 0
-    assert "there is no checkpoint yet, so the job begins anew" in cluster.text()
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 4
+    assert "ps/1 was lost, and no checkpoint could be written so far" in cluster.finish.reason
 
 
 def test_checkpoint_that_can_not_be_read_ends_the_job() -> None:
@@ -198,10 +232,7 @@ def test_checkpoint_that_is_being_written_is_waited_for_since_it_may_be_the_newe
     cluster = running()
     checkpoint(cluster, 10)
     cluster.hold_saves = True
-    for ps in cluster.ps:
-        ps._cut(Cut(timeline=ps.timeline, step=20))
-    cluster.advance(20)
-    assert [save.step for save in cluster.held_saves] == [20]
+    checkpoint_held(cluster, 20)
     cluster.kill_ps(1)
     cluster.restart_ps(1)
     cluster.tick()
@@ -210,6 +241,19 @@ def test_checkpoint_that_is_being_written_is_waited_for_since_it_may_be_the_newe
     cluster.tick()
     assert phase(cluster) is Phase.RUNNING
     assert [ps.step for ps in cluster.ps] == [20, 20]
+
+
+def test_checkpoint_that_takes_longer_than_a_server_may_stay_away_leaves_the_others_their_turn() -> None:
+    cluster = running()
+    cluster.hold_saves = True
+    checkpoint_held(cluster, 20)
+    cluster.kill_ps(1)
+    cluster.tick(T / 3 + 2)
+    cluster.tick(T + 2)
+    cluster.release_saves()
+    cluster.tick()
+    assert phase(cluster) is Phase.RUNNING
+    assert "shard 1 moves from ps/1 to ps/0" in cluster.text()
 
 
 @pytest.mark.parametrize("second", [0, 1])
@@ -255,6 +299,23 @@ def test_losses_with_steps_between_them_are_not_counted_together() -> None:
         cluster.tick()
         cluster.advance(number + 1)
     assert phase(cluster) is Phase.RUNNING
+
+
+def test_heartbeat_from_before_the_recovery_does_not_make_a_healthy_server_a_lost_one() -> None:
+    cluster = running()
+    before = cluster.ps[0].status()
+    cluster.kill_ps(1)
+    cluster.restart_ps(1)
+    cluster.tick()
+    beat = Beat(task="ps/0", incarnation=cluster.lives["ps/0"], ps=before)
+    cluster.program.beat(beat, cluster.now_s)
+    cluster.settle()
+    assert phase(cluster) is Phase.RUNNING
+    # One that says so itself when asked is.
+    cluster.ps[0].timeline = before.timeline
+    cluster.beat("ps/0")
+    assert phase(cluster) is Phase.INIT
+    assert f"ps/0 holds timeline {before.timeline:#x} instead of" in cluster.text()
 
 
 def test_late_answer_of_the_dead_server_does_not_harm_the_one_in_its_place() -> None:
@@ -386,6 +447,40 @@ def test_lease_of_a_worker_that_dies_while_a_shard_is_restored_is_handed_out_aga
     cluster.tick()
     again = cluster.program.lease("worker/0", cluster.lives["worker/0"], (), cluster.now_s)
     assert again.first == lost.first
+
+
+def test_lease_of_a_worker_that_is_started_again_while_a_shard_is_restored_is_handed_out_again() -> None:
+    cluster = Cluster(job=make_job(mode="async"))
+    cluster.start()
+    lost = cluster.program.lease("worker/1", cluster.lives["worker/1"], (), cluster.now_s)
+    cluster.kill_ps(1)
+    cluster.tick(T / 3 + 2)
+    assert phase(cluster) is Phase.INIT
+    cluster.program.stream_broken("worker/1", cluster.lives["worker/1"], cluster.now_s)
+    cluster.join("worker", 1)
+    cluster.restart_ps(1)
+    cluster.tick()
+    again = cluster.program.lease("worker/0", cluster.lives["worker/0"], (), cluster.now_s)
+    assert again.first == lost.first
+
+
+def test_last_checkpoint_after_a_loss_has_what_the_other_shards_did_since_the_one_before() -> None:
+    cluster = Cluster(job=make_job(mode="async", checkpoint_every=10))
+    cluster.start()
+    for version in (12, 19):
+        for ps in cluster.ps:
+            ps.version = version
+        cluster.tick()
+    cluster.kill_ps(1)
+    cluster.restart_ps(1)
+    cluster.tick()
+    assert ([ps.version for ps in cluster.ps], cluster.saves[-1].step) == ([19, 12], 12)
+    cluster.program.stop("SIGTERM", cluster.now_s)
+    cluster.tick(T)
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
+    # Its number can't be 12: that one is written, and other shards were in it.
+    assert cluster.saves[-1].step == 13
 
 
 # Links between those that the chief hears
