@@ -6,6 +6,7 @@ costs the logs, never the training: it is said once. A chief that goes on with a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -27,6 +28,8 @@ log = logging.getLogger("shardline_chief")
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 EVENTS_SHOWN = 50
+TAIL_BYTES = 1 << 18
+"""So much of an earlier chief's log is looked at for steps that are told again: those of some heartbeats."""
 EARLY = 1024
 """Heartbeats with steps that are kept until training is known to be under way."""
 OPEN_STEPS = 64
@@ -184,6 +187,9 @@ class Reporter:
         self._next_rates_s = -math.inf
         self.shelf = Shelf()
         self._early = deque[tuple[str, Sequence[StepReport]]](maxlen=EARLY)
+        self._joined = True
+        self._written: set[tuple[int, str]] = set()
+        """Steps in the log that an earlier chief wrote."""
         self.loss = math.nan
         self.step_rate = Rate()
         self.byte_rate = Rate()
@@ -216,6 +222,7 @@ class Reporter:
         """A timeline begins to train at first_step: TensorBoard forgets what an earlier one drew beyond it."""
         self.steps = StepBoard(replicas, joined=sync)
         early, self._early = self._early, deque(maxlen=EARLY)
+        self._joined, self._written = sync, self._lines(timeline, joined=sync)
         self._timeline = timeline
         if timeline != self._drawn:
             # A chief that took over a running cluster goes on with the timeline of the one before, wherever it began.
@@ -237,6 +244,23 @@ class Reporter:
         for task, reports in early:
             self.report(task, reports)
 
+    def _lines(self, timeline: int, *, joined: bool) -> set[tuple[int, str]]:
+        """(step, task) of the newest lines of this timeline, where an earlier chief wrote some; joined: task is ""."""
+        try:
+            with (self._folder / "steps.jsonl").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                lines = file.read().splitlines()
+        except OSError:
+            return set()
+        found = set()
+        for text in lines:
+            # The first may begin in its middle, and a death may have cut any.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                line = json.loads(text)
+                if line["timeline"] == timeline:
+                    found.add((int(line["step"]), "" if joined else str(line["task"])))
+        return found
+
     def report(self, task: str, reports: Sequence[StepReport]) -> None:
         """Finished steps of one task."""
         if self.steps is None:
@@ -245,6 +269,9 @@ class Reporter:
             return
         pace = self.paces.setdefault(task, Pace())
         for report in reports:
+            if (report.step, "" if self._joined else task) in self._written:
+                # The chief before this one has written it; its task could not know.
+                continue
             pace.add(report)
             self._metrics.counter("shardline_examples_total").inc(report.samples)
             self._metrics.histogram("shardline_step_seconds").observe(report.compute_s + report.exchange_s)

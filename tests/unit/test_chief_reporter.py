@@ -102,3 +102,13 @@ def test_logs_that_can_not_be_written_are_said_once_and_cost_nothing(
     reporter.close()
     assert len([r for r in caplog.records if "can't be written" in r.getMessage()]) == 1
     assert len(reporter.events) == 3
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_steps_that_an_earlier_chief_wrote_are_not_written_again(tmp_path: Path, sync: bool) -> None:
+    for last in (3, 5):
+        reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))
+        reporter.report("worker/0", [report(step) for step in range(last)])
+        reporter.begin(replicas=1, sync=sync, timeline=7, first_step=0)
+        reporter.close()
+    assert [line["step"] for line in lines(tmp_path / "steps.jsonl")] == [0, 1, 2, 3, 4]
