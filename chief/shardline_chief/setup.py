@@ -60,7 +60,8 @@ class Setup:
         if self.done_before:
             if not self._to_come():
                 state.end(0, self.done_before, now_s)
-        elif not self.begun and state.job is not None and not state.missing_ps():
+        elif not self.begun and state.job is not None and (not state.missing_ps() or self._complete(state.job)):
+            # A job that is done needs nobody to be there.
             self.begun = True
             self._begin(now_s)
         elif state.phase is Phase.INIT and not self.values_there:
@@ -87,7 +88,7 @@ class Setup:
             cursor = state.resume.cursor if state.resume is not None else {}
             state.leases = Leases.resumed(cursor, job.steps)
             state.note_cursor()
-        if state.resume is not None and self._complete(job):
+        if self._complete(job):
             self._nothing_to_do(now_s)
             return
         members = state.members.living("ps")
@@ -176,11 +177,13 @@ class Setup:
         self.cut_asked_s = None
 
     def _complete(self, job: JobSpec) -> bool:
-        state = self.state
-        assert state.resume is not None
-        if state.leases is not None:
-            return state.leases.all_done
-        return 0 < job.steps <= state.resume.step
+        """Whether the checkpoint to go on from holds all the steps that there are."""
+        resume = self.state.resume
+        if resume is None:
+            return False
+        if job.consistency.mode == "async" and not job.script:
+            return Leases.resumed(resume.cursor, job.steps).all_done
+        return 0 < job.steps <= resume.step
 
     def _nothing_to_do(self, now_s: float) -> None:
         """All steps are made: end, once everybody is there to hear it.
@@ -395,6 +398,8 @@ class Setup:
         state = self.state
         if state.ended or state.phase not in (Phase.WAITING, Phase.INIT):
             return
+        if not self.begun and not self.done_before:
+            self.advance(now_s)
         if state.phase is Phase.INIT and not self.active and (state.initializer or self.cut_asked_s is not None):
             state.ask_status()
         asked_s = self.cut_asked_s

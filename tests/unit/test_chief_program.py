@@ -297,14 +297,22 @@ def test_resume_restores_and_goes_on_from_the_step_without_a_cut_zero() -> None:
 
 def test_resume_of_a_finished_job_ends_when_everybody_is_there_to_hear_it() -> None:
     cluster = Cluster(job=make_job(steps=40), resume=FakeResume(step=40), evaluators=1)
+    cluster.tick()
     for task in (("ps", 0), ("worker", 0), ("ps", 1), ("worker", 1)):
         cluster.join(*task)
         assert cluster.finish is None
-    assert "waiting up to 60 s for 1 worker, 1 evaluator, to tell them so" in cluster.text()
+    assert "waiting up to 60 s for 2 ps, 2 worker, 1 evaluator, to tell them so" in cluster.text()
     cluster.join("evaluator", 0)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
     assert cluster.kinds(Configure) == []
+
+
+def test_resume_of_a_finished_job_to_which_nobody_comes_ends_well() -> None:
+    cluster = Cluster(job=make_job(steps=40), resume=FakeResume(step=40))
+    cluster.tick(T + 2)
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 0
 
 
 def test_resume_of_a_finished_job_is_not_waited_with_for_longer_than_the_time_to_join() -> None:
