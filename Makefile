@@ -9,7 +9,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-monitoring test-all e2e demo clean bench bench-quick bench-peers
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-monitoring test-all chaos chaos-quick chaos-figures load e2e demo clean bench bench-quick bench-peers
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -65,6 +65,23 @@ test: $(STAMP)
 # What people look at: rules and dashboard against a real Prometheus, the chief's page in a real Chromium.
 test-monitoring: $(STAMP)
 	$(BIN)/pytest -q tests/monitoring $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+
+# Kills, pauses and cut links drawn from seeds, with real processes; about half a minute each. More:
+# make chaos ARGS="--seed 17", or ARGS="--count 200"
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos.play schedules $(ARGS)
+
+# The short, fixed part of it.
+chaos-quick: $(STAMP)
+	$(BIN)/pytest -q -m chaos tests/e2e tests/chaos $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+
+# 20 kills of each role: benchmarks/results/recovery.json
+chaos-figures: $(STAMP)
+	$(BIN)/python -m tests.chaos.play figures $(ARGS)
+
+# 64 workers on one server for 10 minutes: benchmarks/results/load.json
+load: $(STAMP)
+	$(BIN)/python -m benchmarks.load $(ARGS)
 
 # With a real Docker engine and Compose v2; builds the image, about ten minutes. torch comes from wheelhouse/, from
 # TORCH_INDEX_URL, or else as this machine's pip finds it, for the device that .venv's torch is built for.
