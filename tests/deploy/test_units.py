@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 SYSTEMD = ROOT / "deploy" / "systemd"
 UNIT = SYSTEMD / "shardline@.service"
 DROP_IN = SYSTEMD / "shardline@.service.d" / "secrets.conf"
+ADMIN_DROP_IN = SYSTEMD / "shardline@.service.d" / "admin.conf"
 COMPOSE = ROOT / "deploy" / "compose-per-machine"
 PROGRAM = "/opt/shardline/bin/shardline"
 SPEC = {
@@ -72,6 +73,7 @@ def here(tmp_path: Path) -> Path:
     (tmp_path / "cluster.json").write_text(json.dumps(SPEC))
     (tmp_path / "job.py").write_text("job = None")
     (tmp_path / "token").write_text("a-token-of-enough-characters")
+    (tmp_path / "admin-token").write_text("an-admin-token-of-enough-characters")
     return tmp_path
 
 
@@ -118,6 +120,10 @@ def test_drop_in_names_a_credential_for_every_file_it_tells_the_task_of() -> Non
     assert sorted(told.values()) == sorted(f"%d/{name}" for name in loaded)
     assert set(told) == {"SHARDLINE_TOKEN_FILE", "SHARDLINE_TLS_CERT", "SHARDLINE_TLS_KEY", "SHARDLINE_TLS_CA"}
     assert set(told) <= set(FLAGS)
+    admin = unit(ADMIN_DROP_IN)["Service"]
+    assert admin["Environment"] == ["SHARDLINE_ADMIN_TOKEN_FILE=%d/admin-token"]
+    assert [text.split(":", 1)[0] for text in admin["LoadCredential"]] == ["admin-token"]
+    assert "SHARDLINE_ADMIN_TOKEN_FILE" in FLAGS
 
 
 def test_unit_gives_a_task_longer_to_end_than_its_timeout() -> None:
@@ -186,9 +192,12 @@ def test_profile_starts_one_task_in_the_machines_network(
     given = {"TASK": f"{command}/0", "ADDRESS": SPEC[command][0]}
     values = {name: filled(str(value), given) for name, value in service["environment"].items()}
     # Where the mounts put this machine's files; TLS files are read when they are used.
-    places = {"/etc/shardline/cluster.json": "cluster.json", "/job/job.py": "job.py", "/run/secrets/token": "token"}
+    places = {"/etc/shardline/cluster.json": "cluster.json", "/job/job.py": "job.py"}
+    places |= {f"/run/secrets/{name}": name for name in ("token", "admin-token")}
     secured = {f"SHARDLINE_TLS_{part}" for part in ("CERT", "KEY", "CA")}
-    assert {Path(values[name]).name for name in secured} | {"token"} == set(service["secrets"])
+    tokens = {"token", "admin-token"} if role in ("chief", "ps") else {"token"}
+    assert {Path(values[name]).name for name in secured} | tokens == set(service["secrets"])
+    assert ("SHARDLINE_ADMIN_TOKEN_FILE" in values) == ("admin-token" in tokens)
     moved = {
         name: str(here / places[value]) if value in places else value
         for name, value in values.items()
@@ -196,6 +205,7 @@ def test_profile_starts_one_task_in_the_machines_network(
     }
     config = settings_of(command, moved, monkeypatch)
     assert config.task == given["TASK"] and config.security.check("a-token-of-enough-characters")
+    assert bool(config.security.admin_token) == ("admin-token" in tokens)
     assert filled(service["healthcheck"]["test"][-1], given) == config.cluster.address(config.task)
     assert (config.out == Path("/out")) == (role == "chief")
     assert config.device == ("cuda" if role == "worker-gpu" else "cpu")
