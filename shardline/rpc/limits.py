@@ -7,6 +7,7 @@ message takes many times its bytes.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from shardline.errors import ProtocolError
+from shardline.errors import ProtocolError, ShardlineError
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -98,55 +99,61 @@ def message_limit(method: str) -> int | None:
     return OPEN_BYTES if service.startswith("/grpc.health.") else MESSAGE_BYTES.get(name, DEFAULT_BYTES)
 
 
+class TooLongError(ProtocolError):
+    """A message of more bytes than its call takes."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
+async def _refuse(context: Any, error: ShardlineError) -> None:
+    await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error))
+
+
 def bounded(handler: Any, method: str, limit: int) -> Any:
     """A call's handler that refuses messages of more than `limit` bytes, and those that can't be parsed."""
     parse: Callable[[bytes], Any] = handler.request_deserializer or (lambda raw: raw)
 
-    async def read(raw: bytes, context: Any) -> Any:
+    name = method.rpartition("/")[2]
+
+    def read(raw: bytes) -> Any:
         if len(raw) > limit:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"a message of {len(raw)} bytes; {method.rpartition('/')[2]} takes {limit} at most",
-            )
+            raise TooLongError(f"a message of {len(raw)} bytes; {name} takes {limit} at most")
         try:
             return parse(raw)
         except DecodeError:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"a message of {method.rpartition('/')[2]} can't be read"
-            )
+            raise ProtocolError(f"a message of {name} can't be read") from None
 
-    async def read_all(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+    async def read_all(messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for raw in messages:
-            yield await read(raw, context)
+            yield read(raw)
 
     if handler.request_streaming:
         inner = handler.stream_stream if handler.response_streaming else handler.stream_unary
-
-        async def requests_of(message: Any, context: Any) -> Any:
-            return read_all(message, context)
-
+        # Raised where the handler asks for the next one, so that it ends the call itself: it may be sending just then.
+        requests_of: Callable[[Any], Any] = read_all
     else:
         inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
-
-        async def requests_of(message: Any, context: Any) -> Any:
-            return await read(message, context)
+        requests_of = read
 
     # gRPC looks at what kind of function a handler is: one that yields its replies, or one that writes them.
     if inspect.isasyncgenfunction(inner):
 
         async def replies(raw: Any, context: Any) -> AsyncIterator[Any]:
-            answer = inner(await requests_of(raw, context), context)
             try:
-                async for reply in answer:
-                    yield reply
-            finally:
-                await answer.aclose()
+                async with contextlib.aclosing(inner(requests_of(raw), context)) as answer:
+                    async for reply in answer:
+                        yield reply
+            except ShardlineError as error:
+                await _refuse(context, error)
 
         outer: Any = replies
     else:
 
         async def reply(raw: Any, context: Any) -> Any:
-            return await inner(await requests_of(raw, context), context)
+            try:
+                return await inner(requests_of(raw), context)
+            except ShardlineError as error:
+                await _refuse(context, error)
 
         outer = reply
     makers = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -52,6 +53,21 @@ class Server(parameter_server_pb2_grpc.ParameterServerServicer):
         return parameter_server_pb2.RestoreReply(step=sum(steps))
 
 
+class Standby(parameter_server_pb2_grpc.ReplicationServicer):
+    async def Replicate(
+        self, request: AsyncIterator[Any], context: Any
+    ) -> AsyncIterator[parameter_server_pb2.ReplicaReply]:
+        """Sends while another task of its own reads, as the chief does."""
+
+        async def read() -> int:
+            return len([frame async for frame in request])
+
+        reader = asyncio.create_task(read())
+        while not reader.done():
+            yield parameter_server_pb2.ReplicaReply()
+        yield parameter_server_pb2.ReplicaReply(record=await reader)
+
+
 @pytest.fixture(scope="module")
 def channel() -> Iterator[grpc.Channel]:
     server = RpcServer(
@@ -59,6 +75,7 @@ def channel() -> Iterator[grpc.Channel]:
         register=[
             lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(Chief(), server),  # type: ignore[abstract]
             lambda server: parameter_server_pb2_grpc.add_ParameterServerServicer_to_server(Server(), server),  # type: ignore[abstract]
+            lambda server: parameter_server_pb2_grpc.add_ReplicationServicer_to_server(Standby(), server),  # type: ignore[arg-type]
         ],
     )
     with grpc.insecure_channel(server.start(), options=[("grpc.max_send_message_length", -1)]) as channel:
@@ -116,6 +133,23 @@ def test_message_that_is_too_long_or_not_readable_never_reaches_its_handler(chan
     found = status(lambda: raw(channel, name, KINDS[name], junk))
     assert found == (grpc.StatusCode.INVALID_ARGUMENT, f"a message of {call} can't be read")
     assert READ == []
+
+
+def test_message_that_is_not_readable_ends_a_call_whose_replies_are_on_their_way(
+    channel: grpc.Channel, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = status(lambda: raw(channel, "Replication/Replicate", "stream_stream", b"", b"\xff" * 8))
+    assert found == (grpc.StatusCode.INVALID_ARGUMENT, "a message of Replicate can't be read")
+    assert not caplog.records
+
+
+def test_health_services_list_is_refused_without_a_traceback_in_the_log(
+    channel: grpc.Channel, caplog: pytest.LogCaptureFixture
+) -> None:
+    method: Any = channel.unary_unary("/grpc.health.v1.Health/List")
+    found = status(lambda: method(b"", timeout=10))
+    assert found == (grpc.StatusCode.UNIMPLEMENTED, "this task gives no list of its services; ask reflection")
+    assert not caplog.records
 
 
 def test_anybody_may_ask_the_health_service_but_not_at_length(channel: grpc.Channel) -> None:
