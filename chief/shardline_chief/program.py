@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardline.errors import InternalError, TaskLostError, UsageError
+from shardline.errors import FencedError, InternalError, TaskLostError, UsageError
 from shardline.rpc.client import JobView
 from shardline.rpc.link import Orders, Phase
 from shardline.rpc.status import PsStatus, TaskStatus, Traffic
@@ -507,8 +507,12 @@ class Program:
     def report(
         self, task: str, incarnation: int, step: int, metrics: Mapping[str, float], failure: str, now_s: float
     ) -> bool:
-        """The evaluator's word on a checkpoint; returns whether it is the best so far."""
+        """The evaluator's word on a checkpoint; returns whether it is the best so far. Raises FencedError."""
         state = self.state
+        if not state.members.current(task, incarnation):
+            raise FencedError(
+                f"{task} incarnation {incarnation:#x} is not admitted; what it reports of step {step} changes nothing"
+            )
         best = False
         if failure:
             state.say(

@@ -4,6 +4,9 @@ import math
 import sys
 from pathlib import Path
 
+import pytest
+
+from shardline.errors import FencedError
 from shardline.rpc.link import Phase
 from shardline_chief.actions import Cut
 from shardline_chief.messages import Beat
@@ -37,6 +40,16 @@ def test_a_failing_evaluation_is_a_sentence_and_not_the_end() -> None:
     cluster.settle()
     assert "evaluate raised KeyError" in cluster.text()
     assert cluster.finish is None
+
+
+@pytest.mark.parametrize("task", ["evaluator/0", "worker/7", "nobody"])
+def test_what_nobody_admitted_reports_changes_nothing(task: str) -> None:
+    cluster = running()
+    cluster.join("evaluator", 0)
+    with pytest.raises(FencedError, match=f"{task} incarnation 0x5 is not admitted; what it reports of step 3"):
+        cluster.program.report(task, 5, 3, {"loss": 0.1}, "", cluster.now_s)
+    cluster.settle()
+    assert not cluster.bests and not cluster.program.state.metrics
 
 
 # Asynchronous
