@@ -410,9 +410,13 @@ class Exchange:
         if waited_s < self._timeouts.suspect_s:
             return
         sentence = f"shard {shard} waits for replicas {list(end.waiting_for)} in step {end.step}"
+        rest = "the chief moves them when their worker is dead"
+        if not end.waiting_for:
+            sentence = f"shard {shard} has all gradients of step {end.step} and has not closed it"
+            rest = "it waits for the verdict of all shards, or for its standby to hold the step too"
         if self._told.get(shard) != sentence:
             self._told[shard] = sentence
-            log.warning("%s since %.0f s; the chief moves them when their worker is dead", sentence, waited_s)
+            log.warning("%s since %.0f s; %s", sentence, waited_s, rest)
 
     def _tell_no_room(self, shard: int, ack: Ack) -> None:
         if self._told.get(shard) != ack.reason:
@@ -420,7 +424,7 @@ class Exchange:
             log.warning("shard %d has no room for this push yet: %s", shard, ack.reason)
 
     def close(self) -> None:
-        """End threads."""
+        """End threads, and free what lanes hold."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         try:
             self.give_up()
@@ -428,6 +432,9 @@ class Exchange:
             log.warning("%s", error)
             return
         self._pool.shutdown(wait=True)
+        # Another exchange may follow: memory and sockets go now, not when the collector comes to it.
+        for lane in self._lanes.values():
+            lane.close()
 
 
 def _rank(error: Exception) -> int:
