@@ -111,7 +111,8 @@ class Control:
         self._reported = 0
         """Timeline whose training the reporter was told of."""
         self._goodbye_s: float | None = None
-        self._resigned = False
+        self.resigned = False
+        """Another chief leads, to whom the job was left."""
         self._asked_s = -math.inf
         """When the status was asked for last, other than by the chief's own page."""
         self._watcher_until_s = -math.inf
@@ -212,11 +213,10 @@ class Control:
             self._record([action for action in actions if isinstance(action, Record)], now_s)
             for action in actions:
                 self._do(action, now_s)
-            if self._resigned:
+            if self.resigned:
                 return self.program.state.exit_code
             self._push_orders()
             if self._goodbye_s is not None and self._gone(now_s):
-                self._record([Record(kind="closed", fields={})], now_s)
                 return self.program.state.exit_code
 
     def _due(self) -> list[Callable[[float], None]]:
@@ -431,7 +431,7 @@ class Control:
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
-        self._resigned = True
+        self.resigned = True
 
     def _finish(self, finish: Finish) -> None:
         if finish.resigned:

@@ -63,9 +63,20 @@ def run(config: RoleConfig) -> int:
         )
         process = ChiefProcess(config, out, journal, spec, resume, settings, remembered=remembered, page=page)
         try:
-            return process.run(termination)
+            code = process.run(termination)
         finally:
             process.close()
+        if not process.resigned:
+            # The last thing it does: killed before, the next chief says good-bye once more and gives the same code.
+            _close_journal(journal)
+        return code
+
+
+def _close_journal(journal: Journal) -> None:
+    try:
+        journal.write("closed")
+    except OSError as error:
+        log.warning("the journal in %s can't be closed: %s", journal.folder, error.strerror)
 
 
 def _job_spec(config: RoleConfig) -> JobSpec | None:
@@ -215,6 +226,11 @@ class ChiefProcess:
         if self._config.chief_trains:
             self._trainer = Trainer(self._config, address, on_exit=self._control.trainer_ended)
         return self._control.run()
+
+    @property
+    def resigned(self) -> bool:
+        """Whether another chief leads, to whom the job was left."""
+        return self._control.resigned
 
     def _asked_to_end(self, termination: Termination) -> None:
         name = signal.Signals(termination.signal).name if termination.signal is not None else "a signal"

@@ -27,8 +27,10 @@ from shardline.rpc.v1 import chief_pb2
 from shardline.security import Security
 from shardline.sharding import make_plan
 from shardline.spec import JobSpec, RuleSpec, TensorSpec
+from shardline.spec_json import job_to_json
 from shardline_chief import control, service, trainer
 from shardline_chief.journal import Journal
+from shardline_chief.replay import Remembered, replay
 
 TIMEOUTS = Timeouts(total_s=6.0)
 
@@ -354,3 +356,44 @@ def test_steps_that_a_chief_may_not_have_heard_of_are_told_again(chief: Chief) -
     link.report(reports[0])
     assert [item.step for item in link._beat(threading.Event()).steps] == [2, 0]
     link.close()
+
+
+def test_a_chief_that_was_killed_before_it_had_closed_says_good_bye_once_more(tmp_path: Path) -> None:
+    cluster = ClusterSpec({"chief": ("127.0.0.1:0",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
+    config = RoleConfig(role="chief", index=0, cluster=cluster, out=tmp_path, timeouts=TIMEOUTS)
+    with Journal(tmp_path / "chief") as journal:
+        journal.begin_term()
+        journal.write("chief", uuid="u", resume=None, takes_over=None)
+        journal.write("job", spec=job_to_json(make_job()))
+        journal.write("ended", exit_code=4, reason="ps/0 is gone")
+    assert run_in_thread(config) == 4
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["exit_code"], summary["reason"]) == (4, "ps/0 is gone")
+    with Journal(tmp_path / "chief") as journal:
+        remembered = replay(journal.read())
+    assert remembered.closed
+    assert not remembered.unfinished
+
+
+def test_another_job_than_the_one_that_has_not_ended_is_refused_with_the_difference(tmp_path: Path) -> None:
+    cluster = ClusterSpec({"chief": ("127.0.0.1:0",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
+    config = RoleConfig(role="chief", index=0, cluster=cluster, out=tmp_path, timeouts=TIMEOUTS)
+    settings = service._settings(config)
+    known = Remembered(term=1, job=dataclasses.replace(make_job(), steps=20), timeline=1 << 32 | 1)
+    with pytest.raises(UsageError, match=r"has not ended, and this one differs \(steps: 10 here, 20 in the job\)"):
+        service._unfinished(config, tmp_path, known, make_job(), settings)
+    assert service._unfinished(config, tmp_path, known, None, settings) is known
+    again = dataclasses.replace(config, resume=True)
+    assert service._unfinished(again, tmp_path, known, make_job(), settings) is None
+
+
+def run_in_thread(config: RoleConfig) -> int:
+    """The whole process of a chief, but for its signal handlers, which are the main thread's."""
+    found: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Termination, "install", lambda self: None)
+        thread = threading.Thread(target=lambda: found.append(service.run(config)), daemon=True)
+        thread.start()
+        thread.join(20.0)
+    assert found, "the chief has not ended"
+    return found[0]
