@@ -103,7 +103,7 @@ class Shard:
         self.order = threading.Lock()
         """Held while a voted step is made in all buckets, and while one of them is copied for a standby."""
         self.last_verdict: Applied | None = None
-        """Voted steps: the last one that is published."""
+        """Voted steps: the last one that is known; the step may not be published yet."""
         self._epoch = 0
         """Counts rollbacks and restores, so that a verdict of before changes nothing."""
 

@@ -7,6 +7,8 @@ import contextlib
 import logging
 import random
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 import grpc
 
@@ -49,7 +51,10 @@ class Voters:
                 self._loop.call_soon_threadsafe(self._start, shard, step)
 
     def _start(self, shard: int, step: int) -> None:
-        task = asyncio.get_running_loop().create_task(self._decide(shard, step))
+        self._spawn(self._decide(shard, step))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -88,8 +93,13 @@ class Voters:
         started_s = time.monotonic()
         told = False
         while self._store.shards.get(shard.number) is shard and shard.waits_for(staged):
+            timeline = self._store.authority.timeline
             verdict = await self._ask_once(vote.step, shard.number, ballot)
             if verdict is not None:
+                # From here on a new lead is told of it, before it is applied: see tell_verdicts().
+                shard.last_verdict = Applied(step=verdict.step, scale=verdict.scale, skip=verdict.skip)
+                if timeline != self._store.authority.timeline:
+                    self._spawn(self._tell(shard.number, shard.last_verdict))
                 return verdict
             silent_s = time.monotonic() - started_s
             if silent_s > self._timeouts.suspect_s and not told:
@@ -102,9 +112,7 @@ class Voters:
         self._lead.renew(self._store.authority.timeline)
         for number, shard in self._store.shards.items():
             if shard.last_verdict is not None:
-                task = asyncio.get_running_loop().create_task(self._tell(number, shard.last_verdict))
-                self._tasks.add(task)
-                task.add_done_callback(self._ended)
+                self._spawn(self._tell(number, shard.last_verdict))
 
     async def _tell(self, number: int, decided: Applied) -> None:
         timeline = self._store.authority.timeline
