@@ -120,6 +120,9 @@ class PsControl:
         """
         request = parameter_server_pb2.GetCutRequest(term=self._term, timeline=timeline, shard=shard, step=step)
         assembler = ImageAssembler(max_bytes=max_bytes)
+        # A stream is not begun anew, but a connection is, and on a busy machine that takes more than one try: the last
+        # checkpoint of a job has no other chance.
+        self.status()
         start_s = time.monotonic()
         ended = False
         try:
