@@ -85,6 +85,11 @@ class Staging:
         self._singles.clear()
         self.extras = StepExtras()
 
+    def close(self) -> None:
+        """Free all memory."""
+        self.clear()
+        self._free.clear()
+
     def _spec(self, key: Key) -> BucketSpec:
         return self._plan.shards[key[0]].buckets[key[1]]
 

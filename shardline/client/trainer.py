@@ -588,7 +588,7 @@ class Trainer:
         return self.meter.total
 
     def close(self) -> None:
-        """End threads and calls; leave the model without hooks."""
+        """End threads and calls, free what lanes hold; leave the model without hooks."""
         if self._hooks is not None:
             self._hooks.close()
         self.arrivals.end()
@@ -597,3 +597,4 @@ class Trainer:
             self._zero.release()
         with contextlib.suppress(UnreachableError):
             self._close_step()
+        self._staging.close()

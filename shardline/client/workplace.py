@@ -99,6 +99,8 @@ class Workplace:
             and view.timeline == self.view.timeline
         ):
             return
+        # Before anything is changed: where a server's name has no address now, all of this is tried again.
+        lanes = self._open_lanes(view)
         pushed = 0
         if self.current is not None and not self.current.is_sync:
             pushed = self.current.step
@@ -108,7 +110,7 @@ class Workplace:
         trainer = Trainer(
             view,
             self.values,
-            self._open_lanes(view),
+            lanes,
             self._config.timeouts,
             task=link.task,
             incarnation=link.incarnation,
@@ -122,8 +124,8 @@ class Workplace:
         trainer.step = pushed
         trainer.exchange.still_ordered = self._still_ordered
         hosts = {place.shard: place.task for place in view.placement}
-        trainer.exchange.on_silence = lambda shards: link.suspect({hosts[shard] for shard in shards})
-        link.suspect(())
+        trainer.exchange.on_silence = lambda shards: link.suspect({hosts[shard] for shard in shards}, view.timeline)
+        link.suspect((), view.timeline)
         trainer.on_nonfinite = lambda name: self._metrics.counter("shardline_nonfinite_total", what=name).inc()
         self._open_gate(trainer)
         self.current = trainer

@@ -174,7 +174,8 @@ class ChiefLink:
         """Since when there has been no working stream; None while there is one."""
         self.lost: ShardlineError | None = None
         self.figures: dict[str, float] = {}
-        self._suspects: tuple[str, ...] = ()
+        self._suspects: tuple[int, tuple[str, ...]] = (0, ())
+        """Timeline in which these tasks were not heard."""
 
     # Joining
 
@@ -289,9 +290,11 @@ class ChiefLink:
         self._finished = True
         self.beat_now()
 
-    def suspect(self, tasks: Iterable[str]) -> None:
-        """Tell the chief, until told otherwise, that these tasks are not heard from here."""
-        self._suspects = tuple(sorted(tasks))
+    def suspect(self, tasks: Iterable[str], timeline: int) -> None:
+        """Tell the chief that these tasks are not heard from here, until told otherwise or as long as it names this
+        timeline: who has their names in the next one may be other processes.
+        """
+        self._suspects = timeline, tuple(sorted(tasks))
         self.beat_now()
 
     def resume(self) -> None:
@@ -402,6 +405,7 @@ class ChiefLink:
             )
             for item in self._take_reports(ended)
         ]
+        timeline, suspects = self._suspects
         beat = chief_pb2.Beat(
             task=self.task,
             incarnation=self.incarnation,
@@ -411,7 +415,7 @@ class ChiefLink:
             steps=reports,
             orders_seen=self._orders.version,
             figures=self.figures,
-            suspects=self._suspects,
+            suspects=suspects if timeline == self._orders.timeline else (),
         )
         if self._failure is not None:
             beat.failure, beat.failure_code = self._failure

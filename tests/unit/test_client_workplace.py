@@ -1,0 +1,108 @@
+"""What a worker takes along from one history of its job into the next, and what it doesn't."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shardline.client.workplace import Workplace
+from shardline.cluster import ClusterSpec
+from shardline.config import RoleConfig, Timeouts
+from shardline.errors import UnreachableError
+from shardline.lanes.base import Lane
+from shardline.metrics import Metrics
+from shardline.rpc.client import JobView
+from shardline.rpc.configuration import Placement
+from shardline.rpc.link import ChiefLink, Orders
+from shardline.sharding import make_plan
+from shardline.spec import JobSpec, RuleSpec, TensorSpec
+
+TIMEOUTS = Timeouts(total_s=2.0)
+
+
+@pytest.fixture
+def link() -> Iterator[ChiefLink]:
+    made = ChiefLink("127.0.0.1:1", TIMEOUTS, role="worker", index=0)
+    yield made
+    made.close()
+
+
+def view_of(timeline: int) -> JobView:
+    tensors = (TensorSpec(name="w", shape=(64,), dtype="float32"),)
+    job = JobSpec(name="job", tensors=tensors, rule=RuleSpec(name="SGD", groups=({"lr": 0.1},)), replicas=1, steps=9)
+    placement = (Placement(shard=0, task="ps/0", address="127.0.0.1:1"),)
+    return JobView(job=job, plan=make_plan(tensors, 1), placement=placement, timeline=timeline)
+
+
+class Told:
+    """A link that knows one view of the job."""
+
+    def __init__(self, view: JobView) -> None:
+        self.view = view
+        self.task, self.incarnation = "worker/0", 1
+        self.client = SimpleNamespace(get_job=lambda task, incarnation: self.view)
+        self.suspected: list[tuple[set[str], int]] = []
+
+    def ask(self, question: Callable[[], Any]) -> Any:
+        return question()
+
+    def suspect(self, tasks: Any, timeline: int) -> None:
+        self.suspected.append((set(tasks), timeline))
+
+
+@pytest.fixture
+def place() -> Iterator[Workplace]:
+    spec = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",), "worker": ("127.0.0.1:0",)})
+    config = RoleConfig(role="worker", index=0, cluster=spec, timeouts=TIMEOUTS, lane="grpc")
+    made = Workplace(config, Metrics("worker", "worker/0"), wait_for=lambda numbers: None, still_ordered=lambda: True)
+    made.furnish({"w": torch.zeros(64)}, from_file=False, overlap=False)
+    yield made
+    made.close()
+
+
+def test_servers_not_heard_are_told_only_while_the_history_in_which_they_were_not_heard_is_in_force(
+    link: ChiefLink,
+) -> None:
+    link._obey(Orders(version=1, timeline=5))
+    link.suspect(["ps/1"], 5)
+    assert list(link._beat(threading.Event()).suspects) == ["ps/1"]
+    # ps/1 may be another process there.
+    link._obey(Orders(version=2, timeline=6))
+    assert list(link._beat(threading.Event()).suspects) == []
+
+
+def test_silence_is_told_with_the_history_that_it_was_met_in(place: Workplace) -> None:
+    told = Told(view_of(5))
+    place.renew(told)  # type: ignore[arg-type]
+    before = place.trainer.exchange
+    told.view = replace(told.view, timeline=6)
+    place.renew(told)  # type: ignore[arg-type]
+    before.on_silence(frozenset({0}))
+    assert told.suspected == [(set(), 5), (set(), 6), ({"ps/0"}, 5)]
+
+
+def test_a_renewal_whose_servers_can_not_be_found_is_made_again_as_a_whole(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told(view_of(5))
+    place.renew(told)  # type: ignore[arg-type]
+    told.view = replace(told.view, timeline=6)
+    opened = place._open_lanes
+
+    def nowhere(view: JobView) -> dict[int, Lane]:
+        raise UnreachableError("ps/0 has no address")
+
+    monkeypatch.setattr(place, "_open_lanes", nowhere)
+    with pytest.raises(UnreachableError):
+        place.renew(told)  # type: ignore[arg-type]
+    monkeypatch.setattr(place, "_open_lanes", opened)
+    before = place.trainer
+    place.renew(told)  # type: ignore[arg-type]
+    assert place.view is told.view
+    assert place.trainer is not before
