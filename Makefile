@@ -69,7 +69,7 @@ test-monitoring: $(STAMP)
 # Kills, pauses and cut links drawn from seeds, with real processes; about half a minute each. More:
 # make chaos ARGS="--seed 17", or ARGS="--count 200"
 chaos: $(STAMP)
-	$(BIN)/python -m tests.chaos.play schedules $(ARGS)
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 # The short, fixed part of it.
 chaos-quick: $(STAMP)
@@ -77,7 +77,7 @@ chaos-quick: $(STAMP)
 
 # 20 kills of each role: benchmarks/results/recovery.json
 chaos-figures: $(STAMP)
-	$(BIN)/python -m tests.chaos.play figures $(ARGS)
+	$(BIN)/python -m tests.chaos.figures $(ARGS)
 
 # 64 workers on one server for 10 minutes: benchmarks/results/load.json
 load: $(STAMP)

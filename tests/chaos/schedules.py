@@ -5,30 +5,39 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-TIMEOUT_S = 18.0
+TIMEOUT_S = 9.0
 """--timeout of the clusters: a silent task is dead after a third of it."""
 DEAD_S = TIMEOUT_S / 3
+SHORT_S = DEAD_S / 3
+LONG_S = DEAD_S * 1.5
+EPOCH = 32
+"""Batches in one epoch of the small job."""
+LINKS = ("cut", "deaf", "mute", "island", "slow")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One thing that happens when the job has come a certain way.
+    """One thing that happens.
 
-    kind: "kill" (and started again), "away" (killed and kept away for `seconds`), "pause" (SIGSTOP, then SIGCONT),
-    "cut" (no packet between task and peer, in both directions), "deaf" (nothing from peer reaches task), "slow" (what
-    task sends goes at 1 Mbit/s).
+    kind: "kill" (and started again at once), "away" (killed, and started again after `seconds`), "pause" (SIGSTOP, then
+    SIGCONT), "second" (another process is started in the same place), and of links: "cut" (no packet between task and
+    peer), "deaf" (nothing from peer reaches task), "mute" (nothing from task reaches peer), "island" (no packet between
+    task and anybody), "slow" (what task sends goes at 1 Mbit/s).
     """
 
-    at: float
-    """Share of the job's steps that have been logged."""
+    at: float = 0.0
+    """Share of the job's steps that have been made; 0 = right after the event before."""
+    after: float = 0.0
+    """Seconds later."""
     kind: str
     task: str
     seconds: float = 0.0
     peer: str = ""
 
     def __str__(self) -> str:
+        when = f"{self.after:.2f} s after " + (f"{self.at:.0%} of the steps" if self.at else "that")
         what = f"{self.kind} {self.task}" + (f" from {self.peer}" if self.peer else "")
-        return f"at {self.at:.0%}: {what}" + (f" for {self.seconds:.1f} s" if self.seconds else "")
+        return f"{when}: {what}" + (f" for {self.seconds:.1f} s" if self.seconds else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,61 +52,84 @@ class Schedule:
     steps: int
     every: int
     """Steps between two checkpoints."""
-    clip_norm: float
-    standbys: int
-    networks: bool
+    clip_norm: float = 0.0
+    standbys: int = 0
+    networks: bool = False
     """Each task has a network of its own, whose links can be cut."""
+    lane: str = "auto"
     events: tuple[Event, ...]
 
     def __str__(self) -> str:
-        about = f"seed {self.seed}: {self.mode}, {self.ps} ps, {self.workers} workers, {self.replicas} replicas"
+        about = f"seed {self.seed}: {self.mode}, {self.ps} ps, {self.workers} workers"
+        about += f", {self.replicas} replicas" if self.mode == "sync" else ""
         about += f", {self.steps} steps, a checkpoint every {self.every}"
         about += f", clip {self.clip_norm}" if self.clip_norm else ""
-        about += f", {self.standbys} standby" if self.standbys else ""
+        about += f", lane {self.lane}" if self.lane != "auto" else ""
+        about += ", with standbys" if self.standbys else ""
+        about += ", networks" if self.networks else ""
         return "\n  ".join([about, *map(str, self.events)])
 
 
-def draw(seed: int, *, networks: bool = True, standbys: bool = False) -> Schedule:
-    """The schedule of a seed. networks: links may be cut, where the machine can do that."""
+def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule:
+    """The schedule of a seed: two of five asynchronous, one of three with links that fail, one of four with standbys.
+
+    networks, standbys: whether there may be any; without, a seed gives another schedule.
+    """
     dice = random.Random(seed)
-    mode = "async" if seed % 5 in (3, 4) else "sync"
+    mode = "async" if seed % 5 in (1, 4) else "sync"
     ps, workers = dice.choice([2, 2, 3]), dice.choice([2, 2, 3])
-    networks = networks and seed % 4 == 1
-    tasks = [f"{role}/{index}" for role, count in (("ps", ps), ("worker", workers)) for index in range(count)]
-    events, at = [], 0.0
-    for _ in range(dice.choice([1, 2, 2, 3])):
-        at += dice.uniform(0.08, 0.3)
-        events.append(_event(dice, at, tasks, networks=networks))
+    networks = networks and seed % 3 == 1
+    standbys = standbys and seed % 4 == 2
+    counts = {"chief": 1, "ps": ps, "worker": workers, "evaluator": 1}
     return Schedule(
         seed=seed,
         mode=mode,
         ps=ps,
         workers=workers,
         replicas=dice.choice([workers, workers + 1]) if mode == "sync" else 1,
-        steps=80 if mode == "sync" else 240,
-        every=dice.choice([7, 10, 15]) * (1 if mode == "sync" else 4),
+        steps=110 if mode == "sync" else 6 * EPOCH,
+        every=dice.choice([7, 10, 15]) * (1 if mode == "sync" else 3),
         clip_norm=0.5 if mode == "sync" and dice.random() < 0.25 else 0.0,
-        standbys=int(standbys and seed % 3 == 0),
+        standbys=int(standbys),
         networks=networks,
-        events=tuple(events),
+        lane="auto" if networks else dice.choice(["auto", "auto", "tcp", "grpc"]),
+        events=_events(dice, counts, networks=networks),
     )
 
 
-def _event(dice: random.Random, at: float, tasks: list[str], *, networks: bool) -> Event:
-    victims = [*tasks, *tasks, "chief/0", "chief/0", "evaluator/0"]
-    if networks and dice.random() < 0.7:
-        kind = dice.choice(["cut", "cut", "deaf", "slow"])
-        task = dice.choice([*tasks, "chief/0"])
-        servers = [name for name in tasks if name.startswith("ps/")]
-        peer = dice.choice(servers if task.startswith("worker/") and dice.random() < 0.5 else ["chief/0"])
-        if task == "chief/0":
-            peer = dice.choice(tasks)
-        seconds = dice.choice([DEAD_S / 4, DEAD_S * 1.5])
-        return Event(at=at, kind=kind, task=task, seconds=seconds, peer="" if kind == "slow" else peer)
-    kind = dice.choice(["kill", "kill", "kill", "pause", "pause", "away"])
-    if kind == "kill":
-        return Event(at=at, kind=kind, task=dice.choice(victims))
-    if kind == "pause":
-        return Event(at=at, kind=kind, task=dice.choice(victims), seconds=dice.choice([DEAD_S / 4, DEAD_S * 1.4]))
-    # Of two servers one can hold all shards, of two workers one can do all the work; a chief has no other.
-    return Event(at=at, kind=kind, task=dice.choice(tasks), seconds=dice.choice([2.0, DEAD_S * 2.5]))
+def _events(dice: random.Random, counts: dict[str, int], *, networks: bool) -> tuple[Event, ...]:
+    """One to three events; some follow the one before at once, in the middle of what comes of it."""
+    events: list[Event] = []
+    at = 0.0
+    for _ in range(dice.choice([1, 2, 2, 3])):
+        if events and dice.random() < 0.35:
+            place = (0.0, dice.choice([0.0, dice.uniform(0.0, DEAD_S)]))
+        else:
+            at += dice.uniform(0.1, 0.28)
+            place = (round(at, 2), dice.uniform(0.0, 0.1))
+        events.append(_event(dice, place, counts, links=networks and dice.random() < 0.75))
+    # Where the first chief is killed meanwhile, a second one takes over, as it should.
+    dies = any(event.task == "chief/0" and event.kind in ("kill", "away") for event in events)
+    return tuple(event for event in events if event.kind != "second" or not dies)
+
+
+def _event(dice: random.Random, place: tuple[float, float], counts: dict[str, int], *, links: bool) -> Event:
+    at, after = place
+    names = {role: [f"{role}/{index}" for index in range(count)] for role, count in counts.items()}
+    everybody = [name for role in names for name in names[role]]
+    role = dice.choices(["worker", "ps", "chief", "evaluator"], [4, 4, 3, 1])[0]
+    task = dice.choice(names[role])
+    if links:
+        kind = dice.choice(LINKS)
+        role = dice.choices(["worker", "ps", "chief"], [4, 3, 2])[0]
+        task = dice.choice(names[role])
+        peer = ""
+        if kind in ("cut", "deaf", "mute"):
+            others = {"worker": names["ps"] + names["chief"], "ps": names["worker"] + names["chief"]}
+            peer = dice.choice(others.get(role, [name for name in everybody if name != task]))
+        return Event(at=at, after=after, kind=kind, task=task, peer=peer, seconds=dice.choice([SHORT_S, LONG_S]))
+    kind = dice.choices(["kill", "pause", "away", "second"], [5, 3, 2, 2 if role == "chief" else 0])[0]
+    seconds = {"kill": 0.0, "second": 0.0, "pause": dice.choice([SHORT_S, LONG_S])}.get(kind)
+    # Of two servers one can hold all shards, of two workers one can do all the work.
+    away = dice.choice([1.0, DEAD_S * 2])
+    return Event(at=at, after=after, kind=kind, task=task, seconds=away if seconds is None else seconds)

@@ -1,0 +1,80 @@
+"""A few fixed schedules; many more, drawn from seeds: make chaos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.network import why_no_networks
+from tests.chaos.nursery import Nursery, Starter
+from tests.chaos.play import play
+from tests.chaos.schedules import EPOCH, LONG_S, Event, Schedule, draw
+
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(200)]
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Starter]:
+    with Nursery() as nursery:
+        yield nursery
+
+
+def schedule(*events: Event, mode: str = "sync", networks: bool = False) -> Schedule:
+    sync = mode == "sync"
+    return Schedule(
+        seed=-1,
+        mode=mode,
+        ps=2,
+        workers=2,
+        replicas=3 if sync else 1,
+        steps=80 if sync else 5 * EPOCH,
+        every=10 if sync else 24,
+        networks=networks,
+        events=events,
+    )
+
+
+def test_a_server_a_chief_and_a_worker_that_are_killed_leave_no_trace_in_the_parameters(
+    tmp_path: Path, starter: Starter
+) -> None:
+    killed = ("ps/1", "chief/0", "worker/0", "evaluator/0")
+    events = [Event(at=0.2 + 0.18 * number, kind="kill", task=task) for number, task in enumerate(killed)]
+    found = play(schedule(*events), tmp_path, starter)
+    assert [found.codes[name][0] for name in killed] == [-9] * 4
+    assert [recovery["task"] for recovery in found.summary["recoveries"]] == ["ps/1"]
+    assert found.summary["chief_restarts"] == 1
+
+
+def test_a_worker_that_wakes_after_it_was_given_up_changes_nothing_in_an_asynchronous_job(
+    tmp_path: Path, starter: Starter
+) -> None:
+    events = (
+        Event(at=0.2, kind="pause", task="worker/1", seconds=LONG_S),
+        Event(at=0.5, kind="kill", task="ps/0"),
+    )
+    found = play(schedule(*events, mode="async"), tmp_path, starter)
+    assert found.codes["worker/1"][0] == 7
+    assert [recovery["task"] for recovery in found.summary["recoveries"]] == ["ps/0"]
+
+
+@pytest.mark.skipif(bool(why_no_networks()), reason=why_no_networks() or "links can be cut here")
+def test_a_worker_that_reaches_the_chief_and_not_a_server_is_given_up_and_comes_back(
+    tmp_path: Path, starter: Starter
+) -> None:
+    events = (Event(at=0.25, kind="cut", task="worker/0", peer="ps/1", seconds=LONG_S),)
+    found = play(schedule(*events, networks=True), tmp_path, starter)
+    assert found.summary["recoveries"] == []
+
+
+def test_a_seed_gives_the_same_schedule_each_time_and_all_kinds_of_events_happen() -> None:
+    drawn = [draw(seed) for seed in range(50)]
+    assert drawn == [draw(seed) for seed in range(50)]
+    kinds = {event.kind for one in drawn for event in one.events}
+    assert kinds == {"kill", "away", "pause", "second", "cut", "deaf", "mute", "island", "slow"}
+    roles = {event.task.split("/")[0] for one in drawn for event in one.events if event.kind == "kill"}
+    assert roles == {"chief", "ps", "worker", "evaluator"}
+    assert {one.mode for one in drawn} == {"sync", "async"}
+    assert any(one.standbys for one in drawn)
+    assert not any(event.kind in ("cut", "slow") for seed in range(50) for event in draw(seed, networks=False).events)
