@@ -17,6 +17,7 @@ from shardline_chief.checkpointer import Checkpointer
 from shardline_chief.pacing import Links, Pace, TokenBucket
 from tests.integration.cluster import PATIENCE_S, Cluster, assert_same_end
 from tests.integration.jobs import Rich, make_job
+from tests.integration.test_deaths import wait_for
 
 
 class SlowFiles(Files):
@@ -132,3 +133,33 @@ def test_a_capped_fetch_of_a_real_server_takes_its_bytes_at_the_capped_rate_unle
         hurry.set()
         fetch(hurry)
         assert hurry.waits == 0
+
+
+def test_a_fetch_from_a_server_that_stands_still_ends_when_it_is_known_to_be_lost(tmp_path: Path) -> None:
+    """A paused process keeps its connections, so that nothing but the chief's word ends what waits for it."""
+    job = make_job("momentum", model=Rich, replicas=2, steps=14)
+    with Cluster(job, ps=2, cut_every=2, bucket_bytes=512) as cluster:
+
+        def connect(task: str, address: str) -> PsControl:
+            return PsControl(task, address, cluster.timeouts, term=0, chief_uuid="")
+
+        checkpointer = Checkpointer(CheckpointStore(tmp_path, 9), connect, term=1)
+        reached, go = threading.Event(), threading.Event()
+        save: Future[Saved] = Future()
+        looked: Future[tuple[object, str]] = Future()
+        try:
+            cluster.train([[0], [1]], steps=2)
+            loop = cluster.hosts[1].server.loop
+            loop.call_soon_threadsafe(lambda: (reached.set(), go.wait(PATIENCE_S)))
+            assert reached.wait(PATIENCE_S)
+            checkpointer.submit(save_of(cluster, 2), save.set_result)
+            wait_for(lambda: checkpointer._fetching is not None and checkpointer._fetching[0] == "ps/1", "the fetch")
+            began_s = time.monotonic()
+            checkpointer.find(("ps/1",), lambda checkpoint, error: looked.set_result((checkpoint, error)))
+            assert looked.result(PATIENCE_S) == (None, "")
+            # Its own deadline is ten times --timeout.
+            assert time.monotonic() - began_s < cluster.timeouts.total_s / 2
+            assert "ps/1" in save.result(PATIENCE_S).error
+        finally:
+            go.set()
+            checkpointer.close()
