@@ -28,6 +28,9 @@ from shardline_chief.state import Recovered, State
 ATTEMPTS = 8
 """So many losses in a row, with no step made between them, end the job: something is wrong that no restart cures."""
 
+FIND_TIMEOUTS = 10
+"""So many times --timeout the checkpoint to go back to is waited for, as the fetch of one is."""
+
 
 class Stage(enum.Enum):
     """Where the recovery is."""
@@ -66,6 +69,9 @@ class Recovery:
         self._full = ""
         """Why the other servers can't take the lost shards."""
         self._attempts = 0
+        self._finding_s = 0.0
+        """Since when the checkpoint to go back to is looked for."""
+        self._said_slow = False
         self.protection = Protection()
         self._promoted: dict[int, str] = {}
         """Shards whose standbys are taking over, and on which server."""
@@ -223,6 +229,7 @@ class Recovery:
         self._promoted.clear()
         self.protection.forget(range(len(state.placement)))
         self._turn(Stage.FINDING)
+        self._finding_s, self._said_slow = now_s, False
         state.actions.append(Find(lost=tuple(sorted(self._lost))))
 
     def _turn(self, stage: Stage) -> None:
@@ -254,12 +261,25 @@ class Recovery:
         state = self.state
         if state.ended:
             return
-        if self.stage is Stage.SERVERS:
+        if self.stage is Stage.FINDING:
+            self._wait_for_checkpoint(now_s)
+        elif self.stage is Stage.SERVERS:
             self._place(now_s)
         elif self.stage is Stage.NONE:
             if self._attempts and state.step > state.base_step:
                 self._attempts = 0
             self._watch_standbys(now_s)
+
+    def _wait_for_checkpoint(self, now_s: float) -> None:
+        """The disk takes its time: say so, and end the job where that is more than the fetch of a cut may take."""
+        state = self.state
+        waited_s, limit_s = now_s - self._finding_s, FIND_TIMEOUTS * state.timeouts.total_s
+        slow = f"the newest checkpoint was not there to go back to within {waited_s:.0f} s (limit {limit_s:.0f} s)"
+        if waited_s >= limit_s:
+            state.end(CheckpointError.exit_code, f"{slow}: does the disk answer? {state.what_remains()}", now_s)
+        elif waited_s >= state.timeouts.dead_s and not self._said_slow:
+            self._said_slow = True
+            state.say("slow", f"{slow}: it is being written or read, and waited for", "warning")
 
     def found(self, found: Found, now_s: float) -> bool:
         """The answer to Find; False where nobody waits for it any more."""

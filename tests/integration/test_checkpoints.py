@@ -150,7 +150,8 @@ def test_a_fetch_from_a_server_that_stands_still_ends_when_it_is_known_to_be_los
         try:
             cluster.train([[0], [1]], steps=2)
             loop = cluster.hosts[1].server.loop
-            loop.call_soon_threadsafe(lambda: (reached.set(), go.wait(PATIENCE_S)))
+            loop.call_soon_threadsafe(reached.set)
+            loop.call_soon_threadsafe(go.wait, PATIENCE_S)
             assert reached.wait(PATIENCE_S)
             checkpointer.submit(save_of(cluster, 2), save.set_result)
             wait_for(lambda: checkpointer._fetching is not None and checkpointer._fetching[0] == "ps/1", "the fetch")

@@ -256,6 +256,21 @@ def test_checkpoint_that_takes_longer_than_a_server_may_stay_away_leaves_the_oth
     assert "shard 1 moves from ps/1 to ps/0" in cluster.text()
 
 
+def test_checkpoint_that_never_comes_from_the_disk_is_waited_for_with_a_deadline() -> None:
+    cluster = running()
+    checkpoint(cluster, 10)
+    cluster.hold_saves = True
+    checkpoint_held(cluster, 20)
+    cluster.kill_ps(1)
+    cluster.restart_ps(1)
+    cluster.tick(T / 3 + 2)
+    assert "was not there to go back to within 20 s (limit 600 s): it is being written or read" in cluster.text()
+    cluster.tick(10 * T)
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 6
+    assert "does the disk answer? Go on with --resume from step 10" in cluster.finish.reason
+
+
 @pytest.mark.parametrize("second", [0, 1])
 def test_loss_in_the_middle_of_a_recovery_starts_it_over(second: int) -> None:
     cluster = running()
