@@ -19,6 +19,7 @@ from shardline.errors import ClusterSpecError
 ROLES = ("chief", "ps", "worker", "evaluator")
 
 MAX_PORT = 65_535
+MAX_DIGITS = 9
 MAX_TASKS = 4096
 """Of one role, where a number stands for them."""
 UNNAMED = "*:0"
@@ -43,13 +44,18 @@ def parse_address(text: object, where: str = "the address") -> tuple[str, int]:
         raise ClusterSpecError(
             f'{where} is {text!r}; give "host:port" without a scheme, and an IPv6 host in brackets: "[::1]:2222"'
         )
-    if not host or any(character.isspace() or character in "[]/,@" for character in host):
+    if not host or any(not c.isprintable() or c.isspace() or c in "[]/,@" for c in host):
         raise ClusterSpecError(f"{where} is {text!r}; {host!r} is no host name or IP address")
-    if not (port_text.isascii() and port_text.isdigit()) or int(port_text) > MAX_PORT:
+    if not _is_number(port_text) or int(port_text) > MAX_PORT:
         raise ClusterSpecError(
             f"{where} is {text!r}; the port {port_text!r} must be a number from 0 (any free one) to {MAX_PORT}"
         )
     return host, int(port_text)
+
+
+def _is_number(text: str) -> bool:
+    """Whether these are digits, and no more of them than anything here has."""
+    return text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
 
 
 def format_address(host: str, port: int) -> str:
@@ -62,7 +68,7 @@ def parse_task(text: str) -> tuple[str, int]:
     role, slash, index = text.partition("/")
     if index == ANY and role in ROLES:
         raise ClusterSpecError(f"{text!r} leaves the index to the chief, which only a task that starts can do")
-    if not slash or role not in ROLES or not (index.isascii() and index.isdigit()):
+    if not slash or role not in ROLES or not _is_number(index):
         raise ClusterSpecError(f'{text!r} is no task; a task is role/index, such as "ps/0", with role {_one_of(ROLES)}')
     return role, int(index)
 
@@ -277,7 +283,7 @@ def _tf_task(task: object) -> tuple[str, int]:
         raise ClusterSpecError(f'TF_CONFIG["task"]["type"] is {role!r}; it must be {_one_of(ROLES)}')
     # TensorFlow's own tools write the index as a number or as text, and leave it out for tasks there is one of.
     index = task.get("index", 0 if role in ("chief", "evaluator") else None)
-    if isinstance(index, str) and index.isascii() and index.isdigit():
+    if isinstance(index, str) and _is_number(index):
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise ClusterSpecError(f'TF_CONFIG["task"]["index"] is {index!r}; it must be a number from 0')
@@ -339,6 +345,9 @@ def _parse_json(text: str, source: str) -> Any:
         raise ClusterSpecError(
             f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from None
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or objects within one another without end.
+        raise ClusterSpecError(f"{source} can't be read: {error}") from None
 
 
 def _repeated(names: Iterator[str]) -> Iterator[str]:

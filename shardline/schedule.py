@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 
 from shardline.errors import JobError
 from shardline.spec import ScheduleSpec
@@ -69,7 +70,7 @@ def check(spec: ScheduleSpec) -> ScheduleSpec:
             raise JobError(f"{spec.kind} schedule: {name} is {value!r}; it must be a whole number >= 0")
     for name in ("gamma", "final_factor"):
         value = getattr(spec, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
             raise JobError(f"{spec.kind} schedule: {name} is {value!r}; it must be a finite number")
     if spec.kind == "step":
         if spec.step_size < 1:

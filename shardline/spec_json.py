@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import math
+import sys
 import typing
 from typing import Any
 
@@ -69,7 +70,7 @@ def _decode(hint: Any, value: Any, path: str) -> Any:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _decode_fields(hint, value, path)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        if value not in {member.value for member in hint}:
+        if value not in [member.value for member in hint]:
             raise JobError(f"{path} is {value!r}; it must be one of {', '.join(repr(m.value) for m in hint)}")
         return hint(value)
     if hint == Argument:
@@ -120,7 +121,7 @@ def _decode_scalar(hint: Any, value: Any, path: str) -> Any:
         special = _non_finite(value)
         if special is not None:
             return special
-        if type(value) in (int, float):
+        if type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max):
             return value
     elif type(value) is hint:
         return value

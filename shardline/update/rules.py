@@ -285,6 +285,10 @@ def _number(where: str, value: Any) -> float:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise JobError(f"{where} is {value!r}; it must be a number")
-    if math.isnan(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        raise JobError(f"{where} is a whole number too large for a float") from None
+    if math.isnan(number):
         raise JobError(f"{where} is NaN; it must be a number")
-    return float(value)
+    return number

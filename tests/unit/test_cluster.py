@@ -67,6 +67,9 @@ def test_address_parses_and_formats_back(text: str, address: tuple[str, int]) ->
         ("h:-1", "the port '-1'"),
         ("h:", "the port ''"),
         ("h:٣", "the port"),
+        ("h:" + "1" * 5000, "must be a number from 0"),
+        ("h\x00:1", "no host name"),
+        ("\ud800:1", "no host name"),
         ("::1:2222", "brackets"),
         ("grpc://h:1", "without a scheme"),
         ("[]:1", "no host name"),
@@ -81,7 +84,7 @@ def test_bad_address_is_refused_with_its_text_and_place(text: object, says: str)
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["ps", "ps/", "ps/x", "ps/-1", "/0", "server/0", "ps/0/1", "ps/²"])
+@pytest.mark.parametrize("text", ["ps", "ps/", "ps/x", "ps/-1", "/0", "server/0", "ps/0/1", "ps/²", "ps/" + "1" * 5000])
 def test_bad_task_name_is_refused(text: str) -> None:
     with pytest.raises(ClusterSpecError, match="is no task"):
         parse_task(text)
@@ -114,6 +117,8 @@ def test_spec_without_a_needed_role_is_refused(role: str) -> None:
 def test_spec_that_is_no_json_is_refused_with_line_and_column() -> None:
     assert "at line 2, column 3" in refusal('{\n  ps: ["h:1"]\n}')
     assert "JSON list" in refusal("[]")
+    assert "cluster.json can't be read: Exceeds the limit" in refusal('{"worker": ' + "1" * 5000 + "}")
+    assert "cluster.json can't be read: maximum recursion" in refusal('{"ps":' * 100_000)
     assert '"ps" twice' in refusal('{"ps": ["h:1"], "chief": ["h:2"], "ps": ["h:3"]}')
 
 
@@ -182,6 +187,7 @@ def test_tf_config_master_is_the_chief() -> None:
         (tf_config("tpu"), "is 'tpu'"),
         (tf_config("worker", -1), "is -1"),
         (tf_config("worker", True), "is True"),
+        (tf_config("worker", "1" * 5000), "it must be a number from 0"),
         (tf_config("worker", 2), "worker/2 is not in the cluster spec"),
         (json.dumps({"cluster": SMALL, "task": {"type": "worker"}}), '["index"] is None'),
     ],

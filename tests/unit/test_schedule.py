@@ -97,6 +97,7 @@ def test_schedules_without_an_end_are_complete_in_a_job_without_one():
         (lambda: schedule.step(2, 0.0), "gamma is 0.0"),
         (lambda: schedule.step(2, 1.5), "gamma is 1.5"),
         (lambda: schedule.step(2, math.nan), "gamma is nan"),
+        (lambda: schedule.step(2, 10**400), "gamma is 1000"),
         (lambda: schedule.linear(10, -0.5), "final_factor is -0.5"),
         (lambda: schedule.linear(10, "0"), "final_factor is '0'"),
         (lambda: schedule.cosine(10, warmup_steps=10), "leave nothing of 10"),

@@ -44,6 +44,8 @@ def test_job_comes_back_equal_and_with_the_same_types() -> None:
         (("seed",), True, "job.seed is True"),
         (("replicas",), 1.0, "must be of type int"),
         (("tensors", 0, "kind"), "weights", "must be one of 'param'"),
+        (("tensors", 0, "kind"), {"x": 1}, "must be one of 'param'"),
+        (("schedule", "gamma"), 10**400, "it must be of type float"),
         (("tensors", 0, "shape"), [1, "2"], "job.tensors[0].shape[1] is '2'"),
         (("tensors", 0, "size"), 1, "job.tensors[0] has an unknown field 'size'"),
         (("tensors", 0), {"name": "x"}, "lacks the field 'shape'"),

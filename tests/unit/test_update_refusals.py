@@ -64,6 +64,7 @@ class MyAdam(torch.optim.Adam):
         (lambda: rule("SGD", ({"lr": True},)), "lr is True; it must be a number"),
         (lambda: rule("SGD", ({"lr": None},)), "lr is None; it must be a number"),
         (lambda: rule("SGD", ({"lr": math.nan},)), "lr is NaN"),
+        (lambda: rule("SGD", ({"lr": 10**400},)), "lr is a whole number too large"),
         (lambda: rule("SGD", ({"lr": -1},)), "parameter group 0: Invalid learning rate: -1.0"),
         (lambda: rule("SGD", ({"nesterov": 1},)), "nesterov is 1; it must be True or False"),
         (lambda: rule("SGD", ({"nesterov": True},)), "[Nn]esterov"),
