@@ -28,6 +28,8 @@ from shardline.update.layout import flat_elements, state_spans
 STATE = "state"
 SCALAR = "scalar"
 INITIALIZED = "initialized"
+MAX_DIGITS = 18
+"""Of a row's number."""
 COMPLEX_KEYS = "complex"
 """Metadata field of a shard's file: JSON list of the keys whose last dimension is (real, imaginary)."""
 
@@ -44,6 +46,12 @@ _CODES = {
     torch.bool: "BOOL",
 }
 """dtype -> its name in a safetensors header."""
+
+
+def stored_dtype(name: str) -> str:
+    """How a tensor of this dtype stands in a file: the name in a safetensors header, after "complex " that of parts."""
+    dtype = DTYPES[name]
+    return f"complex {_CODES[dtype.to_real()]}" if dtype.is_complex else _CODES[dtype]
 
 
 @dataclass(frozen=True, order=True)
@@ -67,7 +75,8 @@ class Key:
         if what in (STATE, SCALAR):
             state, _, rest = rest.partition("/")
         tensor, at, row = rest.rpartition("@")
-        if what not in (VALUE, STATE, SCALAR, INITIALIZED) or not at or not (row.isascii() and row.isdigit()):
+        known = what in (VALUE, STATE, SCALAR, INITIALIZED)
+        if not known or not at or not (row.isascii() and row.isdigit() and len(row) <= MAX_DIGITS):
             raise CheckpointError(f"entry {text!r} is none of value/, state/, scalar/ or initialized/<tensor>@<row>")
         if what in (STATE, SCALAR) and not state:
             raise CheckpointError(f"entry {text!r} names no state")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from shardline.checkpoint import manifest as manifests
 from shardline.checkpoint.compat import resume_notes
-from shardline.checkpoint.content import COMPLEX_KEYS, INITIALIZED, SCALAR, STATE, Key
+from shardline.checkpoint.content import COMPLEX_KEYS, INITIALIZED, SCALAR, STATE, Key, stored_dtype
 from shardline.checkpoint.files import file_digest, os_text
 from shardline.errors import CheckpointError
 from shardline.image import VALUE, BucketImage, WorkerSequence
@@ -41,6 +41,8 @@ class _Entry:
     first_row: int
     rows: int
     shape: tuple[int, ...] = field(compare=False)
+    dtype: str = field(compare=False)
+    """As safetensors names it; "complex " before that of the parts."""
     file: _File = field(compare=False)
     key: str = field(compare=False)
 
@@ -51,10 +53,10 @@ class _Entry:
                 stored = self.file.handle.get_tensor(self.key)
             else:
                 stored = self.file.handle.get_slice(self.key)[start:stop]
-        except (SafetensorError, OSError) as error:
+            copy: torch.Tensor = stored.clone()
+            return torch.view_as_complex(copy) if self.key in self.file.complex_keys else copy
+        except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{self.file.path}: {self.key!r} can't be read: {error}") from error
-        copy: torch.Tensor = stored.clone()
-        return torch.view_as_complex(copy) if self.key in self.file.complex_keys else copy
 
 
 class Checkpoint:
@@ -203,16 +205,21 @@ class Checkpoint:
             file = self._open(self.path / item.name)
             for text in file.keys:
                 key = self._parse_key(file, text)
-                shape = tuple(file.handle.get_slice(text).get_shape())
+                stored = file.handle.get_slice(text)
+                shape, dtype = tuple(stored.get_shape()), str(stored.get_dtype())
                 if text in file.complex_keys:
-                    shape = shape[:-1]
+                    shape, dtype = shape[:-1], f"complex {dtype}"
                 rows = shape[0] if shape and key.what in (VALUE, STATE) else 1
-                entry = _Entry(key.first_row, rows, shape, file, text)
+                entry = _Entry(key.first_row, rows, shape, dtype, file, text)
                 index.setdefault((key.what, key.state, key.tensor), []).append(entry)
         for entries in index.values():
             entries.sort()
         for tensor in self.plan.tensors:
             self._check_covered(tensor, index.get((VALUE, "", tensor.name), []))
+        for (what, _, name), entries in index.items():
+            if what != VALUE:
+                rows = {entry.first_row: entry.rows for entry in index[VALUE, "", name]}
+                self._check_beside(self._spec(name), rows, what, entries)
         return index
 
     def _open(self, path: Path) -> _File:
@@ -222,7 +229,7 @@ class Checkpoint:
             return _File(path, handle, list(handle.keys()), frozenset(complex_keys))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
-        except (SafetensorError, OSError, ValueError, TypeError) as error:
+        except (SafetensorError, OSError, ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is truncated or corrupt: {error}") from error
 
     def _parse_key(self, file: _File, text: str) -> Key:
@@ -240,9 +247,26 @@ class Checkpoint:
         for entry in entries:
             if entry.first_row != row or not self._by_rows(tensor, entry):
                 raise CheckpointError(f"{entry.file.path}: {entry.key!r} has shape {entry.shape} or rows out of place")
+            if entry.dtype != stored_dtype(tensor.dtype):
+                raise CheckpointError(
+                    f"{entry.file.path}: {entry.key!r} is stored as {entry.dtype}, the tensor is {tensor.dtype}"
+                )
             row += entry.rows
         if not entries or row != tensor.rows:
             raise CheckpointError(f"{self.path} holds {row} of the {tensor.rows} rows of {tensor.name!r}")
+
+    def _check_beside(self, tensor: TensorSpec, rows: Mapping[int, int], what: str, entries: list[_Entry]) -> None:
+        """Entries of one state, scalar or flag; rows: of the tensor's values, by first row."""
+        by_rows = what == STATE and self._by_rows(tensor, entries[0])
+        for entry in entries:
+            right = not entry.shape if what != STATE else self._by_rows(tensor, entry) == by_rows
+            if by_rows and (entry.rows != rows.get(entry.first_row) or entry.dtype != entries[0].dtype):
+                right = False
+            if not right or entry.first_row not in rows:
+                raise CheckpointError(
+                    f"{entry.file.path}: {entry.key!r} has shape {entry.shape} and dtype {entry.dtype}, which fit "
+                    f"neither the values of {tensor.name!r} nor the entries beside it"
+                )
 
     @staticmethod
     def _by_rows(tensor: TensorSpec, entry: _Entry) -> bool:

@@ -230,7 +230,7 @@ class CheckpointStore:
             value = json.loads((self.dir / BEST).read_bytes())
             metrics = {str(k): math.nan if v is None else float(v) for k, v in value["metrics"].items()}
             step = value["step"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
         return Best(step, metrics) if type(step) is int and step in self.list() else None
 

@@ -294,6 +294,62 @@ def test_content_that_lacks_rows_of_a_tensor_is_refused_even_with_fitting_checks
         checkpoint.tensor("fc1.bias")
 
 
+def edit_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a shard file's header as a foreign writer would: with checksums that fit."""
+    file = path / "shard-00000-of-00001.safetensors"
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    fields = json.loads(data[8 : 8 + size])
+    change(fields)
+    text = json.dumps(fields).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    edit_manifest(path, files=files_with(path, **entry))
+
+
+def rename(fields: dict[str, Any], old: str, new: str) -> None:
+    fields[new] = fields.pop(old)
+
+
+def claim_complex(fields: dict[str, Any], key: str) -> None:
+    fields["__metadata__"]["complex"] = json.dumps([key])
+
+
+FOREIGN: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda f: rename(f, "scalar/step/fc1.bias@0", "scalar/step/fc1.bias@1"), "'scalar/step/fc1.bias@1' has shape"),
+    (lambda f: rename(f, "scalar/step/fc1.bias@0", f"scalar/step/fc1.bias@{'1' * 5000}"), "is none of value/, state/"),
+    (lambda f: f["scalar/step/fc1.bias@0"].update(dtype="F32", shape=[2]), "fit neither the values of 'fc1.bias'"),
+    (lambda f: rename(f, "state/exp_avg/fc1.weight@0", "state/exp_avg/fc1.weight@3"), "fit neither the values of"),
+    (lambda f: f["value/fc1.bias@0"].update(dtype="I32"), "is stored as I32, the tensor is float32"),
+    (lambda f: claim_complex(f, "initialized/fc1.weight@0"), "'initialized/fc1.weight@0' can't be read"),
+    (lambda f: f["__metadata__"].update(complex="[" * 100_000), "is truncated or corrupt: maximum recursion"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), FOREIGN, ids=[sentence for _, sentence in FOREIGN])
+def test_entries_that_do_not_fit_are_refused_by_name_even_with_fitting_checksums(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], sentence: str
+) -> None:
+    path = CheckpointStore(tmp_path, keep=1).commit(cut_of(step=0, shards=1))
+    edit_header(path, change)
+    checkpoint = Checkpoint(path)
+    checkpoint.verify()
+    with pytest.raises(CheckpointError) as caught:
+        list(checkpoint.images(checkpoint.plan, 0))
+    assert sentence in str(caught.value) and "shard-00000" in str(caught.value)
+
+
+def test_best_that_can_not_be_read_is_none(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    store = CheckpointStore(tmp_path, keep=2)
+    store.mark_best(20, {"loss": 0.5})
+    assert store.best() is not None
+    file = tmp_path / "best"
+    for text in ('{"step": 20, "metrics": {"loss": 1' + "0" * 400 + "}}", "[" * 100_000):
+        file.write_text(text)
+        assert store.best() is None
+
+
 def test_store_without_a_whole_checkpoint_says_what_is_wrong_with_each(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         CheckpointStore(tmp_path / "absent", keep=1).newest_valid()
