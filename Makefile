@@ -9,7 +9,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-monitoring test-all chaos chaos-quick chaos-figures load e2e demo clean bench bench-quick bench-peers
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-monitoring test-all chaos chaos-quick chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -78,6 +78,15 @@ chaos-quick: $(STAMP)
 # 20 kills of each role: benchmarks/results/recovery.json
 chaos-figures: $(STAMP)
 	$(BIN)/python -m tests.chaos.figures $(ARGS)
+
+# A million frames, ten thousand calls, thousands of things to load; minutes. More: make fuzz ARGS="--seed 7 --only calls"
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz $(ARGS)
+
+# The same reader of frames, with atheris looking for inputs that reach new places in it.
+fuzz-guided: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz.guided -runs=1000000 -max_len=4096 $(ARGS)
 
 # 64 workers on one server for 10 minutes: benchmarks/results/load.json
 load: $(STAMP)

@@ -38,9 +38,7 @@ def test_a_killed_ps_costs_steps_and_no_bit_whether_it_comes_back_or_its_shards_
         imports="import time",
     )
     out = tmp_path / "run"
-    options = LaunchOptions(
-        job=job, out=out, ps=2, workers=2, timeouts=Timeouts(total_s=TIMEOUT_S if comes_back else 12.0)
-    )
+    options = LaunchOptions(job=job, out=out, ps=2, workers=2, timeouts=Timeouts(total_s=TIMEOUT_S))
     with LocalCluster(options) as cluster:
         wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
         cluster.kill("ps/1", restart=comes_back)

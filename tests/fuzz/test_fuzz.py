@@ -1,0 +1,31 @@
+"""The fixed part of `make fuzz`: some seconds of it, always the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz import loading, runs
+from tests.fuzz.calls import HOSTS, SERVED_BY, methods
+
+
+def test_every_call_of_every_service_is_made_by_some_run() -> None:
+    assert {path.lstrip("/").rpartition("/")[0] for path in methods()} == set(SERVED_BY)
+    assert {kind for kinds in SERVED_BY.values() for kind in kinds} == set(HOSTS)
+
+
+def test_frames_with_bytes_changed_are_read_alike_or_refused() -> None:
+    assert runs.frames(8_000, 1)["frames"] == 8_000
+
+
+@pytest.mark.parametrize("kind", list(HOSTS))
+def test_calls_end_with_a_status_and_change_nothing_that_they_may_not(kind: str) -> None:
+    assert runs.calls(kind, 40, 1)["calls"] >= 40
+
+
+def test_strangers_at_the_doors_of_lanes_get_nowhere() -> None:
+    assert runs.visits(25, 1)["visits"] == 25
+
+
+@pytest.mark.parametrize("kind", list(loading.LOADERS))
+def test_what_can_not_be_loaded_ends_in_a_sentence(kind: str) -> None:
+    assert runs.loads(kind, 40, 1)["loads"] == 40
