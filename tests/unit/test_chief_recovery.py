@@ -8,13 +8,14 @@ import pytest
 
 from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
+from shardline.spec import ConsistencySpec
 from shardline_chief.actions import Cut, Restore
 from shardline_chief.membership import Member
 from shardline_chief.messages import Beat
 from shardline_chief.recovery import ATTEMPTS, moved
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, T, make_job, running
+from chief_cluster import Cluster, T, make_job, other, running
 
 
 def checkpoint(cluster: Cluster, step: int) -> None:
@@ -422,6 +423,16 @@ def test_script_whose_worker_has_finished_can_not_go_back() -> None:
     cluster.ask("ps", 1)
     assert cluster.finish is not None
     assert "worker/0 has finished and can't go back" in cluster.finish.reason
+
+
+def test_standbys_are_refused_where_steps_are_voted_on() -> None:
+    terms = ConsistencySpec(mode="sync", clip_norm=0.5)
+    cluster = Cluster(job=other(make_job(), consistency=terms), standbys=1)
+    for number in (0, 1):
+        cluster.join("ps", number)
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == 2
+    assert "--standbys is not for steps that are voted on" in cluster.finish.reason
 
 
 # Asynchronous
