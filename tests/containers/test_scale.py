@@ -23,7 +23,7 @@ def test_spares_take_the_place_of_workers_that_die_and_the_result_stays_the_same
         assert host is not None
         after = stack.mark("chief")
         run("docker", "kill", host[1])
-        stack.wait_line("chief", r"worker/0 is dead: .*replica 0 to worker/[23]", after=after)
+        stack.wait_line("chief", r"worker/0 is dead: .*replica 0 to worker/[123]", after=after)
         codes = stack.exit_codes()
         assert sorted(codes.values()) == [0] * 7 + [137]
         assert stack.summary()["steps"] == STEPS
