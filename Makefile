@@ -9,7 +9,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-monitoring test-all chaos chaos-quick chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-monitoring test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -73,7 +73,11 @@ chaos: $(STAMP)
 
 # The short, fixed part of it.
 chaos-quick: $(STAMP)
-	$(BIN)/pytest -q -m chaos tests/e2e tests/chaos $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+	$(BIN)/pytest -q -m chaos tests/chaos $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+
+# Deaths in the middle of whole runs, one by one: servers, the chief, standbys, scripts. Five minutes.
+chaos-e2e: $(STAMP)
+	$(BIN)/pytest -q -m chaos tests/e2e $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
 # 20 kills of each role: benchmarks/results/recovery.json
 chaos-figures: $(STAMP)

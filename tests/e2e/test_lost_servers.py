@@ -1,6 +1,6 @@
 """Servers that die while a job trains: it goes on by itself, from its newest checkpoint.
 
-Part of `make chaos-quick`, not of `make test`: each of these takes about ten seconds.
+Part of `make chaos-e2e`, not of `make test`: each of these takes about ten seconds.
 """
 
 from __future__ import annotations
