@@ -1,6 +1,6 @@
 """The chief is killed while its job trains: it is started again at its place, and training goes on as before.
 
-Part of `make chaos-quick`, not of `make test`: each of these takes about ten seconds.
+Part of `make chaos-e2e`, not of `make test`: each of these takes about ten seconds.
 """
 
 from __future__ import annotations
