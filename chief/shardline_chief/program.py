@@ -13,25 +13,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardline.errors import FencedError, InternalError, TaskLostError, UsageError
+from shardline.errors import FencedError, InternalError, UsageError
 from shardline.rpc.client import JobView
 from shardline.rpc.link import Orders, Phase
 from shardline.rpc.status import PsStatus, TaskStatus, Traffic
 from shardline.sharding import make_plan
 from shardline.spec import JobSpec
 from shardline_chief import admission
-from shardline_chief.actions import Action, CommandResult, Found, MarkBest, Record, Resume, Saved
+from shardline_chief.actions import Action, CommandResult, Found, MarkBest, Resume, Saved
 from shardline_chief.assignment import replicas_of
 from shardline_chief.ending import Ending
 from shardline_chief.membership import Member, Refused
 from shardline_chief.membership import State as Life
 from shardline_chief.messages import Beat, Join, JoinAnswer, LeaseAnswer, PlaceAnswer
+from shardline_chief.notes import Notes
 from shardline_chief.recovery import Recovery
 from shardline_chief.replay import Remembered
 from shardline_chief.running import Running
-from shardline_chief.setup import Setup, reassign
+from shardline_chief.setup import Setup
 from shardline_chief.state import Settings, State
 from shardline_chief.takeover import Takeover
+from shardline_chief.workers import Workers
 
 
 class Program:
@@ -55,48 +57,22 @@ class Program:
         self.recovery = Recovery(self.state, self.setup, self.running, self.ending)
         self._told_failures: set[tuple[str, int]] = set()
         self._told_leaving: set[tuple[str, int]] = set()
-        self._uneven_since_s: float | None = None
-        self._suspected_s: float | None = None
-        """Since when a task does not hear a server."""
-        self._noted: dict[str, int] = {}
-        """Lives that the journal has as members."""
-        self._noted_finished: set[str] = set()
-        self._told = 0
-        """Actions of earlier events."""
+        self.workers = Workers(self.state, self.setup, self.running, self.ending, self.recovery)
+        self.notes = Notes(self.state)
         self.takeover = Takeover(self.state, self.setup, self.running, self.ending, self.recovery)
         if remembered is not None:
             self.takeover.begin(remembered, now_s, trained_s)
-            self._noted = {task: known.incarnation for task, known in remembered.members.items()}
-            self._noted_finished = set(remembered.finished)
+            self.notes.remember(remembered)
         if job is not None and self.state.job is None:
             self.setup.adopt(job, "the job file")
 
     def take(self) -> list[Action]:
         """What to do now, in order; each is given out once."""
-        self.note()
-        actions, self.state.actions = self.state.actions, []
-        self._told = 0
-        return actions
+        return self.notes.take()
 
     def note(self) -> None:
         """After each event: note who came, who went and who is done, before what the event made to be done."""
-        state = self.state
-        living = {member.task: member for member in state.members if member.living}
-        lives = {task: member.incarnation for task, member in living.items()}
-        if lives != self._noted or state.finished != self._noted_finished:
-            records = [
-                Record(kind="gone", fields={"task": task, "incarnation": incarnation})
-                for task, incarnation in self._noted.items()
-                if lives.get(task) != incarnation
-            ]
-            records += [
-                _admission(member) for member in living.values() if self._noted.get(member.task) != member.incarnation
-            ]
-            if state.finished != self._noted_finished:
-                records.append(Record(kind="finished", fields={"tasks": sorted(state.finished)}))
-            state.actions[self._told : self._told] = records
-            self._noted, self._noted_finished = lives, set(state.finished)
-        self._told = len(state.actions)
+        self.notes.note()
 
     # Joining
 
@@ -167,7 +143,7 @@ class Program:
         if state.ended or not (member.trains and state.table_sent):
             if old is not None:
                 # As in _lives(): no server knows of it in this timeline.
-                self._take_back(old.incarnation)
+                self.workers.take_back(old.incarnation)
             state.answer(ticket, answer)
             self.setup.advance(now_s)
             return
@@ -180,7 +156,7 @@ class Program:
             state.answer(ticket, answer)
             if state.ended:
                 return
-            self._take_back(old.incarnation if old is not None else None)
+            self.workers.take_back(old.incarnation if old is not None else None)
             self.setup.advance(at_s)
 
         state.publish_members(admitted)
@@ -193,18 +169,6 @@ class Program:
             "chief": int(settings.chief_trains),
             "evaluator": settings.evaluators,
         }.get(role, 0)
-
-    def _take_back(self, incarnation: int | None) -> str:
-        """After every ps has fenced a life: its work goes to the living. Returns what moved, for the sentence."""
-        state = self.state
-        phrases = []
-        if incarnation is not None and state.leases is not None:
-            leases = state.leases.fence(incarnation)
-            if leases:
-                phrases.append(f"{sum(lease.count for lease in leases)} batches are handed out again")
-        if state.phase in (Phase.RUNNING, Phase.STOPPING):
-            phrases += reassign(state)
-        return "; ".join(phrases)
 
     # Heartbeats
 
@@ -313,7 +277,7 @@ class Program:
             return
         state.members.leave(task)
         if member.trains and state.table_sent:
-            self._lost_trainer(member, f"{task} leaves as it was asked to", now_s)
+            self.workers.lost(member, f"{task} leaves as it was asked to", now_s)
         else:
             state.say("left", f"{task} leaves as it was asked to")
 
@@ -323,12 +287,11 @@ class Program:
         """Time passes: call about ten times a second."""
         state = self.state
         self._lives(now_s)
-        self._links(now_s)
+        self.workers.links(now_s)
         self.takeover.tick(now_s)
         self.recovery.tick(now_s)
         self.setup.tick(now_s)
-        self._alone(now_s)
-        self._uneven(now_s)
+        self.workers.tick(now_s)
         self.ending.poll()
         if state.phase is Phase.RUNNING and state.sync and 0 < state.stop_step <= state.step_max + 1:
             # The last step is being closed: don't wait for the next heartbeat to learn it.
@@ -351,115 +314,12 @@ class Program:
                 if state.ended:
                     return
             elif member.trains and state.table_sent:
-                self._lost_trainer(member, change.sentence, now_s)
+                self.workers.lost(member, change.sentence, now_s)
             else:
                 # No server knows of it yet in this timeline, so it is fenced as it is.
-                self._take_back(member.incarnation)
+                self.workers.take_back(member.incarnation)
                 rest = "the job goes on without it" if member.role == "evaluator" else "waiting for another"
                 state.say("life", f"{change.sentence}; {rest}", "warning", task=member.task, state=member.state.value)
-
-    def _links(self, now_s: float) -> None:
-        """Tasks that train can't reach a server that the chief hears: the server's fault, or theirs (PROTOCOL 1.6)."""
-        state = self.state
-        trainers = state.trainers()
-        if state.phase is not Phase.RUNNING or not any(state.suspects.get(member.task) for member in trainers):
-            self._suspected_s = None
-            return
-        if self._suspected_s is None:
-            self._suspected_s = now_s
-        if now_s - self._suspected_s < state.timeouts.suspect_s:
-            # Others may be about to say the same, which makes it the server's fault.
-            return
-        for place in state.placement:
-            named = [member for member in trainers if place.task in state.suspects.get(member.task, ())]
-            host = state.members.get(place.task)
-            if not named or host is None or not host.living:
-                continue
-            who = ", ".join(member.task for member in named)
-            sentence = f"{who} did not hear {place.task} at {place.address} for {state.timeouts.dead_s:g} s"
-            if 2 * len(named) > len(trainers):
-                why = "most of those that train" if len(trainers) > 1 else "nobody else trains"
-                self.recovery.lost(place.task, f"{sentence} ({why})", now_s)
-                return
-            for member in named:
-                state.suspects.pop(member.task)
-                state.members.declare_dead(member.task)
-                self._lost_trainer(member, f"{sentence}, and the others do", now_s)
-            return
-
-    def _lost_trainer(self, member: Member, sentence: str, now_s: float) -> None:
-        """Fence it on every ps, then give its work to the living."""
-        state = self.state
-        if self.setup.trainer_lost(member):
-            state.say("life", sentence, "warning", task=member.task, state=member.state.value)
-            return
-
-        def fenced(result: CommandResult, at_s: float) -> None:
-            if state.ended:
-                return
-            moved = self._take_back(member.incarnation)
-            few = not state.trainers() or state.too_few()
-            rest = self._waits() if few else moved or "nothing of its work is lost"
-            state.say("life", f"{sentence}; {rest}", "warning", task=member.task, state=member.state.value)
-
-        state.publish_members(fenced)
-
-    def _waits(self) -> str:
-        wait = f"waiting {self.state.timeouts.join_s:g} s for a task to join"
-        there = len(self.state.trainers())
-        if not there:
-            return f"nobody is left to train: {wait}"
-        return f"{there} of at least {self.state.settings.min_workers} tasks that train are left: {wait}"
-
-    def _alone(self, now_s: float) -> None:
-        """Nobody trains, fewer than the job wants, or a script lacks one of its workers: wait, then end."""
-        state = self.state
-        if state.phase is not Phase.RUNNING:
-            return
-        lacking = not state.working() or state.too_few()
-        if state.script:
-            lacking = len({*(m.task for m in state.trainers()), *state.finished}) < state.settings.trainers
-        if not lacking or len(state.finished) >= state.settings.trainers:
-            state.alone_since_s = None
-            return
-        if state.alone_since_s is None:
-            state.alone_since_s = now_s
-        if now_s - state.alone_since_s >= state.timeouts.join_s:
-            who = "every task that trains"
-            if state.script:
-                who = "a worker that a script needs"
-            elif state.trainers():
-                who = f"{self._gone()} ({len(state.trainers())} of at least {state.settings.min_workers} train)"
-            self.ending.begin(
-                f"{who} is gone and none came within {state.timeouts.join_s:g} s. {state.what_remains()}",
-                now_s,
-                exit_code=TaskLostError.exit_code,
-            )
-
-    def _gone(self) -> str:
-        """Tasks that trained and do no more."""
-        return ", ".join(m.task for m in self.state.members if m.trains and not m.living) or "a task that trains"
-
-    def _uneven(self, now_s: float) -> None:
-        """Workers of a synchronous script make different numbers of steps: end where the first one has finished."""
-        state = self.state
-        ahead = self.running.ahead() if state.phase is Phase.RUNNING else []
-        if not ahead:
-            self._uneven_since_s = None
-            return
-        if self._uneven_since_s is None:
-            self._uneven_since_s = now_s
-        # Who is neither done nor waiting may be saving its results: it has time for that.
-        undecided = len(state.working()) > len(ahead)
-        if undecided and now_s - self._uneven_since_s < state.timeouts.join_s:
-            return
-        done = ", ".join(f"{task} finished at step {state.steps.get(task, 0)}" for task in sorted(state.finished))
-        sentence = (
-            f"{done}, so {', '.join(ahead)} can't go on: each step of a synchronous script needs all workers. Give all "
-            "the same number of steps"
-        )
-        state.say("uneven", sentence, "warning")
-        self.ending.begin(f"stopped: {sentence}", now_s)
 
     def _progress(self, now_s: float) -> None:
         if self.running.complete():
@@ -592,16 +452,3 @@ class Program:
                 )
             )
         return tuple(rows)
-
-
-def _admission(member: Member) -> Record:
-    return Record(
-        kind="member",
-        fields={
-            "task": member.task,
-            "incarnation": member.incarnation,
-            "stable_id": member.stable_id,
-            "address": member.address,
-            "metrics_address": member.metrics_address,
-        },
-    )
