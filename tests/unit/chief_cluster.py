@@ -440,3 +440,7 @@ def running(**fields: object) -> Cluster:
     cluster.start()
     assert cluster.program.state.phase is Phase.RUNNING
     return cluster
+
+
+def phase(cluster: Cluster) -> Phase:
+    return cluster.program.state.phase

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from shardline_chief.messages import Beat
 from shardline_chief.recovery import ATTEMPTS, moved
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, T, make_job, other, running
+from chief_cluster import Cluster, T, make_job, other, phase, running
 
 
 def checkpoint(cluster: Cluster, step: int) -> None:
@@ -32,10 +31,6 @@ def checkpoint_held(cluster: Cluster, step: int) -> None:
         ps._cut(Cut(timeline=ps.timeline, step=step))
     cluster.advance(step)
     assert cluster.held_saves[-1].step == step
-
-
-def phase(cluster: Cluster) -> Phase:
-    return cluster.program.state.phase
 
 
 # Synchronous
@@ -507,120 +502,6 @@ def test_last_checkpoint_after_a_loss_has_what_the_other_shards_did_since_the_on
     assert cluster.finish.exit_code == 0
     # Its number can't be 12: that one is written, and other shards were in it.
     assert cluster.saves[-1].step == 13
-
-
-# Links between those that the chief hears
-
-
-def test_worker_that_alone_does_not_hear_a_server_is_fenced_and_its_replicas_move() -> None:
-    cluster = Cluster(job=make_job(), workers=3)
-    cluster.start(workers=3)
-    cluster.suspects["worker/1"] = ("ps/0",)
-    cluster.tick(1)
-    assert not cluster.orders("worker/1").fenced
-    cluster.tick(T / 10 + 2)
-    assert cluster.orders("worker/1").fenced
-    assert "worker/1 did not hear ps/0 at h:1 for 20 s, and the others do; replica" in cluster.text()
-    assert cluster.program.state.recoveries == []
-    assert sorted([*cluster.orders("worker/0").replicas, *cluster.orders("worker/2").replicas]) == [0, 1, 2, 3]
-
-
-def test_server_that_most_do_not_hear_is_lost_although_it_beats() -> None:
-    cluster = Cluster(job=make_job(), workers=3)
-    cluster.start(workers=3)
-    cluster.suspects["worker/0"] = ("ps/1",)
-    cluster.tick(1)
-    cluster.suspects["worker/2"] = ("ps/1",)
-    cluster.tick(T / 10 + 2)
-    assert phase(cluster) is Phase.INIT
-    assert cluster.orders("ps/1").fenced
-    assert "worker/0, worker/2 did not hear ps/1 at h:1 for 20 s (most of those that train)" in cluster.text()
-    cluster.suspects.clear()
-    cluster.restart_ps(1)
-    cluster.tick()
-    assert phase(cluster) is Phase.RUNNING
-
-
-def test_server_that_is_heard_again_is_left_alone() -> None:
-    cluster = Cluster(job=make_job(), workers=3)
-    cluster.start(workers=3)
-    cluster.suspects["worker/1"] = ("ps/0",)
-    cluster.tick(T / 10 - 2)
-    cluster.suspects.clear()
-    cluster.tick(T / 10)
-    assert not cluster.orders("worker/1").fenced
-    assert phase(cluster) is Phase.RUNNING
-
-
-# Fewer workers than wanted
-
-
-def test_with_fewer_workers_than_wanted_nothing_moves_and_the_wait_names_who_is_missing() -> None:
-    cluster = Cluster(job=make_job(), min_workers=2)
-    cluster.start()
-    cluster.tick(T / 3 + 2, silent=("worker/1",))
-    assert cluster.orders("worker/0").replicas == (0, 1)
-    assert "1 of at least 2 tasks that train are left: waiting 60 s for a task to join" in cluster.text()
-    cluster.join("worker", 1)
-    assert cluster.orders("worker/1").replicas == (2, 3)
-    cluster.tick(T / 3 + 2, silent=("worker/1",))
-    cluster.tick(T + 4, silent=("worker/1",))
-    assert cluster.finish is not None
-    assert "worker/1 (1 of at least 2 train) is gone and none came within 60 s" in cluster.finish.reason
-
-
-def test_asynchronous_job_with_fewer_workers_than_wanted_hands_out_nothing() -> None:
-    cluster = Cluster(job=make_job(mode="async"), min_workers=2)
-    cluster.start()
-    cluster.tick(T / 3 + 2, silent=("worker/1",))
-    answer = cluster.program.lease("worker/0", cluster.lives["worker/0"], (), cluster.now_s)
-    assert answer.outcome == "WAITING"
-
-
-# Any order of losses
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_whatever_dies_in_whatever_order_the_job_ends_well_when_all_come_back(mode: str) -> None:
-    for seed in range(40):
-        draw = random.Random(seed)
-        cluster = Cluster(job=make_job(mode=mode, checkpoint_every=10 if mode == "async" else 0), ps=3, workers=2)
-        cluster.start()
-        for _ in range(12):
-            event = draw.choice(["ps", "ps", "worker", "steps", "time"])
-            if event == "ps":
-                number = draw.randrange(3)
-                cluster.kill_ps(number)
-                if draw.random() < 0.5:
-                    cluster.tick(draw.choice([1, T / 3 + 2]))
-                cluster.restart_ps(number)
-            elif event == "worker":
-                index = draw.randrange(2)
-                cluster.program.stream_broken(f"worker/{index}", cluster.lives[f"worker/{index}"], cluster.now_s)
-                cluster.settle()
-                cluster.join("worker", index)
-            elif event == "time":
-                cluster.tick(draw.choice([0.1, 3]))
-            elif phase(cluster) is Phase.RUNNING:
-                for ps in cluster.ps:
-                    ps.advance(ps.step + 3)
-                    if mode == "async":
-                        ps.version += 3
-                cluster.tick()
-        for _ in range(10):
-            cluster.tick(1)
-            if cluster.program.state.initializer:
-                cluster.initialize()
-        assert cluster.finish is None, (seed, cluster.finish)
-        assert phase(cluster) is Phase.RUNNING, (seed, cluster.text())
-        state = cluster.program.state
-        held = sorted(number for ps in cluster.ps for number in ps.shards)
-        assert held == [place.shard for place in state.placement], seed
-        assert all(ps.active and ps.timeline == state.timeline for ps in cluster.ps if ps.shards), seed
-        if mode == "sync":
-            cluster.advance(100)
-            assert cluster.finish is not None, seed
-            assert cluster.finish.exit_code == 0
 
 
 # Who takes what

@@ -18,7 +18,7 @@ from shardline_chief.actions import AskStatus, Promote
 from shardline_chief.standbys import Protection, after_loss, protected, without_standbys
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, T, make_job
+from chief_cluster import Cluster, T, make_job, phase
 
 
 def placed(*tasks: str) -> tuple[Placement, ...]:
@@ -135,10 +135,6 @@ def protected_cluster(ps: int = 3, **options: Any) -> Cluster:
 
 
 LARGE = tuple(TensorSpec(name=f"layer{number}", shape=(64, 64), dtype="float32") for number in range(6))
-
-
-def phase(cluster: Cluster) -> Phase:
-    return cluster.program.state.phase
 
 
 def holders(cluster: Cluster) -> list[tuple[str, str]]:

@@ -31,7 +31,7 @@ from shardline_chief.state import Settings
 from shardline_chief.takeover import obstacle
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, FakePs, T, make_job
+from chief_cluster import Cluster, FakePs, T, make_job, phase
 
 
 class Killed(Exception):
@@ -96,10 +96,6 @@ class Mortal(Cluster):
         self.now_s += 0.1
         self.program.tick(self.now_s)
         self.settle()
-
-
-def phase(cluster: Mortal) -> Phase:
-    return cluster.program.state.phase
 
 
 def mortal(**fields: Any) -> Mortal:

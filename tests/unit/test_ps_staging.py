@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import random
-import threading
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,16 +12,13 @@ import torch
 
 from shardline.contributions import Contributions
 from shardline.reduce import Block, cover, nodes, sibling
-from shardline.sharding import BucketSpec, Plan, ShardSpec, Slice, make_plan
-from shardline.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
-from shardline.update import rule
-from shardline_ps.shard import Gradient
+from shardline.sharding import BucketSpec, ShardSpec, Slice
+from shardline.spec import TensorKind
 from shardline_ps.staging import (
     Ask,
     AsyncPush,
     Entry,
     Grant,
-    Lease,
     Ledger,
     Staging,
     floor_bytes,
@@ -32,7 +27,6 @@ from shardline_ps.staging import (
     replica_mask,
     worst,
 )
-from shardline_ps.store import ParameterStore, PsConfiguration
 
 MB = 1_000_000
 
@@ -464,223 +458,3 @@ def test_no_push_begins_while_one_that_has_begun_waits() -> None:
         assert staging.in_use == 0
 
     asyncio.run(run())
-
-
-# The shell
-
-
-def full_staging(masks: dict[int, int]) -> tuple[Staging, dict[tuple[int, int], tuple[int, int]]]:
-    """Two replicas, two buckets of 100 bytes, no room but for tree order."""
-    view = {(0, number): (0, masks.get(number, 0)) for number in range(2)}
-    staging = Staging()
-    made = Ledger(200, dict.fromkeys(view, 100), 2, voted=False, view=lambda shard, bucket: view.get((shard, bucket)))
-    held = lambda: sum(100 * partial_sums(mask, 2) for _, mask in view.values())  # noqa: E731
-    staging.configure(made, held)
-    return staging, view
-
-
-def test_a_contribution_waits_until_the_lower_one_is_counted() -> None:
-    async def run() -> None:
-        staging, view = full_staging({})
-        waits: list[float] = []
-        staging.on_wait = waits.append
-        waiting = asyncio.create_task(staging.reserve(0, 0, Block(1, 1), 100, 10.0, step=0))
-        await asyncio.sleep(0)
-        lease = await staging.reserve(0, 0, Block(0, 1), 100, 10.0, step=0)
-        assert (staging.in_use, staging.waiting, waiting.done()) == (100, 1, False)
-        view[0, 0] = (0, 0b01)
-        lease.release()
-        lease.release()
-        other = await waiting
-        # Both the sum of replica 0 and the slot.
-        assert (staging.in_use, staging.peak, staging.waiting) == (200, 200, 0)
-        view[0, 0] = (1, 0)
-        other.release()
-        assert staging.in_use == 0 and len(waits) == 1
-
-    asyncio.run(run())
-
-
-def test_a_change_in_another_thread_wakes_who_waits() -> None:
-    async def run() -> None:
-        staging, view = full_staging({})
-        waiting = asyncio.create_task(staging.reserve(0, 0, Block(1, 1), 100, 10.0))
-        await asyncio.sleep(0)
-        assert staging.waiting == 1
-
-        def count() -> None:
-            view[0, 0] = (0, 0b01)
-            staging.changed()
-
-        thread = threading.Thread(target=count)
-        thread.start()
-        lease = await asyncio.wait_for(waiting, 10.0)
-        thread.join(10.0)
-        releasing = threading.Thread(target=lease.release)
-        releasing.start()
-        releasing.join(10.0)
-        for _ in range(100):
-            if staging.in_use == 100:
-                break
-            await asyncio.sleep(0.01)
-        assert staging.in_use == 100
-
-    asyncio.run(run())
-
-
-def test_who_waits_too_long_is_told_and_holds_nothing() -> None:
-    async def run() -> None:
-        staging, _ = full_staging({})
-        with pytest.raises(TimeoutError, match=r"shard 0, bucket 1, replicas 1: no room for 100 bytes after 0\.0 s"):
-            await staging.reserve(0, 1, Block(1, 1), 100, 0.01)
-        assert (staging.waiting, staging.in_use) == (0, 0)
-        with await staging.reserve(0, 1, Block(0, 1), 100, 0.01):
-            assert staging.in_use == 100
-        assert staging.in_use == 0
-
-    asyncio.run(run())
-
-
-def test_a_cancelled_wait_leaves_nothing_behind_even_where_it_was_just_granted() -> None:
-    async def run() -> None:
-        for grant_first in (False, True):
-            staging, view = full_staging({})
-            waiting = asyncio.create_task(staging.reserve(0, 0, Block(1, 1), 100, 10.0))
-            await asyncio.sleep(0)
-            if grant_first:
-                view[0, 0] = (0, 0b01)
-                staging.changed()
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            assert staging.waiting == 0
-            assert staging.in_use == (100 if grant_first else 0)  # the sum of replica 0, and no slot
-
-    asyncio.run(run())
-
-
-def test_a_lease_of_before_a_new_configuration_ends_without_harm() -> None:
-    async def run() -> None:
-        staging, _ = full_staging({})
-        lease = await staging.reserve(0, 0, Block(0, 1), 100, 1.0)
-        waiting = asyncio.create_task(staging.reserve(0, 0, Block(1, 1), 100, 10.0))
-        await asyncio.sleep(0)
-        staging.configure(Ledger(500, {}, 1, voted=False, view=lambda shard, bucket: None), lambda: 0)
-        late = await waiting
-        assert isinstance(late, Lease) and staging.in_use == 200
-        lease.release()
-        late.release()
-        assert (staging.in_use, staging.limit) == (0, 500)
-
-    asyncio.run(run())
-
-
-# A store
-
-
-def plan() -> Plan:
-    return make_plan(
-        [TensorSpec(name=f"t{n}", shape=(1024, 100), dtype="float32") for n in range(3)], 1, bucket_bytes=4 << 20
-    )
-
-
-def configuration(**more: object) -> PsConfiguration:
-    values: dict[str, object] = {
-        "job": "job",
-        "timeline": 1,
-        "plan": plan(),
-        "shards": (0,),
-        "rule": rule("SGD", ({"lr": 0.5, "momentum": 0.9},)),
-        "schedule": ScheduleSpec(),
-        "consistency": ConsistencySpec(),
-        "replicas": 3,
-        "cut_every": 10,
-        "codec": "raw",
-    }
-    return PsConfiguration(**{**values, **more})  # type: ignore[arg-type]
-
-
-def test_the_sum_of_memory_is_told_at_start(caplog: pytest.LogCaptureFixture) -> None:
-    store = ParameterStore(device=torch.device("cpu"), pool_threads=1)
-    store.lane_bytes = lambda configuration: 3 * MB
-    one = plan().shards[0].nbytes
-    assert store.memory_plan(configuration()) == {
-        "parameters": 2 * one,
-        "optimizer": one,
-        "cuts": 2 * 2 * one,
-        "staging": one + (64 << 20),
-        "lanes": 3 * MB,
-    }
-    assert store.memory_plan(configuration(cut_every=0))["cuts"] == 2 * one
-    loop = asyncio.new_event_loop()
-    try:
-        with caplog.at_level(logging.INFO, logger="shardline.ps"):
-            store.configure(configuration(), loop)
-    finally:
-        loop.close()
-        store.close()
-    total = sum(store.memory_plan(configuration()).values())
-    assert f"memory: parameters 2 x {one / 1e6:.1f} MB, optimizer {one / 1e6:.1f} MB, cuts" in caplog.text
-    assert f"lanes 3.0 MB; {total / 1e6:.1f} MB in all" in caplog.text
-
-
-def test_a_limit_below_the_least_is_raised_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    store = ParameterStore(device=torch.device("cpu"), pool_threads=1, staging_bytes=1000)
-    loop = asyncio.new_event_loop()
-    try:
-        store.configure(configuration(), loop)
-    finally:
-        loop.close()
-        store.close()
-    assert store.staging.limit == plan().shards[0].nbytes
-    assert "staging is bounded by 1.2 MB instead of the 0.0 MB asked for" in caplog.text
-
-
-def test_contributions_of_a_shard_count_as_staged_until_they_are_applied() -> None:
-    async def run(store: ParameterStore) -> None:
-        store.configure(configuration(), asyncio.get_running_loop())
-        shard, size = store.shards[0], plan().shards[0].nbytes
-        (bucket,) = shard.buckets
-        shard.initialize(0, torch.zeros(bucket.spec.elements))
-        waiting = asyncio.create_task(store.staging.reserve(0, 0, Block(2, 1), 80 * MB, 10.0, step=0))
-        await asyncio.sleep(0)
-        for replica, held in ((0, size), (1, size), (2, 0)):
-            if replica == 2:
-                # The last one finds its sibling: it may come in whatever it holds.
-                lease = await asyncio.wait_for(waiting, 10.0)
-                assert store.staging.in_use == size + 80 * MB
-                lease.release()
-            else:
-                assert store.staging.waiting == 1
-            values, present = torch.ones(bucket.spec.elements), (True,) * len(bucket.spec.slices)
-            await store.work(shard.contribute, 0, 0, Block(replica, 1), Gradient(values, present))
-            assert shard.partial_bytes == held
-
-    store = ParameterStore(device=torch.device("cpu"), pool_threads=1)
-    try:
-        asyncio.run(run(store))
-    finally:
-        store.close()
-
-
-def test_a_voted_total_counts_as_staged_until_its_verdict() -> None:
-    store = ParameterStore(device=torch.device("cpu"), pool_threads=1)
-    loop = asyncio.new_event_loop()
-    try:
-        store.configure(configuration(replicas=1, consistency=ConsistencySpec(clip_norm=1.0)), loop)
-        shard, size = store.shards[0], plan().shards[0].nbytes
-        (bucket,) = shard.buckets
-        for dropped in (False, True):
-            values = torch.ones(bucket.spec.elements)
-            shard.contribute(0, shard.step_min, Block(0, 1), Gradient(values, (True,) * len(bucket.spec.slices)))
-            assert store.staging.in_use == size
-            voted = shard.vote(shard.step_min)
-            assert voted is not None and store.staging.in_use == size
-            if dropped:
-                shard.drop_contributions()
-            else:
-                shard.apply_verdict(voted[1], scale=1.0, skip=False)
-            assert store.staging.in_use == 0
-    finally:
-        loop.close()
-        store.close()

@@ -1,0 +1,51 @@
+"""Links between those that the chief hears: who alone is cut off is fenced, whom most miss is lost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from shardline.rpc.link import Phase
+
+sys.path.insert(0, str(Path(__file__).parent))
+from chief_cluster import Cluster, T, make_job, phase
+
+
+def test_worker_that_alone_does_not_hear_a_server_is_fenced_and_its_replicas_move() -> None:
+    cluster = Cluster(job=make_job(), workers=3)
+    cluster.start(workers=3)
+    cluster.suspects["worker/1"] = ("ps/0",)
+    cluster.tick(1)
+    assert not cluster.orders("worker/1").fenced
+    cluster.tick(T / 10 + 2)
+    assert cluster.orders("worker/1").fenced
+    assert "worker/1 did not hear ps/0 at h:1 for 20 s, and the others do; replica" in cluster.text()
+    assert cluster.program.state.recoveries == []
+    assert sorted([*cluster.orders("worker/0").replicas, *cluster.orders("worker/2").replicas]) == [0, 1, 2, 3]
+
+
+def test_server_that_most_do_not_hear_is_lost_although_it_beats() -> None:
+    cluster = Cluster(job=make_job(), workers=3)
+    cluster.start(workers=3)
+    cluster.suspects["worker/0"] = ("ps/1",)
+    cluster.tick(1)
+    cluster.suspects["worker/2"] = ("ps/1",)
+    cluster.tick(T / 10 + 2)
+    assert phase(cluster) is Phase.INIT
+    assert cluster.orders("ps/1").fenced
+    assert "worker/0, worker/2 did not hear ps/1 at h:1 for 20 s (most of those that train)" in cluster.text()
+    cluster.suspects.clear()
+    cluster.restart_ps(1)
+    cluster.tick()
+    assert phase(cluster) is Phase.RUNNING
+
+
+def test_server_that_is_heard_again_is_left_alone() -> None:
+    cluster = Cluster(job=make_job(), workers=3)
+    cluster.start(workers=3)
+    cluster.suspects["worker/1"] = ("ps/0",)
+    cluster.tick(T / 10 - 2)
+    cluster.suspects.clear()
+    cluster.tick(T / 10)
+    assert not cluster.orders("worker/1").fenced
+    assert phase(cluster) is Phase.RUNNING
