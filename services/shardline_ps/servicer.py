@@ -20,19 +20,19 @@ from shardline.rpc.convert import ImageAssembler, image_parts, sequences_from_pr
 from shardline.rpc.limits import MAX_MEMBERS, MAX_SENTENCE, at_most, short
 from shardline.rpc.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
-from shardline.wire.protobuf import PushFrameView, ReplyView, read_request, write_reply
+from shardline.wire.protobuf import ReplyView, read_request, write_reply
 from shardline_ps.admission_servicer import (
     LANES,
     admit_data,
-    attachment_of,
     holder_of,
     lane_name,
     outcome_to_proto,
 )
 from shardline_ps.attachments import Attachments
 from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
-from shardline_ps.calls import OpenCall, OpenCalls
-from shardline_ps.pull_servicer import SHARED_CALL, AsyncReply, pull
+from shardline_ps.calls import OpenCalls
+from shardline_ps.pull_servicer import pull
+from shardline_ps.push_pull_servicer import PushPullTalk, readable
 from shardline_ps.push_servicer import NoRoomError, PushReceiver, PushResult
 from shardline_ps.replica_servicer import Replication
 from shardline_ps.replicate_servicer import Replicas
@@ -117,7 +117,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                 async for message in request:
                     if result is not None:
                         raise ProtocolError("Push carries one push; use PushPull for several")
-                    result = await receiver.feed(_readable(message.push, message.error))
+                    result = await receiver.feed(readable(message.push, message.error))
             except NoRoomError as no_room:
                 result = no_room.result
             finally:
@@ -143,7 +143,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         """Pushes and a pull in full duplex."""
         with self._calls.enter() as call:
             replies: asyncio.Queue[Any] = asyncio.Queue(REPLY_QUEUE)
-            task = asyncio.create_task(self._converse(request, replies, call))
+            talk = PushPullTalk(self._store, self._attachments, replies, call, self._on_push)
+            task = asyncio.create_task(talk.run(request))
             try:
                 while (reply := await replies.get()) is not None:
                     if isinstance(reply, NoRoomError):
@@ -158,72 +159,6 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
-
-    async def _converse(self, request: AsyncIterator[Any], replies: asyncio.Queue[Any], call: OpenCall) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                await self._read(request, replies, group, call)
-        except* Exception as errors:
-            await replies.put(_first(errors))
-        else:
-            await replies.put(None)
-
-    async def _read(
-        self, request: AsyncIterator[Any], replies: asyncio.Queue[Any], group: asyncio.TaskGroup, call: OpenCall
-    ) -> None:
-        """Take the call's requests; a pull runs beside the pushes."""
-        fused: AsyncReply | None = None
-        latest: data_pb2.PullRequest | None = None
-        pulls = 0
-
-        def copy(shard: Shard) -> None:
-            if fused is not None:
-                fused.copy(shard)
-
-        receiver = PushReceiver(
-            self._store, self._attachments, async_reply=copy, spawn=group.create_task, on_admitted=call.of
-        )
-        try:
-            async for message in request:
-                if message.error is not None:
-                    raise message.error
-                if message.pull is not None:
-                    # Each pull may hold a copy of the shard, so one call can't ask for any number of them.
-                    pulls += 1
-                    if pulls > 1:
-                        raise ProtocolError("PushPull carries one pull; this call has sent another before")
-                    call.of(message.pull.data.task, message.pull.data.incarnation)
-                    if self._is_async(message.pull) and message.pull.WhichOneof("want") == "latest":
-                        codec = self._store.configuration.codec if self._store.configuration else "raw"
-                        # Answered from the state right after the push that this call brings.
-                        shard = self._store.shard(message.pull.data.shard)
-                        attachment = attachment_of(self._attachments, message.pull.data)
-                        fused, latest = AsyncReply(message.pull, shard, codec, attachment), message.pull
-                    else:
-                        group.create_task(self._pull_into(message.pull, replies))
-                if message.push is not None:
-                    result = await receiver.feed(message.push)
-                    if result is not None:
-                        self._on_push(result)
-                        await replies.put(write_reply(ReplyView(ack=result.ack)))
-                        if fused is not None and latest is not None and fused.copied:
-                            shard = self._store.shard(latest.data.shard)
-                            async for message_out in fused.messages(self._store, shard):
-                                await replies.put(message_out)
-                            fused = latest = None
-            if latest is not None:
-                await self._pull_into(latest, replies)
-        finally:
-            await receiver.abandon()
-
-    def _is_async(self, request: data_pb2.PullRequest) -> bool:
-        shard = self._store.shards.get(request.data.shard)
-        admitted = admit_data(self._store, request.data, init=False).outcome is Outcome.SERVED
-        return shard is not None and not shard.is_sync and admitted
-
-    async def _pull_into(self, request: data_pb2.PullRequest, replies: asyncio.Queue[Any]) -> None:
-        async for message in pull(self._store, self._attachments, request, outer=SHARED_CALL):
-            await replies.put(message)
 
     @rpc_errors.unary
     async def Progress(self, request: data_pb2.ProgressRequest, context: Any) -> data_pb2.ProgressReply:
@@ -535,25 +470,6 @@ def _verdict_reply(step: int, verdict: Verdict | None) -> parameter_server_pb2.V
         norm=verdict.norm,
         nonfinite_tensors=verdict.nonfinite,
     )
-
-
-def _first(errors: BaseExceptionGroup[Any]) -> Exception:
-    """The first plain error of a group of tasks."""
-    for error in errors.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            return _first(error)
-        if isinstance(error, Exception):
-            return error
-    return RuntimeError(str(errors))
-
-
-def _readable(frame: PushFrameView | None, error: ProtocolError | None) -> PushFrameView:
-    """The frame of a request, or why it can't be read."""
-    if error is not None:
-        raise error
-    if frame is None:
-        raise ProtocolError("a request of Push without a frame")
-    return frame
 
 
 def register(servicer: ParameterServer) -> Callable[[grpc.aio.Server], None]:

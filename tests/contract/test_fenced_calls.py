@@ -12,7 +12,7 @@ import pytest
 
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
-from shardline_ps import servicer
+from shardline_ps import push_pull_servicer, servicer
 from tests.contract.plain_client import DEADLINE_S, FIRST_W, PlainClient
 from tests.contract.refusals import refused, says
 from tests.integration.cluster import Ps
@@ -125,6 +125,7 @@ def test_a_fence_is_told_to_one_that_reads_too_slowly_to_be_sent_more(
             yield write_pull(PullFrameView(chunk=ChunkView(0, 0, memoryview(bytes(1 << 20)))), outer=outer)
 
     monkeypatch.setattr(servicer, "pull", endless)
+    monkeypatch.setattr(push_pull_servicer, "pull", endless)
     two.task = "worker/1"
     zombie: Any
     if method == "Pull":

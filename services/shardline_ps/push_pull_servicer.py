@@ -1,0 +1,124 @@
+"""One PushPull: pushes come in, a pull runs beside them, and what both answer leaves in one queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from shardline.consistency.decision import Outcome
+from shardline.errors import ProtocolError
+from shardline.rpc.v1 import data_pb2
+from shardline.wire.protobuf import PushFrameView, ReplyView, write_reply
+from shardline_ps.admission_servicer import admit_data, attachment_of
+from shardline_ps.attachments import Attachments
+from shardline_ps.calls import OpenCall
+from shardline_ps.pull_servicer import SHARED_CALL, AsyncReply, pull
+from shardline_ps.push_servicer import PushReceiver, PushResult
+from shardline_ps.shard import Shard
+from shardline_ps.store import ParameterStore
+
+
+class PushPullTalk:
+    """Takes the requests of one call; its replies go to `replies`: messages, then None or the error that ended it.
+
+    on_push: told of every push that has ended.
+    """
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        attachments: Attachments,
+        replies: asyncio.Queue[Any],
+        call: OpenCall,
+        on_push: Callable[[PushResult], None],
+    ) -> None:
+        self._store = store
+        self._attachments = attachments
+        self._replies = replies
+        self._call = call
+        self._on_push = on_push
+
+    async def run(self, request: AsyncIterator[Any]) -> None:
+        """Take all requests, and put the end into the queue."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._read(request, group)
+        except* Exception as errors:
+            await self._replies.put(first_error(errors))
+        else:
+            await self._replies.put(None)
+
+    async def _read(self, request: AsyncIterator[Any], group: asyncio.TaskGroup) -> None:
+        """Take the call's requests; a pull runs beside the pushes."""
+        fused: AsyncReply | None = None
+        latest: data_pb2.PullRequest | None = None
+        pulls = 0
+
+        def copy(shard: Shard) -> None:
+            if fused is not None:
+                fused.copy(shard)
+
+        receiver = PushReceiver(
+            self._store, self._attachments, async_reply=copy, spawn=group.create_task, on_admitted=self._call.of
+        )
+        try:
+            async for message in request:
+                if message.error is not None:
+                    raise message.error
+                if message.pull is not None:
+                    # Each pull may hold a copy of the shard, so one call can't ask for any number of them.
+                    pulls += 1
+                    if pulls > 1:
+                        raise ProtocolError("PushPull carries one pull; this call has sent another before")
+                    self._call.of(message.pull.data.task, message.pull.data.incarnation)
+                    if self._is_async(message.pull) and message.pull.WhichOneof("want") == "latest":
+                        codec = self._store.configuration.codec if self._store.configuration else "raw"
+                        # Answered from the state right after the push that this call brings.
+                        shard = self._store.shard(message.pull.data.shard)
+                        attachment = attachment_of(self._attachments, message.pull.data)
+                        fused, latest = AsyncReply(message.pull, shard, codec, attachment), message.pull
+                    else:
+                        group.create_task(self._pull(message.pull))
+                if message.push is not None:
+                    result = await receiver.feed(message.push)
+                    if result is not None:
+                        self._on_push(result)
+                        await self._replies.put(write_reply(ReplyView(ack=result.ack)))
+                        if fused is not None and latest is not None and fused.copied:
+                            shard = self._store.shard(latest.data.shard)
+                            async for message_out in fused.messages(self._store, shard):
+                                await self._replies.put(message_out)
+                            fused = latest = None
+            if latest is not None:
+                await self._pull(latest)
+        finally:
+            await receiver.abandon()
+
+    def _is_async(self, request: data_pb2.PullRequest) -> bool:
+        shard = self._store.shards.get(request.data.shard)
+        admitted = admit_data(self._store, request.data, init=False).outcome is Outcome.SERVED
+        return shard is not None and not shard.is_sync and admitted
+
+    async def _pull(self, request: data_pb2.PullRequest) -> None:
+        async for message in pull(self._store, self._attachments, request, outer=SHARED_CALL):
+            await self._replies.put(message)
+
+
+def first_error(errors: BaseExceptionGroup[Any]) -> Exception:
+    """The first plain error of a group of tasks."""
+    for error in errors.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            return first_error(error)
+        if isinstance(error, Exception):
+            return error
+    return RuntimeError(str(errors))
+
+
+def readable(frame: PushFrameView | None, error: ProtocolError | None) -> PushFrameView:
+    """The frame of a request, or why it can't be read."""
+    if error is not None:
+        raise error
+    if frame is None:
+        raise ProtocolError("a request of Push without a frame")
+    return frame
