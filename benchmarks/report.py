@@ -28,8 +28,8 @@ Found = Mapping[str, Any]
 
 
 def read(folder: Path) -> dict[str, Found]:
-    """Results by set, in the order of the sets, then "load"; those that have no file are left out."""
-    paths = {name: folder / f"{name}.json" for name in (*ALL, "load")}
+    """Results by set, in the order of the sets, then "load" and "recovery"; those that have no file are left out."""
+    paths = {name: folder / f"{name}.json" for name in (*ALL, "load", "recovery")}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
 
 
@@ -54,6 +54,8 @@ def page(found: Mapping[str, Found]) -> str:
         lines += section(found[name]) if name in found else ["No figures are recorded: nothing is known of its bars."]
     if "load" in found:
         lines += ["", "## load", "", *load(found["load"])]
+    if "recovery" in found:
+        lines += ["", "## recovery", "", *recovery(found["recovery"])]
     return "\n".join(lines) + "\n"
 
 
@@ -72,6 +74,51 @@ def load(one: Found) -> Iterable[str]:
     yield ""
     load_before = f"load {machine['load_before'][0]:.1f} before"
     yield f"({machine['cores']} cores of an {machine['cpu']}; commit {commit(machine)}; {load_before}.)"
+
+
+def recovery(one: Found) -> Iterable[str]:
+    """What `make chaos-figures` found."""
+    cases = one["cases"]
+    every, timeout = (_values(cases, name) for name in ("checkpoint_every", "timeout_s"))
+    ways = {True: "from nothing", False: "as a fork of a process that has imported everything"}
+    start = " or ".join(ways[cold] for cold in sorted({case["cold"] for case in cases}))
+    text = (
+        f"What a death costs: `make chaos-figures`. Two servers, two workers, a checkpoint every {every} steps, "
+        f"`--timeout {timeout}`. Each task is killed with SIGKILL and started again 0.3 s later, {start}. Medians in "
+        "seconds, the worst in brackets. Noticed: the chief, or the next one, says so. Standstill: the longest time "
+        "around the kill in which no batch was computed. Back: training goes on, the next chief has taken over, or the "
+        "evaluator (asynchronous: the worker) is there again. Made again: steps; asynchronous: acknowledged updates "
+        "that were lost. A job that held ended in the bits of one undisturbed process; asynchronous: with each update "
+        "in the parameters once, and each batch trained on."
+    )
+    yield from textwrap.wrap(text, 118)
+    yield from ("", *deaths(cases), "")
+    yield from sorted({_where(case["machine"]) for case in cases})
+    for case in cases:
+        yield from (f"- Broken: {case['case']}: {sentence}" for sentence in case["broken"])
+
+
+def _values(cases: Iterable[Mapping[str, Any]], name: str) -> str:
+    return " or ".join(f"{value:g}" for value in sorted({case[name] for case in cases}))
+
+
+def _where(machine: Mapping[str, Any]) -> str:
+    return f"({machine['cores']} cores of an {machine['cpu']}; commit {commit(machine)}.)"
+
+
+def deaths(cases: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+    """A line per kind of death, for the page and the README."""
+    yield "| killed | kills | noticed | standstill | back | made again | jobs that held |"
+    yield "|---|---|---|---|---|---|---|"
+    for case in cases:
+        figures = " | ".join(spread(case[name]) for name in ("noticed_s", "stall_s", "resumed_s", "again"))
+        held = f"{case['held']} of {case['jobs']}"
+        yield f"| {case['case']} | {case['kills']} | {figures} | {held}{'' if not case['broken'] else ': **broken**'} |"
+
+
+def spread(found: Mapping[str, float] | None) -> str:
+    """Median, and the worst in brackets."""
+    return "" if found is None else f"{found['median']:g} ({found['worst']:g})"
 
 
 def commit(machine: Mapping[str, Any]) -> str:

@@ -323,6 +323,8 @@ def test_page_of_results_and_readme_have_the_figures_that_are_recorded() -> None
                 assert f"{row['ratio']:.2f}" in shown, f"README, Measured: {name}, {row['work']} is {row['ratio']:.2f}"
     for row in found["data-plane"]["rows"]:
         assert f"{row['value']:.1f}" in shown, f"README, Measured: {row['work']} is {row['value']:.1f} steps/s"
+    for line in report.deaths(found["recovery"]["cases"]) if "recovery" in found else ():
+        assert line in text.splitlines(), f"README, Measured: there is no line {line}"
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
