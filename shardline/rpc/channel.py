@@ -27,7 +27,7 @@ RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 def channel_options(timeouts: Timeouts) -> Sequence[tuple[str, int]]:
-    """Options of every channel: own connections, keepalive derived from the timeout, message limits."""
+    """Options of every channel: own connections, keepalive derived from the timeout, message limits, no retries."""
     keepalive_ms = int(max(1.0, timeouts.suspect_s) * 1000)
     return (
         # Channels of one process would otherwise share one TCP connection per address.
@@ -44,6 +44,10 @@ def channel_options(timeouts: Timeouts) -> Sequence[tuple[str, int]]:
         # A container that is started again has another address under the same name; gRPC would look every 30 s.
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
         ("grpc.enable_http_proxy", 0),
+        # gRPC makes a call that its server has not seen again by itself. Where the server is gone then, such a call's
+        # status comes and its other events never do: whoever reads its replies waits for ever, past its deadline and
+        # whether it is cancelled or not. Shardline's calls are made again by who makes them.
+        ("grpc.enable_retries", 0),
     )
 
 
