@@ -111,14 +111,18 @@ def deaths(cases: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     yield "| killed | kills | noticed | standstill | back | made again | jobs that held |"
     yield "|---|---|---|---|---|---|---|"
     for case in cases:
-        figures = " | ".join(spread(case[name]) for name in ("noticed_s", "stall_s", "resumed_s", "again"))
+        names = ("noticed_s", "stall_s", "resumed_s", "again")
+        figures = " | ".join(spread(case[name], case["kills"]) for name in names)
         held = f"{case['held']} of {case['jobs']}"
         yield f"| {case['case']} | {case['kills']} | {figures} | {held}{'' if not case['broken'] else ': **broken**'} |"
 
 
-def spread(found: Mapping[str, float] | None) -> str:
-    """Median, and the worst in brackets."""
-    return "" if found is None else f"{found['median']:g} ({found['worst']:g})"
+def spread(found: Mapping[str, float] | None, kills: int) -> str:
+    """Median, and the worst in brackets; of how many, where the next kill came first for some."""
+    if found is None:
+        return ""
+    few = f", of {found['of']}" if found["of"] < kills else ""
+    return f"{found['median']:g} ({found['worst']:g}{few})"
 
 
 def commit(machine: Mapping[str, Any]) -> str:

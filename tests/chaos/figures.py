@@ -41,7 +41,7 @@ from tests.e2e.support import json_lines
 
 TIMEOUT_S = 18.0
 """A silent task is dead after a third of it."""
-BETWEEN = 36
+BETWEEN = 48
 """Batches of each worker from one kill to the next: time to come back, and to copy a standby."""
 EVERY = 10
 """Steps between two checkpoints."""

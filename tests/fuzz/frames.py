@@ -27,6 +27,8 @@ from tests.contract import plain_client
 
 BASE_S, PER_BYTE_S = 0.1, 10e-6
 """Processor time that a frame may take: a fixed part, for whoever else runs in the process, and so much per byte."""
+TRIES = 3
+"""Slow is what is slow each time: a collection of garbage, 0.1 s where the heap is large, falls into one try."""
 
 
 class Disagreement(AssertionError):
@@ -45,9 +47,11 @@ class Kind:
 
 def check(kind: Kind, data: bytes) -> bool:
     """Read `data` both ways; returns whether it was taken. Raises Disagreement."""
-    began_s = time.thread_time()
-    ours = kind.ours(data)
-    took_s = time.thread_time() - began_s
+    ours, took_s = _read(kind, data)
+    for _ in range(TRIES - 1):
+        if took_s <= BASE_S + PER_BYTE_S * len(data):
+            break
+        took_s = min(took_s, _read(kind, data)[1])
     if took_s > BASE_S + PER_BYTE_S * len(data):
         raise Disagreement(f"{kind.name} of {len(data)} bytes took {took_s:.3f} s of processor time to read")
     if ours.error is not None:
@@ -62,6 +66,12 @@ def check(kind: Kind, data: bytes) -> bool:
     if differences:
         raise Disagreement(f"{kind.name} is read in another way than by generated code: {', '.join(differences)}")
     return True
+
+
+def _read(kind: Kind, data: bytes) -> tuple[RequestView | ReplyView, float]:
+    began_s = time.thread_time()
+    ours = kind.ours(data)
+    return ours, time.thread_time() - began_s
 
 
 def _part(name: str, ours: Any, holder: Any) -> Iterable[str]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import time
+
 import pytest
 
-from tests.fuzz import loading, runs
+from shardline.wire.protobuf import ReplyView, RequestView
+from tests.fuzz import frames, loading, runs
 from tests.fuzz.calls import HOSTS, SERVED_BY, methods
 
 
@@ -15,6 +20,25 @@ def test_every_call_of_every_service_is_made_by_some_run() -> None:
 
 def test_frames_with_bytes_changed_are_read_alike_or_refused() -> None:
     assert runs.frames(8_000, 1)["frames"] == 8_000
+
+
+def test_a_frame_is_too_slow_when_it_is_slow_each_time_it_is_read() -> None:
+    number, data = frames.seeds()[0]
+    kind, tries = frames.KINDS[number], itertools.count(1)
+
+    def slow(once: bool) -> frames.Kind:
+        def ours(data: bytes) -> RequestView | ReplyView:
+            end_s = time.thread_time() + 2 * frames.BASE_S
+            while (not once or next(tries) == 1) and time.thread_time() < end_s:
+                pass
+            return kind.ours(data)
+
+        return dataclasses.replace(kind, ours=ours)
+
+    assert frames.check(slow(once=True), data)
+    assert next(tries) == 3
+    with pytest.raises(frames.Disagreement, match=r"took 0\.\d+ s of processor time to read"):
+        frames.check(slow(once=False), data)
 
 
 @pytest.mark.parametrize("kind", list(HOSTS))

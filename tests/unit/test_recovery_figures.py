@@ -105,9 +105,13 @@ def _case(**changes: Any) -> dict[str, Any]:
 
 
 def test_page_says_what_each_death_cost_and_which_jobs_are_broken() -> None:
-    lines = list(report.recovery({"cases": [_case(), _case(case="chief, sync", held=3, broken=["other bits"])]}))
+    few = {"median": 0.5, "worst": 1.25, "of": 19}
+    chief = _case(case="chief, sync", held=3, broken=["other bits"], resumed_s=few)
+    lines = list(report.recovery({"cases": [_case(), chief]}))
     assert "| ps, sync | 20 | 0.5 (1.25) | 0.5 (1.25) |  | 0.5 (1.25) | 4 of 4 |" in lines
-    assert "| chief, sync | 20 | 0.5 (1.25) | 0.5 (1.25) |  | 0.5 (1.25) | 3 of 4: **broken** |" in lines
+    assert (
+        "| chief, sync | 20 | 0.5 (1.25) | 0.5 (1.25) | 0.5 (1.25, of 19) | 0.5 (1.25) | 3 of 4: **broken** |" in lines
+    )
     assert "- Broken: chief, sync: other bits" in lines
     assert lines.count("(2 cores of an X; commit abcdef1.)") == 1
     assert "0.3 s later, as a fork" in " ".join(lines)
