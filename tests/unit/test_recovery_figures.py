@@ -12,6 +12,7 @@ from benchmarks import report
 from tests.chaos import figures
 from tests.chaos.figures import CASES, Case, kills_of, measure, spread
 from tests.chaos.play import Happened, Played
+from tests.chaos.schedules import EPOCH
 
 BEGAN_S = 1_000_000.0
 
@@ -93,7 +94,7 @@ def test_kills_of_a_role_fall_on_each_of_its_tasks_and_go_on_where_the_job_befor
         assert tasks == [f"{case.role}/{(5 + number) % 2 if two else 0}" for number in range(5)]
         places = [event.at for event in schedule.events]
         assert places == sorted(set(places)) and places[-1] < 1.0
-        assert schedule.mode == "sync" or schedule.steps % figures.EPOCH == 0
+        assert schedule.mode == "sync" or schedule.steps % EPOCH == 0
 
 
 def _case(**changes: Any) -> dict[str, Any]:
