@@ -433,12 +433,14 @@ class Shard:
             self.voted_step_closed(staged, Applied(step=staged.step, scale=scale, skip=skip))
 
     def voted_step_closed(self, staged: Staged, verdict: Applied) -> None:
-        """A voted step is published in every bucket. self.order held."""
-        self.last_verdict = verdict
+        """A voted step is published in every bucket. self.order held. Nothing where the shard was restored since."""
         self._on_counted()
         with self.lock:
+            if staged.epoch != self._epoch:
+                return
             if self._staged is staged:
-                self._staged = None
+                # Else the next step is voted on already, and its verdict may be known.
+                self._staged, self.last_verdict = None, verdict
             self._completed.discard(staged.step)
             self.tally.skipped_steps += verdict.skip
 

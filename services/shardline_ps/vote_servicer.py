@@ -96,10 +96,14 @@ class Voters:
             timeline = self._store.authority.timeline
             verdict = await self._ask_once(vote.step, shard.number, ballot)
             if verdict is not None:
-                # From here on a new lead is told of it, before it is applied: see tell_verdicts().
-                shard.last_verdict = Applied(step=verdict.step, scale=verdict.scale, skip=verdict.skip)
+                decided = Applied(step=verdict.step, scale=verdict.scale, skip=verdict.skip)
+                with shard.lock:
+                    # Not where the shard has gone back meanwhile: the steps that follow there are others.
+                    if shard.waits_for(staged):
+                        # From here on a new lead is told of it, before it is applied: see tell_verdicts().
+                        shard.last_verdict = decided
                 if timeline != self._store.authority.timeline:
-                    self._spawn(self._tell(shard.number, shard.last_verdict))
+                    self._spawn(self._tell(shard.number, decided))
                 return verdict
             silent_s = time.monotonic() - started_s
             if silent_s > self._timeouts.suspect_s and not told:

@@ -15,6 +15,7 @@ from shardline.contributions import Partial
 from shardline.errors import CheckpointError, NonFiniteError, ProtocolError
 from shardline.image import VALUE, BucketImage
 from shardline.reduce import Block
+from shardline.rpc.records import Applied
 from shardline.sharding import Plan, make_plan
 from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.update import rule
@@ -324,6 +325,36 @@ def test_a_verdict_of_before_a_rollback_changes_nothing() -> None:
     shard.drop_contributions()
     shard.apply_verdict(voted[1], scale=1.0, skip=False)
     assert shard.step_max == 0
+
+
+def test_a_verdict_of_before_a_restore_is_not_known_after_it() -> None:
+    shard = make_shard(clip_norm=1.0)
+    image = [bucket.image() for bucket in shard.buckets]
+    whole(shard, 0, 1.0)
+    voted = shard.vote(0)
+    assert voted is not None
+    shard.restore(image)
+    shard.apply_verdict(voted[1], scale=1.0, skip=True)
+    assert (shard.step_max, shard.last_verdict, shard.tally.skipped_steps) == (0, None, 0)
+
+
+def test_a_step_that_is_closed_late_leaves_the_verdict_of_the_next_one_known() -> None:
+    """A new lead is told of the last one; with the one before it would wait for a vote that nobody gives again."""
+    shard = make_shard(clip_norm=1.0)
+    whole(shard, 0, 1.0)
+    first = shard.vote(0)
+    assert first is not None
+
+    def next_step(bucket: int) -> None:
+        if shard.step_min == 1 and bucket == len(shard.buckets) - 1:
+            whole(shard, 1, 1.0)
+            assert shard.vote(1) is not None
+            shard.last_verdict = Applied(step=1, scale=0.5, skip=False)
+
+    shard._on_publish = next_step
+    shard.apply_verdict(first[1], scale=1.0, skip=False)
+    assert shard.last_verdict == Applied(step=1, scale=0.5, skip=False)
+    assert shard.waiting_for() == []
 
 
 def test_nan_flags_count_only_with_the_contribution_they_came_with() -> None:
