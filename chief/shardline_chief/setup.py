@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from shardline.errors import JobError, ShardlineError, UnreachableError, UsageError
+from shardline.errors import JobError, ShardlineError, UnreachableError
 from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
 from shardline.sharding import balance, make_plan
@@ -79,11 +79,6 @@ class Setup:
             plan = make_plan(job.tensors, len(state.settings.ps))
             if not job.script and job.steps < 1:
                 raise JobError(f"job {job.name!r} has {job.steps} steps; nothing would be trained")
-            if state.settings.standbys and job.consistency.mode == "sync" and job.consistency.voted:
-                raise UsageError(
-                    "--standbys is not for steps that are voted on (clip_norm, nan_policy 'skip'): after a failover "
-                    "one of them may stand still; leave one of the two out"
-                )
         except ShardlineError as error:
             state.end(error.exit_code, str(error), now_s)
             return

@@ -80,8 +80,7 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
     ps, workers = dice.choice([2, 2, 3]), dice.choice([2, 2, 3])
     networks = networks and seed % 3 == 1
     standbys = standbys and seed % 4 == 2
-    # Steps that are voted on are refused with standbys.
-    clip = 0.5 if mode == "sync" and dice.random() < 0.25 and not standbys else 0.0
+    clip = 0.5 if mode == "sync" and dice.random() < 0.25 else 0.0
     counts = {"chief": 1, "ps": ps, "worker": workers, "evaluator": 1}
     return Schedule(
         seed=seed,

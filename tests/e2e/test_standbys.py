@@ -39,8 +39,9 @@ def run_and_kill(folder: Path, *, steps: int, lane: str = "auto", **settings: An
     return job, out
 
 
-def test_a_killed_ps_with_a_standby_costs_no_step_and_no_bit(tmp_path: Path) -> None:
-    job, out = run_and_kill(tmp_path, steps=80, replicas=2)
+@pytest.mark.parametrize("clip_norm", [0.0, pytest.param(0.5, marks=pytest.mark.chaos)], ids=["eager", "voted"])
+def test_a_killed_ps_with_a_standby_costs_no_step_and_no_bit(tmp_path: Path, clip_norm: float) -> None:
+    job, out = run_and_kill(tmp_path, steps=80, replicas=2, clip_norm=clip_norm)
     found = summary_of(out)
     assert (found["steps"], found["sha256"]) == (80, expected_sha256(job))
     (recovery,) = found["recoveries"]

@@ -420,14 +420,16 @@ def test_script_whose_worker_has_finished_can_not_go_back() -> None:
     assert "worker/0 has finished and can't go back" in cluster.finish.reason
 
 
-def test_standbys_are_refused_where_steps_are_voted_on() -> None:
+def test_steps_that_are_voted_on_have_standbys_as_any_others() -> None:
     terms = ConsistencySpec(mode="sync", clip_norm=0.5)
     cluster = Cluster(job=other(make_job(), consistency=terms), standbys=1)
     for number in (0, 1):
         cluster.join("ps", number)
-    assert cluster.finish is not None
-    assert cluster.finish.exit_code == 2
-    assert "--standbys is not for steps that are voted on" in cluster.finish.reason
+    assert cluster.finish is None
+    assert [(place.task, place.standby_task) for place in cluster.program.state.placement] == [
+        ("ps/0", "ps/1"),
+        ("ps/1", "ps/0"),
+    ]
 
 
 # Asynchronous
