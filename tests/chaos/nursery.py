@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import importlib.metadata
 import itertools
@@ -117,9 +118,12 @@ class Cold:
 
 
 class Nursery:
-    """Processes are forked from one that has imported everything."""
+    """Processes are forked from one that has imported everything.
 
-    def __init__(self) -> None:
+    module: what is run as that process; it is given the number of a socket and calls serve().
+    """
+
+    def __init__(self, module: str = "tests.chaos.nursery") -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._answers: dict[int, Future[int]] = {}
@@ -128,7 +132,7 @@ class Nursery:
         self._socket = ours
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tests.chaos.nursery", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=environment({"OPENBLAS_NUM_THREADS": "1"}),
@@ -173,13 +177,14 @@ class Nursery:
     ) -> int:
         """See Starter."""
         request = {"arguments": list(arguments), "log": str(log), "network": network, "settings": dict(settings)}
-        return self._ask(request, ended)
+        return self.ask(request, ended)
 
     def signal(self, pid: int, number: signal.Signals) -> bool:
         """See Starter."""
-        return bool(self._ask({"pid": pid, "signal": int(number)}))
+        return bool(self.ask({"pid": pid, "signal": int(number)}))
 
-    def _ask(self, request: Mapping[str, Any], ended: Ended | None = None) -> int:
+    def ask(self, request: Mapping[str, Any], ended: Ended | None = None) -> int:
+        """Fork a process that does what is requested, and returns its pid; or signal one."""
         answer: Future[int] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -204,8 +209,8 @@ class Nursery:
 # The other side
 
 
-def _import_everything() -> None:
-    for name in ("shardline.cli.main", "shardline.rpc.names", "tests.chaos.job"):
+def _import_everything(others: Sequence[str]) -> None:
+    for name in ("shardline.cli.main", "shardline.rpc.names", *others):
         importlib.import_module(name)
 
     for role in importlib.metadata.entry_points(group="shardline.roles"):
@@ -273,11 +278,17 @@ class _Forker:
         return False
 
     def _reap(self) -> None:
-        while self._living:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
             if pid == 0:
                 return
-            self.say(number=self._living.pop(pid), code=os.waitstatus_to_exitcode(status))
+            # What a process of ours left behind may have become a child of this one.
+            number = self._living.pop(pid, None)
+            if number is not None:
+                self.say(number=number, code=os.waitstatus_to_exitcode(status))
 
     def _kill_all(self) -> None:
         for pid in self._living:
@@ -305,15 +316,18 @@ def _become(request: Mapping[str, Any]) -> int:
     return main(request["arguments"])
 
 
-def _run(handle: int) -> int:
+def serve(handle: int, become: Callable[[Mapping[str, Any]], int], modules: Sequence[str]) -> int:
+    """Import all tasks' modules and these, then fork for each request; returns the exit code, of a fork too."""
     connection = socket.socket(fileno=handle)
-    _import_everything()
+    _import_everything(modules)
+    # What is imported stays: no collection in a fork goes through it, and its pages remain shared.
+    gc.freeze()
     forker = _Forker(connection)
     forker.say(number=-1, answer=0)
     request = forker.serve()
     connection.close()
-    return 0 if request is None else _become(request)
+    return 0 if request is None else become(request)
 
 
 if __name__ == "__main__":
-    sys.exit(_run(int(sys.argv[1])))
+    sys.exit(serve(int(sys.argv[1]), _become, ("tests.chaos.job",)))

@@ -23,6 +23,8 @@ import pytest
 from shardline.checkpoint import committed_steps
 from shardline.job import load_job
 from shardline.testing import reference
+from tests.chaos.nursery import Nursery
+from tests.e2e.warm import WarmProcess
 
 COMMAND = (sys.executable, "-P", "-m", "shardline")
 TIMEOUT_S = 20
@@ -193,10 +195,20 @@ class Finished:
         return [line for line in self.err.splitlines() if line.startswith("shardline: ") or " ERROR " in line]
 
 
+nursery: Nursery | None = None
+"""Where commands are forked from; None = each begins with an exec, as people's do. See the fixture `warm`."""
+
+
 class Command:
-    """A running `shardline` command (or another), both outputs captured."""
+    """A running `shardline` command, both outputs captured."""
 
     def __init__(self, *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
+        self._finished: Finished | None = None
+        self.process: subprocess.Popen[str] | WarmProcess
+        if nursery is not None:
+            full = {**os.environ, **(env or {})}
+            self.process = WarmProcess(nursery, [str(argument) for argument in arguments], env=full, cwd=cwd)
+            return
         self.process = subprocess.Popen(
             [*COMMAND, *map(str, arguments)],
             stdin=subprocess.DEVNULL,
@@ -206,7 +218,6 @@ class Command:
             cwd=cwd,
             env={**os.environ, **(env or {})},
         )
-        self._finished: Finished | None = None
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to this process alone."""

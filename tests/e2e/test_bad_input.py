@@ -26,7 +26,7 @@ from tests.e2e.support import (
     write_job,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
 HEAD = "import torch\nfrom torch import nn\nfrom shardline import Job\n"
 REST = "loss=lambda m, b: m(b).sum(), dataset=torch.zeros(8, 2), optimizer='SGD', batch_size=2, steps=5)\n"
@@ -119,7 +119,7 @@ def test_a_nan_that_is_skipped_is_counted_and_a_chief_that_trains_takes_its_shar
         after_loss="value = value * (float('nan') if float(points[0, 0]) > 2.2 else 1.0)",
     )
     out = tmp_path / "run"
-    finished = train(job, out, "--ps", "3", "--workers", "1", "--chief-trains")
+    finished = train(job, out, "--ps", "3", "--workers", "1", "--chief-trains", "--min-workers", "2")
     assert finished.code == 0, finished
     found = summary_of(out)
     assert (found["steps"], found["workers"]) == (40, 2)

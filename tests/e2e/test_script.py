@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.support import assert_refused, json_lines, summary_of, train
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 SCRIPT = Path(__file__).parents[2] / "examples" / "digits" / "train.py"
 
 
