@@ -21,14 +21,18 @@ from typing import Any
 import pytest
 
 from shardline.checkpoint import committed_steps
+from shardline.cli.launcher import LaunchOptions, LocalCluster
+from shardline.config import Timeouts
 from shardline.job import load_job
 from shardline.testing import reference
 from tests.chaos.nursery import Nursery
-from tests.e2e.warm import WarmProcess
+from tests.e2e.warm import WarmProcess, descendants
 
 COMMAND = (sys.executable, "-P", "-m", "shardline")
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 """--timeout of clusters that are to end well: what takes its full length is a failure."""
+DEATH_TIMEOUT_S = 20
+"""The same where tasks die: a third of it passes before a silent one is dead."""
 PATIENCE_S = 120.0
 """Every wait ends here; a busy machine takes a while to import torch six times."""
 RUN_ID = "E2E_RUN_ID"
@@ -98,6 +102,11 @@ def write_job(
     text = JOB.format(imports=imports, width=width, after_loss=after_loss or "pass", after=after, settings=fields)
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def slow_job(path: Path, *, step_s: float = 0.02, **settings: Any) -> Path:
+    """The small job at a pace that leaves time to kill somebody before it ends."""
+    return write_job(path, imports="import time", after_loss=f"time.sleep({step_s})", **settings)
 
 
 def expected_sha256(job: Path, **overrides: int | str) -> str:
@@ -200,12 +209,18 @@ nursery: Nursery | None = None
 
 
 class Command:
-    """A running `shardline` command, both outputs captured."""
+    """A running `shardline` command, both outputs captured; cold: begin with an exec whatever others do."""
 
-    def __init__(self, *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str | Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        cold: bool = False,
+    ) -> None:
         self._finished: Finished | None = None
         self.process: subprocess.Popen[str] | WarmProcess
-        if nursery is not None:
+        if nursery is not None and not cold:
             full = {**os.environ, **(env or {})}
             self.process = WarmProcess(nursery, [str(argument) for argument in arguments], env=full, cwd=cwd)
             return
@@ -277,6 +292,9 @@ def processes(run_id: str) -> dict[int, str]:
 
 def pid_of(out: Path, task: str) -> int:
     """Process id of a task that a `shardline train` of this test started."""
+    if nursery is not None:
+        (pid,) = [pid for pid, name in descendants(nursery.pid).items() if name == task]
+        return pid
     started = processes(os.environ[RUN_ID]).items()
     (pid,) = [pid for pid, line in started if f" --task {task} " in line and str(out) in line]
     return pid
@@ -287,6 +305,12 @@ def end_processes(pids: Sequence[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def mortal_cluster(job: Path, out: Path, **options: Any) -> LocalCluster:
+    """Two servers and two workers whose deaths are noticed within seconds."""
+    fields = {"ps": 2, "workers": 2, "timeouts": Timeouts(total_s=DEATH_TIMEOUT_S), **options}
+    return LocalCluster(LaunchOptions(job=job, out=out, **fields))
 
 
 # Clusters by hand
@@ -326,10 +350,11 @@ class HandCluster:
         cluster = {name: list(addresses) for name, addresses in self.tasks.items()}
         return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})}
 
-    def start(self, task: str, *flags: str | Path, env: Mapping[str, str] | None = None) -> Command:
+    def start(self, task: str, *flags: str | Path, env: Mapping[str, str] | None = None, cold: bool = False) -> Command:
         """Start a task; with `env` it learns its place from there alone."""
         place = [] if env else ["--cluster", self.path, "--task", task]
-        command = Command(task.split("/")[0], *place, "--timeout", str(TIMEOUT_S), *flags, env=env, cwd=self.folder)
+        arguments = [task.split("/")[0], *place, "--timeout", str(TIMEOUT_S), *flags]
+        command = Command(*arguments, env=env, cwd=self.folder, cold=cold)
         self.commands[task] = command
         return command
 

@@ -9,16 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardline.cli.launcher import Ended, LaunchOptions, LocalCluster
-from shardline.config import Timeouts
-from tests.e2e.support import (
-    TIMEOUT_S,
-    events,
-    expected_sha256,
-    summary_of,
-    wait_until,
-    write_job,
-)
+from shardline.cli.launcher import Ended, LocalCluster
+from tests.e2e.support import PATIENCE_S, events, expected_sha256, mortal_cluster, summary_of, wait_until, write_job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -74,13 +66,12 @@ def ended_tasks(cluster: LocalCluster) -> list[Ended]:
 def test_workers_killed_between_two_shards_of_a_step_change_no_bit(tmp_path: Path, clip_norm: float) -> None:
     job = write_job(tmp_path / "job.py", replicas=3, steps=36, clip_norm=clip_norm, after=MID_STEP)
     out = tmp_path / "run"
-    launch = LaunchOptions(job=job, out=out, ps=2, workers=2, lane="grpc", timeouts=Timeouts(total_s=TIMEOUT_S))
-    with LocalCluster(launch) as cluster:
+    with mortal_cluster(job, out, lane="grpc") as cluster:
         wait_until((tmp_path / "stands").exists, "worker/0 stands in mid-step")
         assert (tmp_path / "died").exists()
         cluster.kill("worker/0", restart=False)
-        assert cluster.wait(timeout_s=60.0) == 0, cluster.log_tail("chief/0", 30)
-        assert cluster.wait_all(timeout_s=10.0) == ()
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
+        assert cluster.wait_all(timeout_s=30.0) == ()
         ends = [(end.task, end.code, end.restarted) for end in ended_tasks(cluster)]
     assert ends[:2] == [("worker/1", -signal.SIGKILL, True), ("worker/0", -signal.SIGKILL, False)]
     assert sorted(ends[2:]) == [(task, 0, False) for task in ("chief/0", "ps/0", "ps/1", "worker/1")]

@@ -10,17 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardline.cli.launcher import LaunchOptions, LocalCluster
-from shardline.config import Timeouts
-from tests.e2e.support import (
-    PATIENCE_S,
-    TIMEOUT_S,
-    events,
-    expected_sha256,
-    summary_of,
-    wait_for_event,
-    write_job,
-)
+from tests.e2e.support import PATIENCE_S, events, expected_sha256, mortal_cluster, slow_job, summary_of, wait_for_event
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(300)]
 
@@ -33,17 +23,14 @@ def journal(out: Path) -> list[dict[str, object]]:
 
 def test_a_killed_chief_comes_back_and_no_step_is_made_again(tmp_path: Path) -> None:
     steps = 100
-    job = write_job(
+    job = slow_job(
         tmp_path / "job.py",
         replicas=2,
         steps=steps,
         checkpoint_every=25,
-        after_loss="time.sleep(0.02)",
-        imports="import time",
     )
     out = tmp_path / "run"
-    options = LaunchOptions(job=job, out=out, ps=2, workers=2, timeouts=Timeouts(total_s=TIMEOUT_S))
-    with LocalCluster(options) as cluster:
+    with mortal_cluster(job, out) as cluster:
         pids = {task: cluster.pid(task) for task in cluster.tasks()}
         wait_for_event(out, "checkpoint", "checkpoint of step 25")
         cluster.kill("chief/0")
@@ -63,17 +50,14 @@ def test_a_killed_chief_comes_back_and_no_step_is_made_again(tmp_path: Path) -> 
 
 
 def test_a_killed_chief_of_an_asynchronous_job_hands_no_acknowledged_batch_out_again(tmp_path: Path) -> None:
-    job = write_job(
+    job = slow_job(
         tmp_path / "job.py",
         consistency="async",
         steps=600,
         checkpoint_every=50,
-        after_loss="time.sleep(0.02)",
-        imports="import time",
     )
     out = tmp_path / "run"
-    options = LaunchOptions(job=job, out=out, ps=2, workers=2, evaluators=1, timeouts=Timeouts(total_s=TIMEOUT_S))
-    with LocalCluster(options) as cluster:
+    with mortal_cluster(job, out, evaluators=1) as cluster:
         wait_for_event(out, "checkpoint", "checkpoint of step [5-9]")
         cluster.kill("chief/0")
         wait_for_event(out, "adopted", "nothing is made again")
@@ -87,17 +71,15 @@ def test_a_killed_chief_of_an_asynchronous_job_hands_no_acknowledged_batch_out_a
 
 
 def test_a_chief_and_a_server_killed_together_cost_steps_and_no_bit(tmp_path: Path) -> None:
-    job = write_job(
+    job = slow_job(
         tmp_path / "job.py",
         replicas=2,
         steps=120,
         checkpoint_every=10,
-        after_loss="time.sleep(0.03)",
-        imports="import time",
+        step_s=0.03,
     )
     out = tmp_path / "run"
-    options = LaunchOptions(job=job, out=out, ps=2, workers=2, timeouts=Timeouts(total_s=TIMEOUT_S))
-    with LocalCluster(options) as cluster:
+    with mortal_cluster(job, out) as cluster:
         wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
         cluster.kill("chief/0")
         cluster.kill("ps/1")

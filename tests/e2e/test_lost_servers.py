@@ -9,17 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardline.cli.launcher import LaunchOptions, LocalCluster
-from shardline.config import Timeouts
-from tests.e2e.support import (
-    PATIENCE_S,
-    TIMEOUT_S,
-    events,
-    expected_sha256,
-    summary_of,
-    wait_for_event,
-    write_job,
-)
+from tests.e2e.support import PATIENCE_S, events, expected_sha256, mortal_cluster, slow_job, summary_of, wait_for_event
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(300)]
 
@@ -29,17 +19,14 @@ def test_a_killed_ps_costs_steps_and_no_bit_whether_it_comes_back_or_its_shards_
     tmp_path: Path, comes_back: bool
 ) -> None:
     steps = 60
-    job = write_job(
+    job = slow_job(
         tmp_path / "job.py",
         replicas=2,
         steps=steps,
         checkpoint_every=10,
-        after_loss="time.sleep(0.02)",
-        imports="import time",
     )
     out = tmp_path / "run"
-    options = LaunchOptions(job=job, out=out, ps=2, workers=2, timeouts=Timeouts(total_s=TIMEOUT_S))
-    with LocalCluster(options) as cluster:
+    with mortal_cluster(job, out) as cluster:
         wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
         cluster.kill("ps/1", restart=comes_back)
         assert cluster.wait(timeout_s=PATIENCE_S) == 0
@@ -55,17 +42,15 @@ def test_a_killed_ps_costs_steps_and_no_bit_whether_it_comes_back_or_its_shards_
 
 
 def test_a_killed_ps_of_an_asynchronous_job_costs_updates_of_its_shard_only(tmp_path: Path) -> None:
-    job = write_job(
+    job = slow_job(
         tmp_path / "job.py",
         consistency="async",
         steps=300,
         checkpoint_every=20,
-        after_loss="time.sleep(0.01)",
-        imports="import time",
+        step_s=0.01,
     )
     out = tmp_path / "run"
-    options = LaunchOptions(job=job, out=out, ps=2, workers=2, timeouts=Timeouts(total_s=TIMEOUT_S))
-    with LocalCluster(options) as cluster:
+    with mortal_cluster(job, out) as cluster:
         wait_for_event(out, "checkpoint", "checkpoint of step [2-9]")
         cluster.kill("ps/1")
         assert cluster.wait(timeout_s=PATIENCE_S) == 0
@@ -107,10 +92,7 @@ def run_script(folder: Path, loop: str, *, kill: bool) -> tuple[int, Path]:
     script = folder / "script.py"
     script.write_text(SCRIPT.format(loop=loop), encoding="utf-8")
     out = folder / "run"
-    options = LaunchOptions(
-        job=script, out=out, ps=2, workers=2, script=True, restart=True, timeouts=Timeouts(total_s=TIMEOUT_S)
-    )
-    with LocalCluster(options) as cluster:
+    with mortal_cluster(script, out, script=True) as cluster:
         wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
         if kill:
             cluster.kill("ps/1")

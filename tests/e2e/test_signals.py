@@ -26,6 +26,7 @@ from tests.e2e.support import (
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
+@pytest.mark.usefixtures("warm")
 def test_signals_end_the_job_with_a_checkpoint_and_each_resume_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.py", replicas=2, steps=100_000, clip_norm=1.0, accumulate=2)
     out = tmp_path / "run"

@@ -7,30 +7,25 @@ from typing import Any
 
 import pytest
 
-from shardline.cli.launcher import LaunchOptions, LocalCluster
-from shardline.config import Timeouts
 from tests.e2e.support import (
     PATIENCE_S,
-    TIMEOUT_S,
     events,
     expected_sha256,
+    mortal_cluster,
+    slow_job,
     summary_of,
     wait_for_event,
     wait_for_step,
-    write_job,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def run_and_kill(folder: Path, *, steps: int, lane: str = "auto", **settings: Any) -> tuple[Path, Path]:
     """A job during which ps/1 dies; returns the job and its output."""
-    job = write_job(folder / "job.py", steps=steps, after_loss="time.sleep(0.02)", imports="import time", **settings)
+    job = slow_job(folder / "job.py", steps=steps, **settings)
     out = folder / "run"
-    options = LaunchOptions(
-        job=job, out=out, ps=2, workers=2, standbys=1, lane=lane, timeouts=Timeouts(total_s=TIMEOUT_S)
-    )
-    with LocalCluster(options) as cluster:
+    with mortal_cluster(job, out, standbys=1, lane=lane) as cluster:
         for shard in (0, 1):
             wait_for_event(out, "standby", f"shard {shard} is protected")
         wait_for_step(out, 10)

@@ -61,27 +61,14 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_train_ends_in_the_reference_bits_and_resumes_on_another_cluster_past_a_damaged_checkpoint(
     tmp_path: Path,
 ) -> None:
     job = write_job(tmp_path / "job.py", replicas=3, checkpoint_every=10)
     out, copied = tmp_path / "run", tmp_path / "new" / "summary.json"
-    finished = train(
-        job,
-        out,
-        "--ps",
-        "2",
-        "--workers",
-        "2",
-        "--evaluators",
-        "1",
-        "--steps",
-        "20",
-        "--seed",
-        "5",
-        "--summary",
-        copied,
-    )
+    flags = ["--ps", "2", "--workers", "2", "--evaluators", "1", "--steps", "20", "--seed", "5"]
+    finished = Command(*train_command(job, out, *flags, "--summary", copied), cold=True).finish()
     assert finished.code == 0, finished
     found = summary_of(out)
     assert json.loads(copied.read_text()) == found
@@ -170,6 +157,7 @@ def check_exports(out: Path, folder: Path) -> None:
     assert first["1.num_batches_tracked"] == 20
 
 
+@pytest.mark.usefixtures("warm")
 def test_asynchronous_training_does_every_batch_once_and_measures_its_staleness(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.py")
     out = tmp_path / "run"
@@ -186,6 +174,7 @@ def test_asynchronous_training_does_every_batch_once_and_measures_its_staleness(
     assert batches == list(range(200))
 
 
+@pytest.mark.usefixtures("warm")
 def test_cluster_behind_mutual_tls_and_a_token_ends_in_the_same_bits(tmp_path: Path) -> None:
     """Every connection there is: commands, heartbeats, votes on the norm, a worker, the launcher's own."""
     ca = trustme.CA()

@@ -30,6 +30,7 @@ from tests.chaos.nursery import Nursery, serve
 
 # Imported late by one task or another.
 MODULES = ("rich.console", "rich.progress", "shardline.cli.progress", "sklearn.datasets", "torch.utils.tensorboard")
+PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -72,17 +73,18 @@ class WarmProcess:
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Command lines of the living processes that this one started, directly or not, by process id."""
-    parents = {}
+    """Names of the living processes that this one started, directly or not, by process id; of a task: such as ps/0."""
+    parents, names = {}, {}
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            before, _, after = (folder / "stat").read_text().rpartition(")")
+            state, parent = after.split()[:2]
             if state != "Z":
                 parents[int(folder.name)] = int(parent)
+                names[int(folder.name)] = before.partition("(")[2]
     found: dict[int, str] = {}
     while new := {child for child, parent in parents.items() if parent in {pid, *found}} - set(found):
-        for child in new:
-            found[child] = f"forked by {parents[child]}"
+        found.update((child, names[child]) for child in new)
     return found
 
 
@@ -126,6 +128,8 @@ def _become_task(command: Sequence[str], env: Mapping[str, str], output: int, ke
                     os.close(fd)
         os.environ.clear()
         os.environ.update(env)
+        if "--task" in command:
+            _prctl(PR_SET_NAME, command[command.index("--task") + 1].encode())
         module = ["-P", "-m", "shardline"]
         return main(command[4:]) if list(command[1:4]) == module else _script(command[1:])
 
@@ -145,6 +149,11 @@ def _run_and_exit(run: Callable[[], int]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value!r}): {os.strerror(ctypes.get_errno())}")
 
 
 def _script(arguments: Sequence[str]) -> int:
@@ -181,6 +190,5 @@ def become(request: Mapping[str, Any]) -> NoReturn:
 
 if __name__ == "__main__":
     # Orphans become children of this process, so that none is overlooked.
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
     sys.exit(serve(int(sys.argv[1]), become, MODULES))

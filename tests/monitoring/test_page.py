@@ -20,7 +20,7 @@ from shardline.security import PLAIN, Security
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
 from tests.e2e.support import (
-    TIMEOUT_S,
+    DEATH_TIMEOUT_S,
     Command,
     HandCluster,
     assert_refused,
@@ -42,7 +42,7 @@ pytestmark = [
 ]
 
 TOKEN = "correct-horse-battery"
-DEAD_S = TIMEOUT_S / 3
+DEAD_S = DEATH_TIMEOUT_S / 3
 SPOKEN_S = 3.0
 """From the chief's knowing to the page's showing, on a busy machine."""
 PHONE = (390, 844)
@@ -83,7 +83,8 @@ def test_the_page_follows_a_run_from_its_first_steps_over_a_killed_worker_to_its
 ) -> None:
     job = write_job(tmp_path / "job.py", steps=1_000_000, checkpoint_every=50, replicas=2)
     out = tmp_path / "out"
-    command = Command(*train_command(job, out, "--workers", "2", "--no-restart"))
+    flags = ["--workers", "2", "--no-restart", "--timeout", str(DEATH_TIMEOUT_S)]
+    command = Command(*train_command(job, out, *flags))
     try:
         url = page_of(out, command)
         browser.open(url)
