@@ -103,6 +103,9 @@ class Job:
     """Name in logs and checkpoints; "" = from the file."""
 
     def __post_init__(self) -> None:
+        # A module can be called too, but not without an input.
+        ready_made = isinstance(self.model, nn.Module)
+        _require(not ready_made, "model", self.model, "give a function that makes it, such as lambda: Net()")
         for name in ("model", "loss"):
             _require(callable(getattr(self, name)), name, getattr(self, name), "give a function")
         for name in ("evaluate", "param_groups", "collate"):

@@ -86,7 +86,7 @@ def setup(task: str, *, json_path: Path | None = None, level: int = logging.INFO
             json_path.parent.mkdir(parents=True, exist_ok=True)
             handlers.append(logging.FileHandler(json_path, encoding="utf-8"))
         except OSError as error:
-            raise UsageError(f"the log {json_path} can't be written: {error.strerror}") from None
+            raise UsageError(f"the log {json_path} can't be written: {error.strerror}; use another --out") from None
         handlers[1].setFormatter(JsonFormatter(task))
     close()
     _handlers.extend(handlers)

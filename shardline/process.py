@@ -68,12 +68,17 @@ def resolve_device(name: str, memory_fraction: float | None = None) -> torch.dev
         raise UsageError(f"--device {name}: use cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = device.index or 0
+    if torch.version.cuda is None:
+        raise UsageError(
+            f"--device {name}: this torch ({torch.__version__}) is a CPU build; install a CUDA build (an image gets it "
+            "by TORCH=cuda), or use --device cpu"
+        )
     if index >= count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise UsageError(
-            f"--device {name}: torch sees {count} CUDA devices"
+            f"--device {name}: torch sees {count} CUDA device{'' if count == 1 else 's'}"
             + (f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else "")
-            + "; use --device cpu, or check the driver and that torch is a CUDA build"
+            + "; check that nvidia-smi shows it, in a container too, or use --device cpu"
         )
     device = torch.device("cuda", index)
     if memory_fraction is not None:

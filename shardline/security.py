@@ -293,7 +293,10 @@ def _read_token(path: Path, flag: str) -> bytes:
     token = _read(path, flag).strip()
     shortest, longest = TOKEN_LIMITS
     if not shortest <= len(token) <= longest:
-        raise UsageError(f"{flag} {path} holds {len(token)} characters; a token has {shortest} to {longest}")
+        raise UsageError(
+            f"{flag} {path} holds {len(token)} characters; a token has {shortest} to {longest} (openssl rand -hex 32 "
+            "makes one)"
+        )
     if not re.fullmatch(rb"[!-~]+", token):
         raise UsageError(f"{flag} {path} must hold one line of ASCII letters, digits and signs, with no space")
     return token

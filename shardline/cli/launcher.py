@@ -95,6 +95,12 @@ class LaunchOptions:
             raise UsageError("--workers and --evaluators can't be negative")
         if self.workers == 0 and not self.chief_trains:
             raise UsageError("--workers is 0; nobody would train (or let the chief do it: --chief-trains)")
+        trainers = self.workers + self.chief_trains
+        if self.min_workers > trainers:
+            raise UsageError(
+                f"--min-workers is {self.min_workers}, and {trainers} tasks train: the job would wait for ever; "
+                f"use at most {trainers}, or more --workers"
+            )
         if self.script and (self.evaluators or self.chief_trains):
             raise UsageError("--script goes with workers only: --evaluators and --chief-trains need a job file")
         for name, _ in self.overrides if self.script else ():
@@ -285,7 +291,9 @@ class LocalCluster:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
             self._write_spec(self.options.spec())
         except OSError as error:
-            raise UsageError(f"--out {self.options.out} can't be written: {error.strerror}") from None
+            raise UsageError(
+                f"--out {self.options.out} can't be written: {error.strerror}; name a folder that you may write to"
+            ) from None
         if not self.options.resume:
             for old in (self.options.out / "logs").glob("*.log"):
                 old.unlink()
@@ -426,10 +434,14 @@ class LocalCluster:
             return tuple(task for task, child in self._children.items() if child.code is None)
 
     def nobody_trains(self) -> bool:
-        """Whether every worker's process has failed, and none is started again; a chief that trains may go on."""
+        """Whether every worker's process has failed, and none is started again; a chief that trains may go on.
+
+        A script's process that ended well counts too: whether it ever joined is the chief's to say.
+        """
+        going = (None,) if self.options.script else (None, 0)
         with self._lock:
             children = [self._children.get(task) for task in self.tasks() if parse_task(task)[0] == "worker"]
-            return not self.options.chief_trains and all(child and child.code not in (None, 0) for child in children)
+            return not self.options.chief_trains and all(child and child.code not in going for child in children)
 
     def log_path(self, task: str) -> Path:
         """What a task wrote to its standard output and error, of all its processes."""

@@ -5,8 +5,10 @@ Precedence is flag > SHARDLINE_* > TF_CONFIG or file > default. Nothing here imp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +24,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 JOB_ARGS = "SHARDLINE_JOB_ARGS"
 """Environment variable with what the command line had after "--", for the job file (shlex.split reads it)."""
+
+
+MAX_NAMED_FILES = 4
+"""Where a folder is given for a job file, these many .py files in it are named at most."""
 
 
 def variable(name: str) -> str:
@@ -216,10 +222,31 @@ def overrides(
 
 
 def existing_job(path: Path | None) -> Path | None:
-    """The job file; raises JobError where there is none."""
-    if path is not None and not path.is_file():
-        raise JobError(f"there is no job file {path}")
+    """The job file; raises JobError where there is none, or a folder in its place."""
+    if path is None:
+        return None
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise JobError(f"there is no job file {path}; name the .py file that defines the job") from None
+    except OSError as error:
+        raise JobError(f"the job file {path} can't be read: {error.strerror}; let this user read it") from None
+    except ValueError as error:
+        raise JobError(f"{str(path)!r} is no name of a file: {error}") from None
+    if stat.S_ISDIR(mode):
+        raise JobError(f"{path} is a folder, not a job file; {_job_files(path)}")
     return path
+
+
+def _job_files(folder: Path) -> str:
+    """What to name in the place of a folder."""
+    with contextlib.suppress(OSError):
+        found = [str(one) for one in sorted(folder.glob("*.py")) if one.name != "__init__.py"]
+        if len(found) > MAX_NAMED_FILES:
+            return f"name one of its {len(found)} .py files, such as {found[0]}"
+        if found:
+            return f"name a file in it: {' or '.join(found)}"
+    return "there is no .py file in it"
 
 
 def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> RoleConfig:

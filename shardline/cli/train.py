@@ -72,7 +72,25 @@ def train(**flags: Any) -> int:
     Ctrl-C ends the job with a checkpoint; a second one ends it at once.
     """
     summary: Path | None = flags.pop("summary")
-    return run(launch_options(flags), summary=summary)
+    launch = launch_options(flags)
+    if summary is not None:
+        check_summary(summary)
+    return run(launch, summary=summary)
+
+
+def check_summary(path: Path) -> None:
+    """Refuse, before anything is trained, a place for the summary's copy that can't be written."""
+    reason = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if path.is_dir():
+        reason = "Is a directory"
+    elif not reason and not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "Permission denied"
+    if reason:
+        raise UsageError(f"--summary {path} can't be written: {reason}; name a file in a folder that you may write to")
 
 
 def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
@@ -245,9 +263,8 @@ class _Run:
             poller.end()
             if code is None and self._hopeless is not None:
                 self._cluster.stop()
-                task, code = self._hopeless.end.task, self._hopeless.end.code
-                words = self._cluster.last_words(task) or describe_code(code)
-                _show_failure(self._cluster, f"{task}: {words}; nobody is left to train", code)
+                code = self._hopeless.end.code or UsageError.exit_code
+                _show_failure(self._cluster, f"{self._last_of(self._hopeless.end)}; nobody is left to train", code)
             elif code is None:
                 self._cluster.stop()
                 self._console.print("ended at once; the last checkpoint stays", highlight=False)
@@ -275,7 +292,9 @@ class _Run:
                     return event.code
                 self._show_end(event, display)
                 if self._hopeless is None and self._signal is None and self._cluster.nobody_trains():
-                    self._hopeless = _Hopeless(event, time.monotonic() + POLL_TIMEOUT_S)
+                    # Of a script that ended well only the chief can say that it never joined.
+                    patience_s = POLL_TIMEOUT_S if event.code else math.inf
+                    self._hopeless = _Hopeless(event, time.monotonic() + patience_s)
             elif isinstance(event, Signalled):
                 if self._signal is not None:
                     return None
@@ -293,6 +312,17 @@ class _Run:
                     self._hopeless.polls += 1
                 if self._gives_up():
                     return None
+
+    def _last_of(self, end: Ended) -> str:
+        """What the last of the workers said, or how it ended."""
+        if end.code == 0:
+            return (
+                f"{end.task}: the script ended and never joined: it must call shardline.connect() and train in "
+                "session.steps() (a job file is started without --script)"
+            )
+        words = self._cluster.last_words(end.task)
+        tail = self._cluster.log_tail(end.task, 1)
+        return f"{end.task}: {words or ': '.join([describe_code(end.code), *tail])}"
 
     def _gives_up(self) -> bool:
         """Whether training never began and nobody is left to begin it. Later the chief knows better how to end."""
@@ -334,11 +364,21 @@ class _Run:
             _show_failure(self._cluster, self._cluster.last_words("chief/0"), code)
         found = read_summary(self._cluster.options.out)
         if found is not None and summary is not None:
-            summary.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(summary_path(self._cluster.options.out), summary)
+            own = summary_path(self._cluster.options.out)
+            try:
+                shutil.copyfile(own, summary)
+            except OSError as error:
+                raise UsageError(f"--summary {summary} can't be written: {error.strerror}; {own} holds it") from None
         if code == 0:
-            for text in report(self._cluster.options.out, found, self._last):
+            for text in report(self._cluster.options.out, found, self._last, unscored=self._unscored()):
                 print(text)
+
+    def _unscored(self) -> str:
+        """Why there may be no score though there was an evaluator; empty without one."""
+        if not self._cluster.options.evaluators:
+            return ""
+        said = self._cluster.last_words("evaluator/0") or "has the job `evaluate`?"
+        return f"{said}; see {self._cluster.log_path('evaluator/0')}"
 
 
 def started(tasks: Sequence[str]) -> str:
@@ -376,8 +416,11 @@ def read_summary(out: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | None) -> list[str]:
-    """What a finished run prints: how it went and where its results are."""
+def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | None, *, unscored: str = "") -> list[str]:
+    """What a finished run prints: how it went and where its results are.
+
+    unscored: what to say where there are no metrics; empty = nothing.
+    """
     found = dict(summary or {})
     lines = []
     if "steps" in found and "seconds" in found:
@@ -390,6 +433,8 @@ def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | Non
         shown = (f"{name} {math.nan if value is None else value:.4f}" for name, value in sorted(metrics.items()))
         at = f" at step {scored['step']}" if "step" in scored else ""
         lines.append(f"evaluation{at}: {', '.join(shown)}")
+    elif unscored:
+        lines.append(f"evaluation: none was scored: {unscored}")
     places = {
         "checkpoint": found.get("checkpoint") or (last.checkpoint_path if last is not None else ""),
         "logs": out / "logs",

@@ -194,7 +194,8 @@ class RpcServer:
                 bound = server.add_secure_port(listen, credentials)
         except RuntimeError as error:
             bound = 0
-            cause = str(error)
+            # What follows is how to debug gRPC.
+            cause = str(error).partition("; set GRPC_VERBOSITY")[0]
         else:
             cause = "bind failed"
         if bound == 0:

@@ -28,11 +28,13 @@ START_S = 180.0
 """A whole cluster on two busy cores."""
 
 
-def run(*command: str, timeout_s: float = 120.0, check: bool = True, env: dict[str, str] | None = None) -> str:
+def run(
+    *command: str, timeout_s: float = 120.0, check: bool = True, env: dict[str, str] | None = None, cwd: Path = ROOT
+) -> str:
     """Standard output and error of a command; raises where it fails (check) or takes longer."""
     done = subprocess.run(
         command,
-        cwd=ROOT,
+        cwd=cwd,
         env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -73,6 +75,14 @@ def until(found: Callable[[], Any], what: str | Callable[[], str], timeout_s: fl
         if time.monotonic() >= deadline_s:
             raise AssertionError(f"not within {timeout_s:g} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.3)
+
+
+def kill(container: str) -> None:
+    """Kill the task in a container as the kernel would, so that the restart policy acts."""
+    top = run("docker", "top", container, "-eo", "pid,args").splitlines()[1:]
+    # The first is init, which dies with the last of its children and hands its exit code on. A health check may be
+    # among the others.
+    run("kill", "-9", next(line.split()[0] for line in top[1:] if " health" not in line))
 
 
 class Stack:
@@ -144,9 +154,7 @@ class Stack:
 
     def kill(self, container: str) -> None:
         """As the kernel would, so that the restart policy acts; `docker kill` counts as a stop by hand."""
-        top = run("docker", "top", container, "-eo", "pid,args").splitlines()[1:]
-        # The first is init, which dies with the last of its children and hands its exit code on.
-        run("kill", "-9", top[-1].split()[0])
+        kill(container)
 
     def address(self, container: str) -> str:
         """Its IP address."""

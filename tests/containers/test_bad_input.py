@@ -115,6 +115,16 @@ services:
         refused(stack, "evaluator", r"chief at nowhere:2222 .*the name 'nowhere' has no address", 3)
 
 
+def test_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
+    override = tmp_path / "cuda.yaml"
+    override.write_text("services: { worker: { environment: { SHARDLINE_DEVICE: cuda } } }")
+    with Stack("cuda", override, RESTARTS="0", WORKERS="1", PS="1") as stack:
+        stack.compose("up", "-d", "--no-build", "chief", "ps", "worker")
+        refused(
+            stack, "worker", r"--device cuda: (this torch \(.*\) is a CPU build|torch sees 0 CUDA devices); .*cpu", 2
+        )
+
+
 def test_metrics_port_that_is_taken_is_named(tmp_path: Path) -> None:
     override = tmp_path / "port.yaml"
     # The chief's own services are there already.

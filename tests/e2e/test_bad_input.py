@@ -96,6 +96,13 @@ def test_a_chief_whose_ps_is_not_there_says_which_and_how_long(tmp_path: Path) -
     assert summary_of(tmp_path / "out")["exit_code"] == 3
 
 
+def test_a_script_that_never_joins_ends_train_when_it_ends(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text("print('hello')\n")
+    finished = train(script, tmp_path / "run", "--script", "--ps", "1", "--workers", "1")
+    assert_refused(finished, 2, r"worker/0: the script ended and never joined: it must call shardline\.connect\(\)")
+
+
 def test_a_nan_stops_the_job_by_name_and_everybody_ends(tmp_path: Path) -> None:
     job = write_job(
         tmp_path / "job.py",

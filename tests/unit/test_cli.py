@@ -22,7 +22,7 @@ from shardline.cli import cluster_commands, options, progress
 from shardline.cli import main as command_line
 from shardline.cli.launcher import Ended
 from shardline.cli.main import main
-from shardline.cli.train import Polled, _Run, launch_options, report, train
+from shardline.cli.train import Polled, _Run, check_summary, launch_options, report, train
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts, environment_security, environment_switch
 from shardline.errors import ClusterSpecError, JobError, UsageError
@@ -243,6 +243,24 @@ def test_missing_role_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_job_file_must_exist(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="there is no job file"):
         options.existing_job(tmp_path / "nothing.py")
+    with pytest.raises(JobError, match="there is no job file"):
+        options.existing_job(job_file(tmp_path) / "in_a_file.py")
+    with pytest.raises(JobError, match="is no name of a file"):
+        options.existing_job(Path("a\0b.py"))
+
+
+def test_folder_in_the_place_of_a_job_file_names_the_files_in_it(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"is a folder, not a job file; there is no \.py file in it"):
+        options.existing_job(tmp_path)
+    (tmp_path / "__init__.py").touch()
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").touch()
+    with pytest.raises(JobError, match=r"name a file in it: \S+/one\.py or \S+/two\.py$"):
+        options.existing_job(tmp_path)
+    for name in ("three", "four", "five"):
+        (tmp_path / f"{name}.py").touch()
+    with pytest.raises(JobError, match=r"name one of its 5 \.py files, such as \S+/five\.py"):
+        options.existing_job(tmp_path)
 
 
 # What is shown
@@ -373,6 +391,22 @@ def test_report_names_only_what_is_there(tmp_path: Path) -> None:
         f"logs:        {tmp_path / 'logs'}",
     ]
     assert report(tmp_path, None, RUNNING)[0] == "evaluation: accuracy 0.9700, loss 0.2000"
+
+
+def test_run_whose_evaluator_scored_nothing_says_so_and_why(tmp_path: Path) -> None:
+    why = "evaluate(model) raised ZeroDivisionError; see logs/evaluator-0.log"
+    assert report(tmp_path, {}, None, unscored=why) == [f"evaluation: none was scored: {why}"]
+    assert report(tmp_path, None, RUNNING, unscored=why) == ["evaluation: accuracy 0.9700, loss 0.2000"]
+    assert report(tmp_path, {}, None) == []
+
+
+def test_place_for_the_summary_that_can_not_be_written_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for bad in (tmp_path, tmp_path / "file" / "summary.json"):
+        with pytest.raises(UsageError, match=r"--summary .* can't be written: .*; name a file in a folder"):
+            check_summary(bad)
+    check_summary(tmp_path / "new" / "summary.json")
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_status_messages_survive_the_wire() -> None:

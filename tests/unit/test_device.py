@@ -14,6 +14,8 @@ import torch
 
 from shardline.client.device import HostPath
 from shardline.client.staging import Staging
+from shardline.errors import UsageError
+from shardline.process import resolve_device
 from shardline.segments import Segment
 from shardline.sharding import make_plan
 from shardline.spec import TensorSpec
@@ -145,3 +147,32 @@ def test_a_device_copies_into_locked_shared_memory() -> None:
     source = torch.randn(target.numel(), device="cuda")
     host.copier([host.mark()])([target], [source])
     torch.testing.assert_close(target, source.cpu(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "count", "visible", "says"),
+    [
+        (
+            "cuda",
+            None,
+            0,
+            None,
+            r"--device cuda: this torch \(\S+\) is a CPU build; install a CUDA build .*--device cpu$",
+        ),
+        ("cuda", "12.8", 0, None, r"--device cuda: torch sees 0 CUDA devices; check that nvidia-smi shows it"),
+        ("cuda:1", "12.8", 1, "0", r"--device cuda:1: torch sees 1 CUDA device \(CUDA_VISIBLE_DEVICES='0'\); check"),
+    ],
+)
+def test_device_that_is_not_there_is_one_sentence_that_says_what_to_do(
+    name: str, version: str | None, count: int, visible: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(UsageError, match=says) as refusal:
+        resolve_device(name)
+    assert "\n" not in str(refusal.value)
+    assert resolve_device("cpu") == torch.device("cpu")

@@ -157,7 +157,11 @@ def test_an_override_that_cannot_be_is_refused(tmp_path: Path, name: str, text: 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model": nn.Linear(2, 2), "loss": None}, r"Job\.loss is None; give a function"),
+        ({"model": lambda: nn.Linear(2, 2), "loss": None}, r"Job\.loss is None; give a function"),
+        (
+            {"model": nn.Linear(2, 2)},
+            r"Job\.model is Linear\(.*; give a function that makes it, such as lambda: Net\(\)",
+        ),
         ({"evaluate": 3}, r"Job\.evaluate is 3; give a function, or None"),
         ({"batch_size": 2.0}, r"Job\.batch_size is 2\.0; give a whole number >= 1"),
         ({"replicas": True}, r"Job\.replicas is True"),

@@ -189,6 +189,8 @@ def test_children_get_lane_overlap_and_where_the_secrets_are(tmp_path: Path, mon
         ({"ps": 0}, "--ps is 0"),
         ({"workers": 0}, "nobody would train"),
         ({"workers": -1}, "can't be negative"),
+        ({"workers": 2, "min_workers": 3}, "--min-workers is 3, and 2 tasks train.*use at most 2, or more --workers"),
+        ({"workers": 1, "chief_trains": True, "min_workers": 3}, "--min-workers is 3, and 2 tasks train"),
         ({"script": True, "evaluators": 1}, "--script goes with workers only"),
         ({"script": True, "overrides": (("steps", "9"),)}, "steps can't be set from outside.*after --"),
         ({"script": True, "overrides": (("batch_size", "9"),)}, "batch_size can't be set from outside.*after --"),
@@ -197,6 +199,11 @@ def test_children_get_lane_overlap_and_where_the_secrets_are(tmp_path: Path, mon
 def test_cluster_that_can_not_train_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         launch(tmp_path, **change)
+
+
+def test_chief_that_trains_counts_among_the_workers_that_a_job_needs(tmp_path: Path) -> None:
+    assert launch(tmp_path, workers=1, chief_trains=True, min_workers=2).min_workers == 2
+    assert launch(tmp_path, workers=2, min_workers=2).min_workers == 2
 
 
 @pytest.mark.parametrize(
@@ -421,5 +428,5 @@ def test_lifeline_ends_a_process_that_ignores_the_polite_signal() -> None:
 def test_out_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cluster = LocalCluster(launch(tmp_path, out=tmp_path / "file" / "out"))
-    with pytest.raises(UsageError, match=r"--out .* can't be written"), cluster:
+    with pytest.raises(UsageError, match=r"--out .* can't be written: .*; name a folder"), cluster:
         pass
