@@ -213,6 +213,13 @@ class Checkpointer:
             self._fetching = place.task, control
         try:
             yield from fetch.read(control, shard, self._pace(fetch, shard, place.address))
+        except (ShardlineError, ValueError) as error:
+            # On a connection that find() has closed gRPC refuses further calls with a ValueError.
+            with self._lock:
+                lost = place.task in self._gone
+            if lost:
+                raise CheckpointError(f"{place.task} was lost with shard {shard} of it") from error
+            raise
         finally:
             with self._lock:
                 self._fetching = None

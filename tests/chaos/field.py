@@ -26,6 +26,8 @@ PORT = 2222
 RESTART_DELAY_S = 0.3
 PACE_S = 0.03
 """A batch takes at least this long, so that there is a middle to be killed in."""
+WRITING_POLL_S = 0.001
+"""A small checkpoint is written in tens of milliseconds."""
 
 
 @dataclass
@@ -225,6 +227,17 @@ class Field:
             for peer in peers if there else ():
                 stack.enter_context(self.networks.deaf(peer, [name]))
             yield
+
+    def writing(self, limit_s: float) -> bool:
+        """Wait until a checkpoint is being written; False where the job ends before, or nothing comes in that time."""
+        deadline_s = time.monotonic() + limit_s
+        while time.monotonic() < deadline_s and not self.finished():
+            if any((self.out / "checkpoints").glob("tmp-*")):
+                return True
+            # A file wakes nobody.
+            if self._over.wait(WRITING_POLL_S):
+                return False
+        return False
 
     def sleep(self, seconds: float) -> bool:
         """Let time pass; True where the field is being ended."""

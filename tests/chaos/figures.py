@@ -43,6 +43,8 @@ TIMEOUT_S = 18.0
 """A silent task is dead after a third of it."""
 BETWEEN = 48
 """Batches of each worker from one kill to the next: time to come back, and to copy a standby."""
+STILL = 20
+"""The same where training waits until the killed task is back."""
 EVERY = 10
 """Steps between two checkpoints."""
 NOTICED = {"life", "ps_lost", "standby_lost", "replaced", "joined"}
@@ -56,6 +58,12 @@ class Case:
     role: str
     mode: str
     standbys: int = 0
+
+    @property
+    def between(self) -> int:
+        """Batches of each worker from one kill to the next."""
+        waits = not self.standbys and (self.role == "ps" or (self.role == "worker" and self.mode == "sync"))
+        return STILL if waits else BETWEEN
 
     def __str__(self) -> str:
         return f"{self.role}{' with a standby' if self.standbys else ''}, {self.mode}"
@@ -77,7 +85,7 @@ CASES = (
 def kills_of(case: Case, kills: int, first: int = 0) -> Schedule:
     """So many kills of tasks of a role, each a while of training after the one before; first: number of the first."""
     sync = case.mode == "sync"
-    per_worker = BETWEEN * (kills + 2)
+    per_worker = case.between * (kills + 2)
     # Whole epochs where each batch is counted.
     steps = per_worker if sync else -(-2 * per_worker // EPOCH) * EPOCH
     events = tuple(
@@ -193,7 +201,7 @@ def run(case: Case, kills: int, each: int, starter: Starter, folder: Path) -> di
 
 @click.command()
 @click.option("--kills", type=click.IntRange(1, 200), default=20, show_default=True, help="Of each role.")
-@click.option("--each", type=click.IntRange(1, 50), default=5, show_default=True, help="Kills in one job.")
+@click.option("--each", type=click.IntRange(1, 50), default=10, show_default=True, help="Kills in one job.")
 @click.option("--role", "roles", multiple=True, help="Cases that begin so, such as 'ps' or 'ps, sync'. Default: all.")
 @click.option("--mode", type=click.Choice(["sync", "async"]), help="Only this one. Default: both.")
 @click.option("--cold", is_flag=True, help="Start each process from nothing, as people do.")

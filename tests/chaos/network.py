@@ -28,7 +28,11 @@ def why_no_networks() -> str:
     if missing:
         return f"{', '.join(missing)} is not installed"
     try:
-        with Networks(["probe/0"], name=f"slprobe{os.getpid()}-") as networks, networks.deaf("probe/0", ["probe/0"]):
+        with (
+            Networks(["probe/0"], name=f"slprobe{os.getpid()}-") as networks,
+            networks.deaf("probe/0", ["probe/0"]),
+            networks.resetting("probe/0", ["probe/0"]),
+        ):
             pass
     except (OSError, subprocess.SubprocessError) as error:
         return f"network namespaces can't be made here: {error}"
@@ -103,9 +107,20 @@ class Networks:
     @contextlib.contextmanager
     def deaf(self, task: str, peers: Sequence[str]) -> Iterator[None]:
         """Nothing from these peers reaches the task."""
+        with self._told(task, peers, "-j", "DROP"):
+            yield
+
+    @contextlib.contextmanager
+    def resetting(self, task: str, peers: Sequence[str]) -> Iterator[None]:
+        """Whatever these peers send the task by TCP is answered with a reset, in old and in new connections."""
+        with self._told(task, peers, "-p", "tcp", "-j", "REJECT", "--reject-with", "tcp-reset"):
+            yield
+
+    @contextlib.contextmanager
+    def _told(self, task: str, peers: Sequence[str], *what: str) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for peer in peers:
-                rule = ("INPUT", "-s", self.address(peer), "-j", "DROP")
+                rule = ("INPUT", "-s", self.address(peer), *what)
                 self._in(task, "iptables", "-w", "-A", *rule)
                 stack.callback(self._in, task, "iptables", "-w", "-D", *rule)
             yield

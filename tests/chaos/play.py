@@ -193,6 +193,12 @@ class _Player:
                 field.keep_away(event.task, event.seconds)
             case "pause":
                 field.pause(event.task, event.seconds)
+            case "together":
+                field.kill(event.task)
+                field.kill(event.peer)
+            case "writing":
+                if field.writing(self.limit_s):
+                    field.kill(event.task)
             case "second":
                 log = field.out / "logs" / "second.log"
                 code = field.run(event.task, log, self.timeout_s * 2)
@@ -200,6 +206,10 @@ class _Player:
             case "slow":
                 assert field.networks is not None
                 with field.networks.slow(event.task):
+                    field.sleep(event.seconds)
+            case "reset":
+                assert field.networks is not None
+                with field.networks.resetting(event.task, [event.peer]):
                     field.sleep(event.seconds)
             case "island":
                 with field.cut(event.task, everybody, there=True, back=True):

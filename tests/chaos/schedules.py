@@ -13,6 +13,9 @@ LONG_S = DEAD_S * 1.5
 EPOCH = 32
 """Batches in one epoch of the small job."""
 LINKS = ("cut", "deaf", "mute", "island", "slow")
+KILLS = ("kill", "away", "together", "writing")
+PLAIN = 50
+"""Seeds from this one on have one event more, of those that came later: earlier seeds stay what they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +23,11 @@ class Event:
     """One thing that happens.
 
     kind: "kill" (and started again at once), "away" (killed, and started again after `seconds`), "pause" (SIGSTOP, then
-    SIGCONT), "second" (another process is started in the same place), and of links: "cut" (no packet between task and
-    peer), "deaf" (nothing from peer reaches task), "mute" (nothing from task reaches peer), "island" (no packet between
-    task and anybody), "slow" (what task sends goes at 1 Mbit/s).
+    SIGCONT), "second" (another process is started in the same place), "together" (task and peer are killed in one
+    moment), "writing" (killed while the next checkpoint is being written), and of links: "cut" (no packet between task
+    and peer), "deaf" (nothing from peer reaches task), "mute" (nothing from task reaches peer), "island" (no packet
+    between task and anybody), "slow" (what task sends goes at 1 Mbit/s), "reset" (connections from peer to task are
+    reset, so that calls which task may have served are made again).
     """
 
     at: float = 0.0
@@ -36,7 +41,8 @@ class Event:
 
     def __str__(self) -> str:
         when = f"{self.after:.2f} s after " + (f"{self.at:.0%} of the steps" if self.at else "that")
-        what = f"{self.kind} {self.task}" + (f" from {self.peer}" if self.peer else "")
+        joint = "and" if self.kind == "together" else "from"
+        what = f"{self.kind} {self.task}" + (f" {joint} {self.peer}" if self.peer else "")
         return f"{when}: {what}" + (f" for {self.seconds:.1f} s" if self.seconds else "")
 
 
@@ -94,11 +100,11 @@ def draw(seed: int, *, networks: bool = True, standbys: bool = True) -> Schedule
         standbys=int(standbys),
         networks=networks,
         lane="auto" if networks else dice.choice(["auto", "auto", "tcp", "grpc"]),
-        events=_events(dice, counts, networks=networks),
+        events=_events(dice, counts, networks=networks, later=seed >= PLAIN),
     )
 
 
-def _events(dice: random.Random, counts: dict[str, int], *, networks: bool) -> tuple[Event, ...]:
+def _events(dice: random.Random, counts: dict[str, int], *, networks: bool, later: bool) -> tuple[Event, ...]:
     """One to three events; some follow the one before at once, in the middle of what comes of it."""
     events: list[Event] = []
     at = 0.0
@@ -109,9 +115,25 @@ def _events(dice: random.Random, counts: dict[str, int], *, networks: bool) -> t
             at += dice.uniform(0.1, 0.28)
             place = (round(at, 2), dice.uniform(0.0, 0.1))
         events.append(_event(dice, place, counts, links=networks and dice.random() < 0.75))
+    if later:
+        events.append(_later(dice, counts, networks=networks))
     # Where the first chief is killed meanwhile, a second one takes over, as it should.
-    dies = any(event.task == "chief/0" and event.kind in ("kill", "away") for event in events)
+    dies = any(event.task == "chief/0" and event.kind in KILLS for event in events)
     return tuple(event for event in events if event.kind != "second" or not dies)
+
+
+def _later(dice: random.Random, counts: dict[str, int], *, networks: bool) -> Event:
+    """An event after the others, of a kind that seeds before PLAIN do not have."""
+    ps, worker = f"ps/{dice.randrange(counts['ps'])}", f"worker/{dice.randrange(counts['worker'])}"
+    at, after = round(dice.uniform(0.7, 0.8), 2), dice.uniform(0.0, 0.1)
+    kind = "reset" if networks else dice.choice(["together", "writing"])
+    if kind == "reset":
+        task = dice.choice([ps, "chief/0"])
+        return Event(at=at, after=after, kind=kind, task=task, peer=worker, seconds=SHORT_S / 4)
+    if kind == "together":
+        task, peer = dice.choice([("chief/0", ps), ("chief/0", worker), (ps, worker)])
+        return Event(at=at, after=after, kind=kind, task=task, peer=peer)
+    return Event(at=at, after=after, kind=kind, task=dice.choice(["chief/0", ps]))
 
 
 def _event(dice: random.Random, place: tuple[float, float], counts: dict[str, int], *, links: bool) -> Event:

@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.network import why_no_networks
 from tests.chaos.nursery import Nursery, Starter
 from tests.chaos.play import play
-from tests.chaos.schedules import EPOCH, LONG_S, Event, Schedule, draw
+from tests.chaos.schedules import EPOCH, LINKS, LONG_S, PLAIN, Event, Schedule, draw
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(200)]
 
@@ -68,13 +68,41 @@ def test_a_worker_that_reaches_the_chief_and_not_a_server_is_given_up_and_comes_
     assert found.summary["recoveries"] == []
 
 
+def test_a_server_that_dies_with_the_chief_and_a_chief_that_dies_while_it_writes_a_checkpoint_leave_no_trace(
+    tmp_path: Path, starter: Starter
+) -> None:
+    events = (
+        Event(at=0.25, kind="together", task="chief/0", peer="ps/1"),
+        Event(at=0.55, kind="writing", task="chief/0"),
+    )
+    found = play(schedule(*events), tmp_path, starter)
+    assert [found.codes[name][0] for name in ("chief/0", "ps/1")] == [-9] * 2
+    assert found.codes["chief/0"][:2] == (-9, -9)
+
+
+@pytest.mark.skipif(bool(why_no_networks()), reason=why_no_networks() or "links can be cut here")
+def test_pushes_whose_connections_are_reset_are_made_again_and_count_once(tmp_path: Path, starter: Starter) -> None:
+    events = (
+        Event(at=0.25, kind="reset", task="ps/0", peer="worker/0", seconds=0.2),
+        Event(at=0.6, kind="reset", task="ps/1", peer="worker/1", seconds=0.2),
+    )
+    play(schedule(*events, mode="async", networks=True), tmp_path, starter)
+
+
 def test_a_seed_gives_the_same_schedule_each_time_and_all_kinds_of_events_happen() -> None:
-    drawn = [draw(seed) for seed in range(50)]
-    assert drawn == [draw(seed) for seed in range(50)]
+    drawn = [draw(seed) for seed in range(60)]
+    assert drawn == [draw(seed) for seed in range(60)]
     kinds = {event.kind for one in drawn for event in one.events}
-    assert kinds == {"kill", "away", "pause", "second", "cut", "deaf", "mute", "island", "slow"}
+    assert kinds == {"kill", "away", "pause", "second", *LINKS, "together", "writing", "reset"}
     roles = {event.task.split("/")[0] for one in drawn for event in one.events if event.kind == "kill"}
     assert roles == {"chief", "ps", "worker", "evaluator"}
     assert {one.mode for one in drawn} == {"sync", "async"}
     assert any(one.standbys for one in drawn)
-    assert not any(event.kind in ("cut", "slow") for seed in range(50) for event in draw(seed, networks=False).events)
+    links = {*LINKS, "reset"}
+    assert not any(event.kind in links for seed in range(60) for event in draw(seed, networks=False).events)
+
+
+def test_kinds_of_events_that_came_later_leave_the_first_seeds_as_they_were() -> None:
+    later = {"together", "writing", "reset"}
+    assert not any(event.kind in later for seed in range(PLAIN) for event in draw(seed).events)
+    assert all(draw(seed).events[-1].kind in later for seed in range(PLAIN, PLAIN + 10))

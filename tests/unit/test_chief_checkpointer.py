@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardline.checkpoint import Checkpoint, CheckpointStore
-from shardline.errors import CheckpointError
+from shardline.errors import CheckpointError, UnreachableError
 from shardline.image import BucketImage, WorkerSequence
 from shardline.rpc.configuration import Placement
 from shardline.sharding import Plan, make_plan
@@ -155,3 +155,41 @@ def test_the_newest_whole_checkpoint_is_found_after_the_save_under_way_and_past_
         assert newest is None and "has no whole checkpoint" in error
     finally:
         checkpointer.close()
+
+
+@pytest.mark.parametrize("error", [ValueError("Cannot invoke RPC on closed channel!"), UnreachableError("cancelled")])
+def test_a_save_whose_server_is_lost_meanwhile_ends_with_that_sentence_and_is_no_defect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    job = job_of()
+    plan = make_plan(job.tensors, 2)
+
+    class Lost(Server):
+        def get_cut(self, *place: Any, **more: Any) -> Iterator[BucketImage]:
+            self.reached.set()
+            assert self.held.wait(PATIENCE_S)
+            raise error
+
+        def close(self) -> None:
+            self.held.set()
+
+    server = Lost(plan)
+    server.held.clear()
+    checkpointer = make(tmp_path, server)
+    result: Future[Saved] = Future()
+    looked: Future[str] = Future()
+    try:
+        checkpointer.submit(save_of(job, plan, 3), result.set_result)
+        assert server.reached.wait(PATIENCE_S)
+        checkpointer.find(("ps/0",), lambda checkpoint, why: looked.set_result(why))
+        assert result.result(PATIENCE_S).error == "ps/0 was lost with shard 0 of it"
+        assert looked.result(PATIENCE_S) == ""
+        # Of a server that nobody gave up it stays what it was.
+        again = saved(checkpointer, save_of(job, plan, 4))
+        assert str(error) in again.error and "was lost" not in again.error
+    finally:
+        checkpointer.close()
+    defects = [record for record in caplog.records if record.exc_info]
+    assert [record.getMessage() for record in defects] == (
+        ["checkpoint of step 4 failed"] if isinstance(error, ValueError) else []
+    )
