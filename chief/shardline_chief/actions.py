@@ -83,7 +83,9 @@ class Configure:
     timeline: int
     placement: tuple[Placement, ...]
     keep: frozenset[int] = frozenset()
-    """Shards whose present values stay, and their standbys where these stay too; the others' are made anew."""
+    """Shards whose present values stay; the others' are made anew."""
+    keep_standbys: frozenset[int] = frozenset()
+    """Shards whose standbys follow them where they are, and stay; the others are copied anew."""
 
 
 @dataclass(frozen=True, kw_only=True)

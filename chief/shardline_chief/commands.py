@@ -182,5 +182,5 @@ def _configuration(task: str, order: Configure) -> Configuration:
         codec=job.codec,
         keep=tuple(shard for shard in _shards(task, order.placement) if shard in order.keep),
         standbys=_standbys(task, order.placement),
-        keep_standbys=tuple(shard for shard in _standbys(task, order.placement) if shard in order.keep),
+        keep_standbys=tuple(shard for shard in _standbys(task, order.placement) if shard in order.keep_standbys),
     )

@@ -21,8 +21,8 @@ from shardline_chief.ending import Ending
 from shardline_chief.membership import Member
 from shardline_chief.membership import State as Life
 from shardline_chief.running import Running
-from shardline_chief.setup import Setup
-from shardline_chief.standbys import Protection, after_loss, protected, without_standbys
+from shardline_chief.setup import Setup, standbys_of
+from shardline_chief.standbys import Protection, StandIn, after_loss, protected, without_standbys
 from shardline_chief.state import Recovered, State
 
 ATTEMPTS = 8
@@ -153,8 +153,27 @@ class Recovery:
         self._turn(Stage.PROMOTING)
         over = ", ".join(f"shard {shard} by {at}" for shard, at in sorted(found.promoted.items()))
         state.say("ps_lost", f"{why}; taken over: {over or 'nothing more'}; nothing goes back", "warning", task=task)
-        self.setup.take_over(placement, promoted)
+        self.setup.take_over(placement, promoted, followed=self.protection.followed(placement))
         return True
+
+    def stand_in(self, found: StandIn, why: str, now_s: float, *, since_s: float, step: int) -> None:
+        """Let standbys take over as a chief that came back has found it; step: that the shards have reached."""
+        state = self.state
+        first = next((p.task for p in state.placement if p.shard in found.promoted), "chief")
+        self._note_loss(first, since_s)
+        self._at_step = step
+        placement = self._protected(found.placement, now_s)
+        self._promoted = dict(found.promoted)
+        self.protection.forget(found.promoted)
+        self._turn(Stage.PROMOTING)
+        over = ", ".join(f"shard {shard} by {at}" for shard, at in sorted(found.promoted.items()))
+        state.say("ps_lost", f"{why}; taken over: {over or 'nothing more'}; nothing goes back", "warning", task=first)
+        self.setup.take_over(placement, found.promoted, followed=self.protection.followed(placement))
+
+    def adopted(self, placement: tuple[Placement, ...], now_s: float) -> None:
+        """A chief that came back has found every primary as it was: place standbys anew, wherever its last one had."""
+        if self.state.settings.standbys:
+            self._set_standbys(self._protected(placement, now_s))
 
     def _protected(self, placement: tuple[Placement, ...], now_s: float) -> tuple[Placement, ...]:
         living = {member.task: member.address for member in self.state.members.living("ps")}
@@ -166,12 +185,13 @@ class Recovery:
         def placed() -> None:
             self._placing = False
 
-        self.setup.set_standbys(placement, placed)
+        self.setup.set_standbys(placement, placed, followed=self.protection.followed(placement))
 
     def _watch_standbys(self, now_s: float) -> None:
         """While training goes on: give up standbys that hold it up, and find new ones where they lack."""
         state = self.state
-        if not state.settings.standbys or self._placing or state.phase is not Phase.RUNNING or not self.setup.active:
+        ready = state.phase is Phase.RUNNING and self.setup.active and not state.returning
+        if not state.settings.standbys or self._placing or not ready:
             return
         placement = state.placement
         silent = self.protection.too_silent(now_s, state.timeouts.dead_s)
@@ -382,6 +402,7 @@ class Recovery:
             state.say("no_room", f"{task} can't hold standbys: {error}; their shards stay unprotected", "warning")
         gone = [place.shard for place in state.placement if place.standby_task in errors]
         state.placement = without_standbys(state.placement, gone)
+        state.record("standbys", standbys=standbys_of(state.placement))
 
     def running_again(self, now_s: float) -> None:
         """Training begins, or goes on."""

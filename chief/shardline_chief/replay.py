@@ -10,7 +10,7 @@ the servers what they hold before relying on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardline.errors import ShardlineError, UsageError
@@ -54,6 +54,12 @@ class Remembered:
     active: bool = False
     """Every shard had its values, so that it may admit pushes; False: it was still being prepared."""
     placement: tuple[Placement, ...] = ()
+    stays: bool = False
+    """The newest timeline kept all values of the one before: standbys were about to take over."""
+    since: int = 0
+    """Oldest timeline whose values are those of the newest one."""
+    promoted: Mapping[int, str] = field(default_factory=dict)
+    """By shard, the servers whose standbys were about to become its primary, as far as `placement` does not say so."""
     kept: frozenset[int] = frozenset()
     """Shards whose values the newest timeline took over from the one before; the others were made anew for it."""
     first_step: int = 0
@@ -118,6 +124,8 @@ class _Book:
             "machine": self._machine,
             "plan": self._plan,
             "timeline": self._timeline,
+            "standbys": self._standbys,
+            "failover": self._failover,
             "running": self._running,
             "stop": self._stop,
             "cut": self._cut,
@@ -179,19 +187,37 @@ class _Book:
         self._found["plan_id"] = str(entry["plan_id"])
 
     def _timeline(self, entry: Mapping[str, Any]) -> None:
-        number = int(entry["timeline"])
+        number, found = int(entry["timeline"]), self._found
         if entry["state"] == "active":
-            if number == self._found.get("timeline"):
-                self._found["active"] = True
+            if number == found.get("timeline"):
+                found["active"] = True
             return
         placement = tuple(Placement(shard=int(s), task=str(t), address=str(a)) for s, t, a in entry["placement"])
         kept = frozenset(map(int, entry.get("keep", ())))
-        self._found.update(timeline=number, active=False, placement=placement, kept=kept, stop_step=0)
+        stays = bool(entry.get("stays", False))
+        since = found.get("since", number) if stays else number
+        found.update(timeline=number, active=False, placement=placement, kept=kept, stays=stays, since=since)
+        found.update(stop_step=0, promoted={})
+        self._standbys(entry)
         step = entry.get("from_cut")
         if step is not None:
-            self._found.update(base_step=int(step), checkpoint_step=int(step))
+            found.update(base_step=int(step), checkpoint_step=int(step))
             if "path" in entry:
-                self._found["checkpoint_path"] = str(entry["path"])
+                found["checkpoint_path"] = str(entry["path"])
+
+    def _standbys(self, entry: Mapping[str, Any]) -> None:
+        """Who holds whose standby: noted before a primary goes on without the one that it had."""
+        told = {int(shard): (str(task), str(address)) for shard, task, address in entry.get("standbys", ())}
+        found = []
+        for place in self._found.get("placement", ()):
+            task, address = told.get(place.shard, ("", ""))
+            found.append(replace(place, standby_task=task, standby_address=address))
+        self._found["placement"] = tuple(found)
+
+    def _failover(self, entry: Mapping[str, Any]) -> None:
+        """Standbys are about to be promoted; who was told so is not known."""
+        told = {int(shard): str(task) for shard, task in entry["promoted"]}
+        self._found["promoted"] = {**self._found.get("promoted", {}), **told}
 
     def _running(self, entry: Mapping[str, Any]) -> None:
         self._found.update(first_step=int(entry["step"]), began_s=float(entry["time"]))

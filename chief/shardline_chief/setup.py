@@ -41,6 +41,8 @@ class Setup:
         """All values stay: standbys have taken over."""
         self.keep: frozenset[int] = frozenset()
         """Shards whose values stay, in a timeline that follows another."""
+        self.followed: frozenset[int] = frozenset()
+        """Shards whose standbys stay too."""
 
     # The job
 
@@ -116,19 +118,21 @@ class Setup:
         if state.settings.standbys:
             placement = protected(placement, {m.task: m.address for m in state.members.living("ps")})
         state.placement = placement
-        self.keep, self.stays = keep, False
+        self.keep, self.stays, self.followed = keep, False, frozenset()
         self.forget()
         state.command(Lead(addresses=addresses(placement)), state.history(lambda *_: self._configure()))
 
-    def take_over(self, placement: tuple[Placement, ...], promoted: Mapping[int, str]) -> None:
+    def take_over(
+        self, placement: tuple[Placement, ...], promoted: Mapping[int, str], *, followed: frozenset[int]
+    ) -> None:
         """Have standbys become primaries and everybody else follow, with all values as they are.
 
-        promoted: by shard, the server whose standby it is.
+        promoted: by shard, the server whose standby it is. followed: shards whose standbys stay as they are.
         """
         state = self.state
         assert state.plan is not None
         state.placement = placement
-        self.keep, self.stays = frozenset(range(len(state.plan.shards))), True
+        self.keep, self.stays, self.followed = frozenset(range(len(state.plan.shards))), True, followed
         self.forget()
         state.record("failover", timeline=state.timeline, promoted=sorted(promoted.items()))
 
@@ -138,19 +142,25 @@ class Setup:
 
         state.command(Lead(addresses=addresses(placement)), state.history(promote))
 
-    def set_standbys(self, placement: tuple[Placement, ...], then: Callable[[], None]) -> None:
-        """Have standbys elsewhere from now on, or none, while training goes on. then(): when that is done."""
+    def set_standbys(
+        self, placement: tuple[Placement, ...], then: Callable[[], None], *, followed: frozenset[int]
+    ) -> None:
+        """Have standbys elsewhere from now on, or none, while training goes on. then(): when that is done.
+
+        followed: shards whose standbys stay as they are.
+        """
         state = self.state
         assert state.plan is not None
         assert state.job is not None
         state.placement = placement
-        state.record("standbys", standbys=[[place.shard, place.standby_task] for place in placement])
+        state.record("standbys", standbys=standbys_of(placement))
         configure = Configure(
             job=state.job,
             plan=state.plan,
             timeline=state.timeline,
             placement=placement,
             keep=frozenset(range(len(state.plan.shards))),
+            keep_standbys=followed,
         )
         activate = Activate(timeline=state.timeline)
 
@@ -235,7 +245,9 @@ class Setup:
             from_cut=state.resume.step if state.resume is not None and not self.stays else None,
             path=state.resume.path if state.resume is not None and not self.stays else None,
             placement=[[place.shard, place.task, place.address] for place in state.placement],
+            standbys=standbys_of(state.placement),
             keep=sorted(self.keep),
+            stays=self.stays,
         )
         state.command(
             Configure(
@@ -244,6 +256,7 @@ class Setup:
                 timeline=state.timeline,
                 placement=state.placement,
                 keep=self.keep,
+                keep_standbys=self.followed,
             ),
             state.history(self._configured),
         )
@@ -446,6 +459,11 @@ def addresses(placement: tuple[Placement, ...]) -> dict[str, str]:
     """Where the servers of a placement answer, those that hold standbys only too."""
     standbys = {place.standby_task: place.standby_address for place in placement if place.standby_task}
     return {**standbys, **{place.task: place.address for place in placement}}
+
+
+def standbys_of(placement: tuple[Placement, ...]) -> list[list[object]]:
+    """[shard, task, address] of each standby, for the journal."""
+    return [[place.shard, place.standby_task, place.standby_address] for place in placement if place.standby_task]
 
 
 def _ps_at(index: int, address: str) -> str:

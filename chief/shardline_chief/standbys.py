@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from shardline.rpc.configuration import Placement
-from shardline.rpc.status import ShardStatus
+from shardline.rpc.status import PsStatus, ShardStatus
 
 WHOLE = ("synced", "silent")
 """States in which a standby has everything that its primary ever told anybody."""
@@ -79,11 +79,51 @@ def after_loss(placement: tuple[Placement, ...], living: Collection[str], whole:
     return StandIn(placement=tuple(result), promoted=promoted)
 
 
+def as_found(
+    placement: tuple[Placement, ...],
+    promoted: Mapping[int, str],
+    servers: Mapping[str, PsStatus],
+    *,
+    since: int,
+    living: Mapping[str, str],
+) -> StandIn | None:
+    """How a job goes on whose chief comes back, by what its servers say that they hold; None: some shard has no holder.
+
+    promoted: standbys that the last chief was about to promote. servers: those that live as the processes they were.
+    since: oldest timeline whose values are those of now. living: addresses. A standby's own word that it is whole is
+    enough, since the journal names no other than the one without which the primary answered nobody (PROTOCOL 1.8).
+    """
+    there = {task: status for task, status in servers.items() if status.timeline >= since}
+    result: list[Placement] = []
+    turned: dict[int, str] = {}
+    for place in placement:
+        shard, heir = place.shard, promoted.get(place.shard, place.standby_task)
+        if shard not in promoted and _holds(there.get(place.task), shard):
+            kept = place.standby_task in there
+            result.append(place if kept else replace(place, standby_task="", standby_address=""))
+        elif heir in there and (_whole(there[heir], shard) or (shard in promoted and _holds(there[heir], shard))):
+            turned[shard] = heir
+            result.append(Placement(shard=shard, task=heir, address=living[heir]))
+        else:
+            return None
+    return StandIn(placement=tuple(result), promoted=turned)
+
+
+def _holds(status: PsStatus | None, shard: int) -> bool:
+    return status is not None and any(held.shard == shard and held.initialized for held in status.shards)
+
+
+def _whole(status: PsStatus, shard: int) -> bool:
+    return any(held.shard == shard and held.synced for held in status.standbys)
+
+
 class Protection:
     """How the standbys are, as their primaries last told."""
 
     def __init__(self) -> None:
         self.states: dict[int, str] = {}
+        self._homes: dict[int, str] = {}
+        """Servers to which primaries send their records."""
         self._silent_since_s: dict[int, float] = {}
         self._avoided: dict[tuple[int, str], float] = {}
         """Until when a server is not to hold a shard's standby."""
@@ -97,6 +137,7 @@ class Protection:
             state = shard.standby if task and shard.standby_task == task else ""
             before = self.states.get(shard.shard, "")
             self.states[shard.shard] = state
+            self._homes[shard.shard] = task if state else ""
             if state == "silent":
                 self._silent_since_s.setdefault(shard.shard, now_s)
             else:
@@ -109,6 +150,10 @@ class Protection:
         """Shards whose standby may be promoted."""
         return {shard for shard, state in self.states.items() if state in WHOLE}
 
+    def followed(self, placement: Iterable[Placement]) -> frozenset[int]:
+        """Shards whose standby follows its primary where the placement has it; what else is held there is of old."""
+        return frozenset(p.shard for p in placement if p.standby_task and self._homes.get(p.shard) == p.standby_task)
+
     def too_silent(self, now_s: float, limit_s: float) -> list[int]:
         """Shards whose primary has stood still for its standby for too long."""
         return sorted(shard for shard, since_s in self._silent_since_s.items() if now_s - since_s >= limit_s)
@@ -117,6 +162,7 @@ class Protection:
         """These have no standby any more."""
         for shard in list(shards):
             self.states.pop(shard, None)
+            self._homes.pop(shard, None)
             self._silent_since_s.pop(shard, None)
 
     def avoid(self, shard: int, task: str, until_s: float) -> None:

@@ -8,9 +8,11 @@ sends them the table of the living. Where a server lacks what it should hold, re
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 from shardline.errors import TaskLostError
 from shardline.rpc.link import Phase
+from shardline.rpc.status import PsStatus
 from shardline.sharding import make_plan
 from shardline.spec import JobSpec, differences
 from shardline_chief.actions import Activate, AskStatus, CommandResult, Cut, Finish, Lead, Release
@@ -20,7 +22,8 @@ from shardline_chief.membership import State as Life
 from shardline_chief.recovery import Recovery
 from shardline_chief.replay import Remembered
 from shardline_chief.running import Running
-from shardline_chief.setup import Setup, reassign
+from shardline_chief.setup import Setup, addresses, reassign
+from shardline_chief.standbys import as_found
 from shardline_chief.state import Recovered, Settings, State, as_in_cluster, filled_shards
 
 
@@ -47,7 +50,9 @@ class Stage(enum.Enum):
     """There is none, or it is over."""
     HEARING = 1
     """Waiting until each known server is heard or known to be gone."""
-    LEADING = 2
+    ASKING = 2
+    """Standbys may have to take over: asking the servers that are there what they hold."""
+    LEADING = 3
     """Taking command and comparing."""
 
 
@@ -67,11 +72,12 @@ class Takeover:
         """Why, of each known server that is not there any more."""
         self._began_s = 0.0
         self._said_few = False
+        state.on_ps_lost = self._lost
 
     @property
     def hearing(self) -> bool:
-        """Whether nothing may be decided yet, since it is not known who is there."""
-        return self.stage is Stage.HEARING
+        """Whether nothing may be decided yet, since it is not known who is there, or with what."""
+        return self.stage in (Stage.HEARING, Stage.ASKING)
 
     # The start
 
@@ -158,6 +164,14 @@ class Takeover:
             self._gone[task] = why
             self.state.say("life", f"{why}; it may have held shards", "warning", task=task)
 
+    def _lost(self, task: str, why: str, now_s: float) -> None:
+        """A server did not do what it was told."""
+        if self.hearing:
+            self.state.members.declare_dead(task)
+            self.gone(task, why)
+        else:
+            self.recovery.lost(task, why, now_s)
+
     def tick(self, now_s: float) -> None:
         """Go on as far as possible."""
         if self.stage is Stage.HEARING and not self._unheard:
@@ -203,14 +217,91 @@ class Takeover:
             self._over()
             self.setup.advance(now_s)
             return
-        held = {place.task for place in known.placement}
-        lost = {task: why for task, why in self._gone.items() if task in held}
-        lost |= {task: f"{task} was gone when the chief came back" for task in held - known.members.keys()}
+        if state.settings.standbys and known.began_s is not None and (known.active or known.stays):
+            self._ask()
+            return
+        lost = self._missing()
         if state.phase is Phase.INIT or lost:
             self._go_back(lost, now_s)
             return
-        addresses = {place.task: place.address for place in known.placement}
-        state.command(Lead(addresses=addresses), state.history(lambda result, at_s: self._led()))
+        named = addresses(known.placement)
+        state.command(Lead(addresses=named), state.history(lambda result, at_s: self._led()))
+
+    def _missing(self) -> dict[str, str]:
+        """Servers that held shards and are not the processes that they were: why, by name."""
+        held = {place.task for place in self._known.placement}
+        lost = {task: why for task, why in self._gone.items() if task in held}
+        return lost | {task: f"{task} was gone when the chief came back" for task in held - self._known.members.keys()}
+
+    # Standbys
+
+    def _ask(self) -> None:
+        """Take command of those that are there, to hear what they hold."""
+        state, known = self.state, self._known
+        self.stage = Stage.ASKING
+        named = addresses(known.placement)
+        there = {m.task: m.address for m in state.members.living("ps") if m.task in known.members.keys() - self._gone}
+        servers = {task: at for task, at in there.items() if task in named or task in known.promoted.values()}
+        state.command(Lead(addresses=servers), self._asked)
+
+    def _asked(self, result: CommandResult, now_s: float) -> None:
+        if self._again(result):
+            return
+        self.state.command(AskStatus(), self._heard_of_all)
+
+    def _again(self, result: CommandResult) -> bool:
+        """Whether another server turned out to be gone: then it is decided anew, with those that are left."""
+        if self.stage is not Stage.ASKING or self.state.ended:
+            return True
+        for task, error in result.errors.items():
+            self.gone(task, f"{task} does not answer: {error}")
+        if result.errors:
+            self.stage = Stage.HEARING
+        return bool(result.errors)
+
+    def _heard_of_all(self, result: CommandResult, now_s: float) -> None:
+        """Go on as it is, or with standbys in the place of those that are gone, or go back."""
+        if self._again(result):
+            return
+        state, known = self.state, self._known
+        servers = {task: value for task, value in result.values.items() if task not in self._gone}
+        living = {member.task: member.address for member in state.members.living("ps")}
+        found = as_found(known.placement, known.promoted, servers, since=known.since, living=living)
+        self.stage = Stage.LEADING
+        if found is None:
+            self._go_back(self._missing() or self._empty(servers), now_s)
+            return
+        state.placement = found.placement
+        behind = [task for task, status in servers.items() if status.timeline != known.timeline]
+        if not found.promoted and not behind and known.active:
+            self._compared(result, now_s)
+            return
+        self._release_copies(servers)
+        state.placement = known.placement
+        told = [shard for status in servers.values() for shard in status.shards if shard.initialized]
+        steps = [shard.step_min if state.sync else shard.version for shard in told]
+        why = "; ".join(self._missing().values()) or "the last chief died while standbys took over"
+        state.returning = False
+        self._over()
+        step = min(steps, default=state.base_step)
+        self.recovery.stand_in(found, why, now_s, since_s=self._began_s, step=step)
+
+    def _empty(self, servers: Mapping[str, PsStatus]) -> dict[str, str]:
+        """Servers that are there without what they should hold: why, by name."""
+        lost = {}
+        for place in self._known.placement:
+            status = servers.get(place.task)
+            held = {shard.shard for shard in status.shards if shard.initialized} if status is not None else set()
+            if place.shard not in held:
+                lost[place.task] = f"{place.task} has no values for shard {place.shard}"
+        return lost
+
+    def _release_copies(self, servers: Mapping[str, PsStatus]) -> None:
+        """Asynchronous: which leases were done when these were copied died with the last chief; they are of no use."""
+        state = self.state
+        held = [cut.step for status in servers.values() for shard in status.shards for cut in shard.cuts]
+        if held and not state.sync:
+            state.command(Release(timeline=state.timeline, step=max(held)))
 
     def _go_back(self, lost: dict[str, str], now_s: float) -> None:
         """Something of what the shards held is not there, or was never there."""
@@ -246,11 +337,7 @@ class Takeover:
         if lost:
             self._go_back(lost, now_s)
             return
-        if not state.sync:
-            # Which leases were done when these were copied died with the last chief: they are of no use.
-            held = [cut.step for shard in state.shards.values() for cut in shard.cuts]
-            if held:
-                state.command(Release(timeline=state.timeline, step=max(held)))
+        self._release_copies({task: value for task, value in result.values.items() if isinstance(value, PsStatus)})
         state.publish_members(state.history(lambda answers, at_s: self._known_to_all()))
 
     def _known_to_all(self) -> None:
@@ -281,6 +368,7 @@ class Takeover:
         self._over()
         reassign(state)
         self.recovery.running_again(now_s)
+        self.recovery.adopted(state.placement, now_s)
         state.record("adopted", timeline=state.timeline, step=state.step)
         state.say(
             "adopted",

@@ -153,6 +153,8 @@ class ParameterStore:
                 # Standbys come and go while the shards stay.
                 self._check_memory(configuration)
                 self.configuration = configuration
+            # One that its primary does not follow is of the past, however whole it says that it is.
+            self.drop_standbys("it is copied anew", keep=keep_standbys)
             return False
         kept = self._to_keep(configuration, keep)
         if not self._same(configuration):

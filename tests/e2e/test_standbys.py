@@ -21,15 +21,18 @@ from tests.e2e.support import (
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
-def run_and_kill(folder: Path, *, steps: int, lane: str = "auto", **settings: Any) -> tuple[Path, Path]:
-    """A job during which ps/1 dies; returns the job and its output."""
+def run_and_kill(
+    folder: Path, *, steps: int, lane: str = "auto", also: tuple[str, ...] = (), **settings: Any
+) -> tuple[Path, Path]:
+    """A job during which ps/1 dies, and others with it; returns the job and its output."""
     job = slow_job(folder / "job.py", steps=steps, **settings)
     out = folder / "run"
     with mortal_cluster(job, out, standbys=1, lane=lane) as cluster:
         for shard in (0, 1):
             wait_for_event(out, "standby", f"shard {shard} is protected")
         wait_for_step(out, 10)
-        cluster.kill("ps/1")
+        for task in (*also, "ps/1"):
+            cluster.kill(task)
         assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
     return job, out
 
@@ -54,3 +57,22 @@ def test_a_killed_ps_of_an_asynchronous_job_with_a_standby_loses_no_acknowledged
     assert (recovery["task"], recovery["lost"], found["lost_updates"]) == ("ps/1", 0, 0)
     # Batches that were under way are trained on again, and may land once more on the shard that had them.
     assert all(200 <= version <= 200 + found["repeated_batches"] for version in found["versions"])
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_ps_and_the_chief_killed_together_cost_nothing_that_was_acknowledged(tmp_path: Path, mode: str) -> None:
+    settings = {"steps": 120, "replicas": 2} if mode == "sync" else {"steps": 300, "consistency": "async"}
+    job, out = run_and_kill(tmp_path, also=("chief/0",), checkpoint_every=25, **settings)
+    found = summary_of(out)
+    (recovery,) = found["recoveries"]
+    assert (recovery["task"], recovery["lost"]) == ("ps/1", 0)
+    assert found["chief_restarts"] == 1
+    told = events(out)
+    assert any("taken over: shard 1 by ps/0; nothing goes back" in text for text in told), told
+    assert not any("go back to step" in text for text in told), told
+    if mode == "sync":
+        assert (found["steps"], found["sha256"]) == (120, expected_sha256(job))
+    else:
+        assert found["lost_updates"] == 0
+        assert all(300 <= version <= 300 + found["repeated_batches"] for version in found["versions"])

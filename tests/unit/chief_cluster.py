@@ -9,7 +9,7 @@ from typing import Any
 from shardline.config import Timeouts
 from shardline.errors import CheckpointError, ProtocolError, ShardlineError, UnreachableError, UsageError
 from shardline.rpc.link import Orders, Phase
-from shardline.rpc.status import HeldCut, PsStatus, ShardStatus
+from shardline.rpc.status import HeldCut, PsStatus, ShardStatus, StandbyStatus
 from shardline.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline_chief.actions import (
     Action,
@@ -105,6 +105,7 @@ class FakePs:
     """Shards whose standby it holds."""
     refuses: str = ""
     """Why it does not let a standby be promoted."""
+    took_over: bool = False
 
     @property
     def task(self) -> str:
@@ -128,13 +129,14 @@ class FakePs:
                 standby=self.standby_state if self.standbys.get(number) and self.active else "",
                 standby_task=self.standbys.get(number, ""),
             )
-            for number in (self.shards if self.held else self.shards or (self.number,))
+            for number in (self.shards if self.held or self.took_over else self.shards or (self.number,))
         ]
         return PsStatus(
             task=self.task,
             timeline=self.timeline,
             shards=tuple(held) if self.timeline else (),
             failure=self.failure,
+            standbys=tuple(StandbyStatus(shard=number, synced=not self.refuses) for number in self.held),
         )
 
     def advance(self, step: int) -> None:
@@ -176,6 +178,8 @@ class FakePs:
                     assert set(mine) <= {*self.held, *self.shards}
                     self.timeline, self.active = order.timeline, False
                     self.shards = tuple(sorted({*self.shards, *mine}))
+                    self.held = tuple(shard for shard in self.held if shard not in mine)
+                    self.took_over = True
             case Restore():
                 if not self.kept:
                     self.initialized = True

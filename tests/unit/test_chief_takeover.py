@@ -78,7 +78,9 @@ class Mortal(Cluster):
         self.now_s += seconds
         old = self.settings
         remembered = replay(self.entries)
-        fields = {name: getattr(old, name) for name in ("ps", "workers", "evaluators", "min_workers", "timeouts")}
+        fields = {
+            name: getattr(old, name) for name in ("ps", "workers", "evaluators", "min_workers", "timeouts", "standbys")
+        }
         settings = Settings(term=old.term + 1, chief_uuid="v", chief_address="chief:1", **fields)
         trained_s = self.now_s - remembered.began_s if remembered.began_s is not None else 0.0
         known = remembered if remembered.unfinished else None
@@ -96,6 +98,11 @@ class Mortal(Cluster):
         self.now_s += 0.1
         self.program.tick(self.now_s)
         self.settle()
+
+
+def hear_twice(cluster: Mortal) -> None:
+    cluster.hear()
+    cluster.hear()
 
 
 def mortal(**fields: Any) -> Mortal:
