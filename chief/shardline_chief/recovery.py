@@ -12,7 +12,7 @@ import dataclasses
 import enum
 from collections.abc import Iterable, Mapping
 
-from shardline.errors import CheckpointError, ShardlineError, TaskLostError
+from shardline.errors import CheckpointError, ProtocolError, ShardlineError, TaskLostError
 from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
 from shardline.rpc.status import ShardStatus
@@ -69,6 +69,8 @@ class Recovery:
         self._full = ""
         """Why the other servers can't take the lost shards."""
         self._attempts = 0
+        self._resumed_at: int | None = None
+        """Step (sync) or updates (async) that all shards had when the job went on; None until they have told."""
         self._finding_s = 0.0
         """Since when the checkpoint to go back to is looked for."""
         self._said_slow = False
@@ -286,9 +288,18 @@ class Recovery:
         elif self.stage is Stage.SERVERS:
             self._place(now_s)
         elif self.stage is Stage.NONE:
-            if self._attempts and state.step > state.base_step:
-                self._attempts = 0
+            self._count_anew()
             self._watch_standbys(now_s)
+
+    def _count_anew(self) -> None:
+        """A loss counts as one in a row until every shard has gone on since the one before."""
+        state = self.state
+        if not self._attempts or not state.all_told:
+            return
+        if self._resumed_at is None:
+            self._resumed_at = state.step
+        elif state.step > self._resumed_at:
+            self._attempts = 0
 
     def _wait_for_checkpoint(self, now_s: float) -> None:
         """The disk takes its time: say so, and end the job where that is more than the fetch of a cut may take."""
@@ -384,13 +395,26 @@ class Recovery:
         if self.stage is Stage.NONE and self._placing and isinstance(order, Configure):
             self._no_room_for_standbys(errors, now_s)
             return True
-        if not isinstance(order, Configure) or self.stage is not Stage.SETUP or not self._lost:
+        if not isinstance(order, Configure) or self.stage is not Stage.SETUP:
+            return False
+        empty = {task: error for task, error in errors.items() if isinstance(error, ProtocolError) and order.keep}
+        if empty:
+            self._found_empty(empty, now_s)
+            return True
+        if not self._lost:
             return False
         task, error = sorted(errors.items())[0]
         self._full = f"{task} can't take its shards: {error}"
         state.say("no_room", f"{self._full}; waiting for {', '.join(sorted(self._lost))}", "warning")
         self.stage = Stage.SERVERS
         return True
+
+    def _found_empty(self, errors: Mapping[str, ShardlineError], now_s: float) -> None:
+        """Servers that were to keep shards do not hold them: they were started again before anybody noticed."""
+        gone = {place.shard for place in self._home if place.task in errors}
+        self._whole = {shard: incarnation for shard, incarnation in self._whole.items() if shard not in gone}
+        for task, error in sorted(errors.items()):
+            self.lost(task, f"{task} does not hold what it should: {error}", now_s, back=True)
 
     def _no_room_for_standbys(self, errors: Mapping[str, ShardlineError], now_s: float) -> None:
         state = self.state
@@ -409,6 +433,7 @@ class Recovery:
         state = self.state
         lives = {member.task: member.incarnation for member in state.members.living("ps")}
         self._whole = {place.shard: lives[place.task] for place in state.placement if place.task in lives}
+        self._resumed_at = None
         if not self.active:
             return
         if self.stage is Stage.PROMOTING:

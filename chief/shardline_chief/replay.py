@@ -83,6 +83,8 @@ class Remembered:
     """Unix time at which training began."""
     recoveries: tuple[Mapping[str, Any], ...] = ()
     """Each time that the job went on after the loss of a ps."""
+    page: str = ""
+    """Where the last chief served its page; "" = nowhere."""
     failovers: int = 0
     """Chiefs that took over from another in this run."""
     stopping: tuple[str, int] | None = None
@@ -168,9 +170,11 @@ class _Book:
     def _chief(self, entry: Mapping[str, Any]) -> None:
         """A start. One that takes over goes on with what was there; any other begins a run of its own."""
         if entry.get("takes_over"):
+            self._found["page"] = str(entry.get("page", ""))
             self._found["failovers"] = self._found.get("failovers", 0) + 1
             return
         self._begin_run()
+        self._found["page"] = str(entry.get("page", ""))
         step = entry.get("resume")
         if step is not None:
             self._found.update(first_step=int(step), base_step=int(step), checkpoint_step=int(step))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardline.checkpoint import Checkpoint, CheckpointStore, committed_steps
 from shardline.checkpoint.manifest import step_folder
+from shardline.cluster import parse_address
 from shardline.config import RoleConfig, check_standbys
 from shardline.errors import UsageError
 from shardline.job import load_job
@@ -45,12 +46,15 @@ def run(config: RoleConfig) -> int:
     termination.install()
     spec = _job_spec(config)
     out = (config.out or DEFAULT_OUT).absolute()
-    # Before the folder is taken: a page that can't be served must not make an earlier run of this one.
-    page = PageServer(config.page, config.security, History()) if config.page is not None else None
     with Journal(out / "chief") as journal:
         settings = _settings(config)
-        remembered = _unfinished(config, out, replay(journal.read()), spec, settings)
+        known = replay(journal.read())
+        remembered = _unfinished(config, out, known, spec, settings)
+        if _done_already(known, spec, settings):
+            config = dataclasses.replace(config, resume=True)
         resume = _resume(config, out) if remembered is None else None
+        # Before the term begins: a page that can't be served must not make an earlier run of this one.
+        page = _page(config, known.page if remembered is not None else "")
         if resume is not None and spec is not None:
             # Another job's checkpoint is refused here, before the other tasks are there for nothing.
             resume.compatible(spec)
@@ -60,6 +64,7 @@ def run(config: RoleConfig) -> int:
             uuid=settings.chief_uuid,
             resume=resume.step if resume is not None else None,
             takes_over=remembered.term if remembered is not None else None,
+            page=page.address if page is not None else "",
         )
         process = ChiefProcess(config, out, journal, spec, resume, settings, remembered=remembered, page=page)
         try:
@@ -70,6 +75,33 @@ def run(config: RoleConfig) -> int:
             # The last thing it does: killed before, the next chief says good-bye once more and gives the same code.
             _close_journal(journal)
         return code
+
+
+def _page(config: RoleConfig, before: str) -> PageServer | None:
+    """The page, None where none is wanted. before: where the last chief of this job served it; "" = nowhere."""
+    if config.page is None:
+        return None
+    host, port = parse_address(config.page, "--page")
+    if port == 0 and before and parse_address(before)[0] == host:
+        # Who has it open in a browser goes on looking there.
+        try:
+            return PageServer(before, config.security, History())
+        except UsageError as error:
+            log.info("%s; taking a free port instead", error)
+    return PageServer(config.page, config.security, History())
+
+
+def _done_already(known: Remembered, spec: JobSpec | None, settings: Settings) -> bool:
+    """Whether the folder's last job is this one, and made all its steps: then it says so again, as with --resume.
+
+    A chief may die when all is done but its exit, and whoever starts it again wants to know how the job went. Another
+    job in the same folder, or one that was stopped before its end, is refused as ever.
+    """
+    if not known.closed or known.ended is None or spec is None or obstacle(known, spec, settings):
+        return False
+    saved = known.leases.all_done if known.leases is not None else 0 < spec.steps <= known.checkpoint_step
+    exit_code, reason = known.ended
+    return saved and exit_code == 0 and (reason == "done" or reason.startswith("done before: "))
 
 
 def _close_journal(journal: Journal) -> None:
