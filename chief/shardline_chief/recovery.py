@@ -153,6 +153,8 @@ class Recovery:
         self._note_loss(task, now_s)
         self._promoted = promoted
         self._turn(Stage.PROMOTING)
+        # Nothing that was logged beyond it is undone.
+        state.base_step = self._at_step
         over = ", ".join(f"shard {shard} by {at}" for shard, at in sorted(found.promoted.items()))
         state.say("ps_lost", f"{why}; taken over: {over or 'nothing more'}; nothing goes back", "warning", task=task)
         self.setup.take_over(placement, promoted, followed=self.protection.followed(placement))
@@ -168,6 +170,7 @@ class Recovery:
         self._promoted = dict(found.promoted)
         self.protection.forget(found.promoted)
         self._turn(Stage.PROMOTING)
+        state.base_step = step
         over = ", ".join(f"shard {shard} by {at}" for shard, at in sorted(found.promoted.items()))
         state.say("ps_lost", f"{why}; taken over: {over or 'nothing more'}; nothing goes back", "warning", task=first)
         self.setup.take_over(placement, found.promoted, followed=self.protection.followed(placement))

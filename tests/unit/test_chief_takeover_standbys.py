@@ -64,6 +64,7 @@ def test_a_server_that_died_with_the_chief_is_stood_in_for_and_nothing_goes_back
     assert (recovered.task, recovered.at_step, recovered.from_step, recovered.lost) == ("ps/1", 17, 17, 0)
     assert "taken over: shard 1 by ps/2; nothing goes back" in cluster.text()
     assert cluster.program.state.timeline >> 32 == cluster.settings.term
+    assert cluster.orders("worker/0").first_step == 17
 
 
 def test_of_two_servers_the_one_that_came_back_empty_holds_standbys_of_the_other() -> None:
