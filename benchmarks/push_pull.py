@@ -147,7 +147,9 @@ def merge(workers: list[dict[str, Any]], servers: list[dict[str, Any]], work: Wo
             "worker": min(found["idle_mb"] for found in workers),
             "ps": min(found["idle_mb"] for found in servers),
         },
-        "planned_ps_mb": round(max(workers[0]["planned_bytes"]) / 1e6, 3),
+        "planned_ps_mb": max(found["planned_mb"] for found in servers),
+        # Gradients in shared memory are a worker's, and seen in the memory of the ps that maps them too.
+        "mapped_mb": round(nbytes * work.workers / 1e6 if used == {"shm"} else 0.0, 3),
         "fallbacks": fallbacks,
         "threads": 1,
     }
@@ -182,11 +184,13 @@ def serve(address: str, index: int, tls: Path | None) -> None:
     print(json.dumps({"address": server.address}), flush=True)
     try:
         termination.event.wait(RUN_S)
+        planned_mb = server.planned_mb()
     finally:
         server.close()
     after = usage()
     # What it took to start is no part of a step.
-    print(json.dumps({**after, "cpu_s": after["cpu_s"] - before["cpu_s"], "idle_mb": idle}), flush=True)
+    said = {**after, "cpu_s": after["cpu_s"] - before["cpu_s"], "idle_mb": idle, "planned_mb": planned_mb}
+    print(json.dumps(said), flush=True)
 
 
 @click.command(help=__doc__)

@@ -45,12 +45,13 @@ def lanes(bench: Bench, megabytes: float) -> list[Contender]:
     ]
 
 
-def contenders(bench: Bench, megabytes: float) -> list[Contender]:
-    """Ours and the rivals, each rival at its best and with one call a step."""
+def contenders(bench: Bench, megabytes: float, *, whole: bool = True) -> list[Contender]:
+    """Ours and the rivals, each rival at its best and, where `whole`, with one call a step too."""
     found = lanes(bench, megabytes)
     if bench.scale.peers:
         for rival in rivals().values():
-            found += [rival.contender(bench, megabytes), rival.contender(bench, megabytes, whole=True)]
+            found += [rival.contender(bench, megabytes)]
+            found += [rival.contender(bench, megabytes, whole=True)] if whole else []
     return found
 
 

@@ -123,7 +123,8 @@ def test_data_plane_compares_every_lane_with_its_own_rivals() -> None:
 
 def test_sizes_have_the_bars_of_each_size_and_of_memory() -> None:
     def sample(seconds: float, peak_mb: float) -> dict[str, object]:
-        return {"median_s": seconds, "peak_mb": {"ps": peak_mb}, "idle_mb": {"ps": 300.0}, "planned_ps_mb": 800.0}
+        peak, idle = {"ps": peak_mb / sizes.MIB_MB}, {"ps": 300.0 / sizes.MIB_MB}
+        return {"median_s": seconds, "peak_mb": peak, "idle_mb": idle, "planned_ps_mb": 700.0, "mapped_mb": 100.0}
 
     own = {megabytes: sizes.keyed(data_plane.GRPC, megabytes) for megabytes in (4.0, 400.0)}
     samples = {
@@ -232,7 +233,6 @@ def worker_sample(seconds: list[float], **changes: object) -> dict[str, object]:
         "seconds": seconds,
         "cpu_s_per_step": 0.01,
         "bytes": 4_000_000,
-        "planned_bytes": [8_000_000],
         "lane": "tcp",
         "fallbacks": [],
         "idle_mb": 200.0,
@@ -241,7 +241,7 @@ def worker_sample(seconds: list[float], **changes: object) -> dict[str, object]:
     return {**sample, **changes}
 
 
-PS_SAMPLE = {"cpu_s": 0.5, "peak_mb": 400.0, "idle_mb": 300.0}
+PS_SAMPLE = {"cpu_s": 0.5, "peak_mb": 400.0, "idle_mb": 300.0, "planned_mb": 75.0}
 
 
 def test_step_takes_as_long_as_its_slowest_worker() -> None:
@@ -251,6 +251,13 @@ def test_step_takes_as_long_as_its_slowest_worker() -> None:
     assert found["seconds"] == [0.4, 0.2, 0.3]
     assert found["median_s"] == 0.3
     assert found["gigabytes_per_s_both_ways"] == pytest.approx(4e6 * 2 * 2 / 0.3 / 1e9, abs=1e-3)
+
+
+def test_gradients_of_workers_in_shared_memory_are_no_memory_of_the_server() -> None:
+    over_tcp = merge([worker_sample([0.1])] * 2, [PS_SAMPLE], Work(workers=2, lane="tcp"))
+    shared = merge([worker_sample([0.1], lane="shm")] * 2, [PS_SAMPLE], Work(workers=2, lane="shm"))
+    assert (over_tcp["mapped_mb"], shared["mapped_mb"]) == (0.0, 8.0)
+    assert over_tcp["planned_ps_mb"] == 75.0
 
 
 def test_figures_of_another_lane_than_asked_for_are_refused() -> None:
