@@ -256,8 +256,8 @@ class TcpOffer:
     """Offers lane tcp on a free port of one interface; see attachments.LaneOffer.
 
     host: of the ps's own address. server_context: for both directions, where the cluster has TLS. timeout_s: how long
-    a token is good for, and how long a transfer may make no progress (a third of --timeout). on_refused: told of every
-    connection that was sent away, on the receive thread.
+    a token is good for, and how long a transfer may make no progress (a third of --timeout). take: memory for what
+    comes in. on_refused: told of every connection that was sent away, on the receive thread.
     Raises UsageError where the interface can't be listened on.
     """
 
@@ -269,11 +269,13 @@ class TcpOffer:
         server_context: ssl.SSLContext | None = None,
         *,
         timeout_s: float,
+        take: Callable[[int], memoryview],
         on_refused: Callable[[str, Exception], None] = lambda method, error: None,
     ) -> None:
         listener = _listen(host)
         self.port: int = listener.getsockname()[1]
         self._timeout_s = timeout_s
+        self._take = take
         self._tokens: Tokens[Take] = Tokens(timeout_s)
         self._receiver = SocketThread("bulk-receive")
         self._sender = SocketThread("bulk-send")
@@ -299,6 +301,7 @@ class TcpOffer:
             receiver=self._receiver,
             sender=self._sender,
             limit_s=self._timeout_s,
+            take=self._take,
             forget=lambda: self._revoke(up, down),
         )
         now_s = time.monotonic()

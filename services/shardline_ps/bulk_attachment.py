@@ -17,11 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
-
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.wire.bulk import WHOLE, shut
-from shardline.wire.frames import Buffer, memory_of
+from shardline.wire.frames import Buffer
 from shardline_ps.attachments import Holder
 from shardline_ps.socket_thread import READ, WRITE, SocketThread
 
@@ -39,10 +37,10 @@ _NOT_YET = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWant
 class TcpTicket:
     """One referred bucket on its way in; see attachments.Ticket."""
 
-    def __init__(self, attachment: TcpAttachment, nbytes: int) -> None:
-        self.memory = memory_of(torch.empty(nbytes, dtype=torch.uint8)) if nbytes else memoryview(b"")
+    def __init__(self, attachment: TcpAttachment, memory: memoryview) -> None:
+        self.memory = memory
         self.filled = 0
-        self.whole = nbytes == 0
+        self.whole = len(memory) == 0
         self._attachment = attachment
 
     @property
@@ -280,7 +278,10 @@ class Outgoing(_Direction[_Payload]):
 
 
 class TcpAttachment:
-    """One open tcp lane; see attachments.Attachment. forget: called once when it can't be used any more."""
+    """One open tcp lane; see attachments.Attachment.
+
+    take: memory for a bucket on its way in. forget: called once when it can't be used any more.
+    """
 
     lane = "tcp"
     borrowed = False
@@ -294,11 +295,13 @@ class TcpAttachment:
         receiver: SocketThread,
         sender: SocketThread,
         limit_s: float,
+        take: Callable[[int], memoryview],
         forget: Callable[[], None] = lambda: None,
     ) -> None:
         self.holder = holder
         self.failure = ""
         self._loop = loop
+        self._take = take
         self._forget = forget
         self._failing = threading.Lock()
         self._waiters: list[asyncio.Future[None]] = []
@@ -311,7 +314,7 @@ class TcpAttachment:
         if offset:
             raise ProtocolError(f"a bucket on lane tcp is said to lie at {offset}; bulk sockets have no places, send 0")
         self._check()
-        ticket = TcpTicket(self, nbytes)
+        ticket = TcpTicket(self, self._take(nbytes))
         if not ticket.whole:
             self.incoming.expect(ticket)
             # It may have broken in between, when nobody knew of this ticket yet.

@@ -230,8 +230,7 @@ class PushReceiver:
 
     async def _room(self, push: _Push, number: int, nbytes: int, *, at_once: bool) -> Lease:
         """Room for bytes, within what is left of the stream's patience or `at_once`; see _reserve()."""
-        header, step, bucket = push.header, None, None
-        block = Block(worker_index(header.data.task), 1)
+        header, step, bucket, block = push.header, None, None, Block(worker_index(push.header.data.task), 1)
         if push.shard.is_sync:
             block, step, bucket = Block(header.block.first, header.block.count), header.step, number
         patience_s = 0.0 if at_once else max(0.0, self._store.staging_wait_s - self._waited_s)
@@ -405,7 +404,8 @@ class PushReceiver:
     async def _count_slots(self, push: _Push, slots: Sequence[Slot]) -> None:
         def count() -> None:
             for slot in slots:
-                push.decisions[slot.number] = self._count(push, slot.number, opened(slot), slot.nonfinite)
+                gradient = opened(slot, self._store.buffers.take)
+                push.decisions[slot.number] = self._count(push, slot.number, gradient, slot.nonfinite)
                 slot.release()
 
         def release() -> None:
@@ -418,7 +418,7 @@ class PushReceiver:
     async def _stage(self, push: _Push, slots: Sequence[Slot]) -> None:
         def stage() -> None:
             for slot in slots:
-                push.staged[slot.number] = opened(slot)
+                push.staged[slot.number] = opened(slot, self._store.buffers.take)
 
         await self._store.work(stage)
 

@@ -111,7 +111,8 @@ def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str,
     if config.lane in ("auto", "tcp"):
         host, _ = parse_address(config.cluster.address(config.task))
         context = config.security.server_context()
-        found.append(TcpOffer(config.bind or host, context, timeout_s=config.timeouts.rpc_s, on_refused=on_refused))
+        bind, timeout_s = config.bind or host, config.timeouts.rpc_s
+        found.append(TcpOffer(bind, context, timeout_s=timeout_s, take=store.buffers.take, on_refused=on_refused))
     if config.lane in ("auto", "shm") and sys.platform == "linux" and store.device.type == "cpu":
         store.make_publication = publish
         store.lane_bytes = reply_bytes

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from shardline.errors import ProtocolError
 from shardline.sharding import BucketSpec
 from shardline.wire.codecs import RAW, Codec
-from shardline.wire.frames import Buffer, borrowed_tensor, copy_bytes, digest, memory_of
+from shardline.wire.frames import Buffer, borrowed_tensor, copy_bytes, digest
 from shardline_ps.attachments import Ticket
 from shardline_ps.gradients import Gradient
 from shardline_ps.staging import Lease
@@ -44,7 +42,11 @@ class Slot:
     lease: Lease | None = None
 
     def release(self) -> None:
-        """Give back the room in staging. May be called twice."""
+        """Give back the room in staging, and the bytes that took it: a push keeps its slots until it ends.
+
+        What was counted has a reference of its own. May be called twice.
+        """
+        self.memory, self.ticket, self.parts = memoryview(b""), None, []
         if self.lease is not None:
             self.lease.release()
 
@@ -59,9 +61,12 @@ def kept(payload: Buffer) -> Buffer:
     return bytes(view) if message - view.nbytes > view.nbytes // SLACK else payload
 
 
-def opened(slot: Slot) -> Gradient:
-    """The gradient in a slot that is full. Raises ProtocolError where its digest differs. Runs in the pool."""
-    _join(slot)
+def opened(slot: Slot, take: Callable[[int], memoryview]) -> Gradient:
+    """The gradient in a slot that is full; take: memory for what came in pieces. Runs in the pool.
+
+    Raises ProtocolError where its digest differs.
+    """
+    _join(slot, take)
     if slot.digest and slot.moved and slot.digest != digest(slot.memory):
         raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
     if slot.borrowed and slot.codec is RAW:
@@ -69,13 +74,13 @@ def opened(slot: Slot) -> Gradient:
     return Gradient(slot.codec.decode(slot.memory, slot.spec.dtype, slot.spec.elements), slot.present, slot.digest)
 
 
-def _join(slot: Slot) -> None:
+def _join(slot: Slot, take: Callable[[int], memoryview]) -> None:
     """The bytes of a bucket that came in chunks. One chunk is used where it lies, as long as the contribution lives."""
     parts, slot.parts = slot.parts, []
     if len(parts) == 1:
         slot.memory, slot.borrowed = memoryview(parts[0]), True
     elif parts:
-        slot.memory, end = memory_of(torch.empty(slot.size, dtype=torch.uint8)), 0
+        slot.memory, end = take(slot.size), 0
         for part in parts:
             copy_bytes(slot.memory[end : end + len(part)], part)
             end += len(part)

@@ -19,6 +19,7 @@ from shardline.spec import TensorKind
 from shardline.update import check_tensors
 from shardline.wire.codecs import check_codec
 from shardline_ps.authority import Authority
+from shardline_ps.buffers import Buffers
 from shardline_ps.configuration import (
     least_staging_bytes,
     memory_plan,
@@ -71,6 +72,8 @@ class ParameterStore:
         self.staging_bytes = staging_bytes
         self.staging = Staging()
         """Who may bring the next contribution."""
+        self.buffers = Buffers(lambda: self.staging.limit)
+        """Memory for what comes in."""
         self.staging_wait_s = 60.0
         """How long a stream may wait for room in staging, in all; a sixth of --timeout in a process."""
         self.authority = Authority()

@@ -136,7 +136,7 @@ class Bench(Generic[L]):
 
 class TcpBench(Bench[TcpLane]):
     def __init__(self, ps: Ps) -> None:
-        offer = TcpOffer("127.0.0.1", timeout_s=TIMEOUTS.rpc_s)
+        offer = TcpOffer("127.0.0.1", timeout_s=TIMEOUTS.rpc_s, take=ps.store.buffers.take)
         super().__init__(ps, offer, lambda peer: TcpLane(peer, 0, [ELEMENTS] * 3, timeouts=TIMEOUTS))
 
 

@@ -25,6 +25,7 @@ from shardline.wire import bulk
 from shardline_ps import bulk as server_bulk
 from shardline_ps import bulk_attachment
 from shardline_ps.attachments import Holder, Opening
+from shardline_ps.buffers import Buffers
 from shardline_ps.bulk import TcpOffer, Tokens
 from shardline_ps.bulk_attachment import TcpAttachment
 
@@ -48,6 +49,7 @@ class Server:
             "127.0.0.1",
             tls[0] if tls is not None else None,
             timeout_s=timeout_s,
+            take=Buffers(lambda: 1 << 20).take,
             on_refused=lambda method, error: self.told.append(error),
         )
         self.opened: list[TcpAttachment] = []
@@ -564,6 +566,6 @@ def test_both_threads_end_with_the_offer() -> None:
 
 def test_the_port_listens_where_it_is_told() -> None:
     for host in ("127.0.0.1", "0.0.0.0", "[::]", "localhost"):
-        offer = TcpOffer(host, timeout_s=1.0)
+        offer = TcpOffer(host, timeout_s=1.0, take=Buffers(lambda: 0).take)
         socket.create_connection(("localhost" if host == "localhost" else "127.0.0.1", offer.port), timeout=5.0).close()
         offer.close()
