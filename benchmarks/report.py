@@ -93,17 +93,16 @@ def recovery(one: Found) -> Iterable[str]:
     )
     yield from textwrap.wrap(text, 118)
     yield from ("", *deaths(cases), "")
-    yield from sorted({_where(case["machine"]) for case in cases})
+    for case in cases:
+        machine = case["machine"]
+        where = f"{machine['cores']} cores of an {machine['cpu']}, commit {commit(machine)}"
+        yield f"- {case['case']}: {where}, load {machine['load_before'][0]:.1f} before"
     for case in cases:
         yield from (f"- Broken: {case['case']}: {sentence}" for sentence in case["broken"])
 
 
 def _values(cases: Iterable[Mapping[str, Any]], name: str) -> str:
     return " or ".join(f"{value:g}" for value in sorted({case[name] for case in cases}))
-
-
-def _where(machine: Mapping[str, Any]) -> str:
-    return f"({machine['cores']} cores of an {machine['cpu']}; commit {commit(machine)}.)"
 
 
 def deaths(cases: Iterable[Mapping[str, Any]]) -> Iterable[str]:

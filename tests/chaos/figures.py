@@ -178,7 +178,7 @@ def run(case: Case, kills: int, each: int, starter: Starter, folder: Path) -> di
         try:
             played = play(schedule, place, starter, timeout_s=TIMEOUT_S)
         except AssertionError as error:
-            broken.append(f"{error}; logs: {place.relative_to(ROOT)}")
+            broken.append(f"{error}; logs: {place}".replace(f"{ROOT}/", ""))
             continue
         samples += measure(played)
         seconds += played.seconds

@@ -114,13 +114,13 @@ def test_page_says_what_each_death_cost_and_which_jobs_are_broken() -> None:
         "| chief, sync | 20 | 0.5 (1.25) | 0.5 (1.25) | 0.5 (1.25, of 19) | 0.5 (1.25) | 3 of 4: **broken** |" in lines
     )
     assert "- Broken: chief, sync: other bits" in lines
-    assert lines.count("(2 cores of an X; commit abcdef1.)") == 1
+    assert "- ps, sync: 2 cores of an X, commit abcdef1, load 0.5 before" in lines
     assert "0.3 s later, as a fork" in " ".join(lines)
 
 
 def test_a_run_of_figures_counts_jobs_that_did_not_hold(tmp_path: Path, monkeypatch: Any) -> None:
     played = _played(tmp_path, Case("chief", "sync"), [_told(10.5, "adopted", "as it was")], [10.0], [9.0, 11.0])
-    tries = iter([AssertionError("other bits"), None])
+    tries = iter([AssertionError(f"other bits in {tmp_path}/jobs"), None])
 
     def play(schedule: Any, folder: Path, *rest: Any, **more: Any) -> Played:
         error = next(tries)
@@ -134,6 +134,6 @@ def test_a_run_of_figures_counts_jobs_that_did_not_hold(tmp_path: Path, monkeypa
     assert (found["kills"], found["jobs"], found["held"]) == (1, 2, 1)
     assert found["resumed_s"] == {"median": 0.5, "worst": 0.5, "of": 1}
     (sentence,) = found["broken"]
-    assert sentence.startswith("other bits; logs: jobs/chief-sync-0") and (tmp_path / "jobs" / "chief-sync-0").is_dir()
+    assert sentence == "other bits in jobs; logs: jobs/chief-sync-0" and (tmp_path / "jobs" / "chief-sync-0").is_dir()
     assert not (tmp_path / "jobs" / "chief-sync-1").exists()
     assert "BROKEN: other bits" in figures.table([found])
