@@ -118,7 +118,7 @@ services:
 def test_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
     override = tmp_path / "cuda.yaml"
     override.write_text("services: { worker: { environment: { SHARDLINE_DEVICE: cuda } } }")
-    with Stack("cuda", override, RESTARTS="0", WORKERS="1", PS="1") as stack:
+    with Stack("cuda", override, RESTARTS="1", WORKERS="1", PS="1") as stack:
         stack.compose("up", "-d", "--no-build", "chief", "ps", "worker")
         refused(
             stack, "worker", r"--device cuda: (this torch \(.*\) is a CPU build|torch sees 0 CUDA devices); .*cpu", 2
