@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from shardline.config import Timeouts
 from tests.e2e.support import (
+    DEATH_TIMEOUT_S,
     PATIENCE_S,
     events,
     expected_sha256,
@@ -22,12 +24,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def run_and_kill(
-    folder: Path, *, steps: int, lane: str = "auto", also: tuple[str, ...] = (), **settings: Any
+    folder: Path, *, steps: int, lane: str = "auto", also: tuple[str, ...] = (), timeout_s: float = 0.0, **settings: Any
 ) -> tuple[Path, Path]:
     """A job during which ps/1 dies, and others with it; returns the job and its output."""
+    timeouts = Timeouts(total_s=timeout_s or DEATH_TIMEOUT_S)
     job = slow_job(folder / "job.py", steps=steps, **settings)
     out = folder / "run"
-    with mortal_cluster(job, out, standbys=1, lane=lane) as cluster:
+    with mortal_cluster(job, out, standbys=1, lane=lane, timeouts=timeouts) as cluster:
         for shard in (0, 1):
             wait_for_event(out, "standby", f"shard {shard} is protected")
         wait_for_step(out, 10)
@@ -62,8 +65,9 @@ def test_a_killed_ps_of_an_asynchronous_job_with_a_standby_loses_no_acknowledged
 @pytest.mark.chaos
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_ps_and_the_chief_killed_together_cost_nothing_that_was_acknowledged(tmp_path: Path, mode: str) -> None:
+    # Two of them start again at the same time, and the chief waits for most of the servers.
     settings = {"steps": 120, "replicas": 2} if mode == "sync" else {"steps": 300, "consistency": "async"}
-    job, out = run_and_kill(tmp_path, also=("chief/0",), checkpoint_every=25, **settings)
+    job, out = run_and_kill(tmp_path, also=("chief/0",), timeout_s=60, checkpoint_every=25, **settings)
     found = summary_of(out)
     (recovery,) = found["recoveries"]
     assert (recovery["task"], recovery["lost"]) == ("ps/1", 0)
