@@ -55,12 +55,13 @@ lint: $(STAMP)
 type: $(STAMP)
 	$(BIN)/mypy
 
-# Tests in one process each share two cores; those that start whole clusters come after, one at a time.
+# Tests in one process each share two cores; those that start whole clusters come after, two at a time.
 # With ARGS a part may select no test at all, which pytest reports as 5.
 test: $(STAMP)
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not chaos and not bench" --ignore tests/e2e --ignore tests/monitoring tests $(ARGS) || \
 		[ $$? = 5 -a -n "$(ARGS)" ]
-	$(BIN)/pytest -q -m "not chaos and not bench" tests/e2e $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+	$(BIN)/pytest -q -n 2 --dist worksteal -m "not chaos and not bench" tests/e2e $(ARGS) || \
+		[ $$? = 5 -a -n "$(ARGS)" ]
 
 # What people look at: rules and dashboard against a real Prometheus, the chief's page in a real Chromium.
 test-monitoring: $(STAMP)
