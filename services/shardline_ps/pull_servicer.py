@@ -13,6 +13,7 @@ from shardline.consistency.decision import Outcome
 from shardline.errors import ProtocolError
 from shardline.rpc.convert import DTYPE_TO_PROTO
 from shardline.rpc.v1 import data_pb2
+from shardline.sharding import BUCKET_BYTES
 from shardline.wire.codecs import RAW, codec_for
 from shardline.wire.frames import Buffer
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
@@ -22,7 +23,7 @@ from shardline_ps.bucket import Bucket
 from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore, numbers
 
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = BUCKET_BYTES
 STATES_PER_FRAME = 16
 """Buckets in one message at most, so that a worker begins with the first while the last are still applied."""
 GATHER_S = 0.002

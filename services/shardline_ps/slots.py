@@ -14,7 +14,7 @@ from shardline_ps.gradients import Gradient
 from shardline_ps.staging import Lease
 
 SLACK = 8
-"""A message may be larger than its payload by this part of it: the heads beside a chunk of 2 MB are far smaller."""
+"""A message may be larger than its payload by this part of it: the heads beside a large chunk are far smaller."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from shardline.lanes.base import Ack, Arrival, BucketPayload, Contribution, End,
 from shardline.rpc.channel import Peer
 from shardline.rpc.convert import DTYPE_TO_PROTO, hyper_to_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
+from shardline.sharding import BUCKET_BYTES
 from shardline.wire.frames import copy_bytes
 from shardline.wire.protobuf import (
     ChunkView,
@@ -23,7 +24,8 @@ from shardline.wire.protobuf import (
 )
 
 PROTOCOL_MINOR = 1
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = BUCKET_BYTES
+"""A bucket is one message as a rule: what comes in one needs not be put together on the other side."""
 
 
 def outcome_from_proto(value: int) -> Outcome:
