@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config import Timeouts
-from shardline.errors import FencedError, ShardlineError, UnreachableError
+from shardline.errors import FencedError, ProtocolError, ShardlineError, UnreachableError
 from shardline.job import lowest_is_best
 from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
@@ -25,6 +25,7 @@ from shardline_chief.actions import (
     AskStatus,
     Command,
     CommandResult,
+    Cut,
     Finish,
     Lead,
     Members,
@@ -267,6 +268,7 @@ class State:
     def continued(self, number: int, result: CommandResult, now_s: float) -> None:
         """A command came back from every ps. What must be done and was not ends the job; then what follows it."""
         order, then, timeline = self._orders.pop(number)
+        result = self._of_holders(order, result)
         if isinstance(order, AskStatus):
             self._asking = False
         elif timeline != self.timeline or self.ended:
@@ -276,6 +278,18 @@ class State:
             self._command_failed(order, result.errors, now_s)
         if then is not None:
             then(result, now_s)
+
+    def _of_holders(self, order: Order, result: CommandResult) -> CommandResult:
+        """A cut is no matter of servers that hold no shard, such as one that came back and is not configured yet."""
+        if not isinstance(order, Cut):
+            return result
+        holders = {place.task for place in self.placement}
+        errors = {
+            task: error
+            for task, error in result.errors.items()
+            if task in holders or not isinstance(error, ProtocolError)
+        }
+        return CommandResult(values=result.values, errors=errors)
 
     def new_timeline(self) -> int:
         """Begin another history."""

@@ -196,6 +196,8 @@ class FakePs:
         return None
 
     def _cut(self, order: Cut) -> tuple[bool, int]:
+        if order.timeline != self.timeline:
+            raise ProtocolError(f"Cut is for timeline {order.timeline:#x}, this ps is at {self.timeline:#x}")
         if self.passes > 0 or (not self.asynchronous and order.step < self.step):
             self.passes -= 1
             return True, self.step

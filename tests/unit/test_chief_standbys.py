@@ -14,7 +14,7 @@ from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
 from shardline.rpc.status import ShardStatus
 from shardline.spec import TensorSpec
-from shardline_chief.actions import AskStatus, Promote
+from shardline_chief.actions import AskStatus, Lead, Promote
 from shardline_chief.standbys import Protection, after_loss, protected, without_standbys
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -243,3 +243,28 @@ def test_a_server_that_is_found_empty_before_it_was_missed_is_stood_in_for_and_b
     assert phase(cluster) is Phase.RUNNING
     assert holders(cluster) == [("ps/0", "ps/1"), ("ps/0", "ps/1")]
     assert cluster.program.state.recoveries[0].lost == 0
+
+
+def test_a_cut_right_after_a_failover_is_no_matter_of_the_server_that_came_back_empty() -> None:
+    cluster = protected_cluster(ps=2, mode="async", checkpoint_every=10)
+    cluster.hold_commands = True
+    cluster.kill_ps(0)
+    cluster.restart_ps(0)
+    # Until it is to be led, so that commands go to it, and configured after that.
+    while phase(cluster) is not Phase.RUNNING or not cluster.held:
+        if cluster.held:
+            cluster._run(cluster.held.pop(0))
+            cluster.settle()
+        else:
+            cluster.tick()
+    assert isinstance(cluster.held[0].order, Lead)
+    assert [task for task, _ in holders(cluster)] == ["ps/1", "ps/1"]
+    assert not cluster.ps[0].timeline
+    saves = len(cluster.saves)
+    cluster.ps[1].advance(40)
+    cluster.program.ps_status("ps/1", cluster.ps[1].status(), cluster.now_s)
+    assert cluster.program.running.cut_asked
+    cluster.settle()
+    cluster.release_commands()
+    assert phase(cluster) is Phase.RUNNING, cluster.text()
+    assert [save.step for save in cluster.saves[saves:]] == [40]
