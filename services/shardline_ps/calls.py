@@ -66,3 +66,8 @@ class OpenCalls:
             gone = [task for task, incarnation in sorted(call.senders) if members.get(task) != incarnation]
             if gone:
                 call.end(f"the call was ended: this life of {', '.join(gone)} is fenced")
+
+    def end_all(self, reason: str) -> None:
+        """End every call."""
+        for call in list(self.open):
+            call.end(f"the call was ended: {reason}")

@@ -173,8 +173,8 @@ class PushReceiver:
             if decision.outcome in SENT_AWAY:
                 # Nobody will take the bytes that follow on another lane.
                 drop_named(self._attachments, header.data, "a push over it was not admitted")
-            shard = next(iter(self._store.shards.values()), None)
-            self._push = _Push(header, shard, {}, self._store.generation, rejected=decision)  # type: ignore[arg-type]
+            # No shard is looked at, so none is held either.
+            self._push = _Push(header, None, {}, self._store.generation, rejected=decision)  # type: ignore[arg-type]
             return
         self._on_admitted(header.data.task, header.data.incarnation)
         shard = self._store.shard(header.data.shard)
@@ -580,6 +580,9 @@ class PushReceiver:
             push.release()
         if push.running:
             await asyncio.gather(*push.running, return_exceptions=True)
+        # What one of them failed with knows its frames, and those the push.
+        push.draining = None
+        push.running.clear()
 
 
 def gradient_kind(header: data_pb2.PushHeader) -> bool:

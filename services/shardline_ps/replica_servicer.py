@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
 
 from shardline.errors import ProtocolError, ShardlineError, UnreachableError
@@ -33,6 +33,11 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
         if stream is not None:
             stream.reason = reason
             stream.handler.cancel()
+
+    def keep_only(self, shards: Collection[int], reason: str) -> None:
+        """End the streams of all other shards: an open one holds its standby."""
+        for shard in self._streams.keys() - set(shards):
+            self.end(shard, reason)
 
     # Written and not yielded: so the end of a stream that a newer one replaces is told, wherever its handler is.
 
@@ -101,7 +106,12 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
         """The shard's plan, or why this stream is not taken."""
         store, authority = self._store, self._store.authority
         configuration = store.configuration
-        if configuration is None or head.job != authority.job or head.plan_id != authority.plan_id:
+        if (
+            configuration is None
+            or not authority.configured
+            or head.job != authority.job
+            or head.plan_id != authority.plan_id
+        ):
             return None, f"{self._task} is not configured for this plan of job {head.job!r}"
         if head.timeline != authority.timeline:
             return None, f"{self._task} is at timeline {authority.timeline:#x}, the records are of {head.timeline:#x}"

@@ -9,6 +9,7 @@ import logging
 import random
 import secrets
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,10 @@ class Replicator:
         timeouts: Timeouts,
         security: Security,
     ) -> None:
-        self.shard = shard
+        self.number = shard.number
+        # Weakly: the log knows this stream, and what a stream was cancelled with knows its frames, in cycles. A shard's
+        # memory goes with its last user and does not wait for them to be found.
+        self._shard = weakref.ref(shard)
         self.target = target
         self._store = store
         self._task = task
@@ -96,6 +100,18 @@ class Replicator:
         self.log = ReplicaLog(on_entry=self._entry, run=self._release)
         shard.log = self.log
         self._running = self._loop.create_task(self._run())
+
+    @property
+    def shard(self) -> Shard:
+        """The shard; raises UnreachableError where this ps has let go of it, and this stream ends."""
+        shard = self._shard()
+        if shard is None:
+            raise UnreachableError(f"shard {self.number} is not held here any more")
+        return shard
+
+    def of(self, shard: Shard | None) -> bool:
+        """Whether it is this shard's."""
+        return shard is not None and self._shard() is shard
 
     def _entry(self) -> None:
         if self._waiting_since_s is None:
@@ -133,7 +149,7 @@ class Replicator:
                 self._problem = _sentence(errors)
             except* Exception as errors:
                 # A defect; a shard whose standby is never heard again would stand still without a word.
-                log.exception("shard %d: the stream to its standby failed", self.shard.number)
+                log.exception("shard %d: the stream to its standby failed", self.number)
                 self._problem = _sentence(errors)
             self._connected = False
             if not self.log.marked:
@@ -142,7 +158,7 @@ class Replicator:
                 self._waiting_since_s = None
             if self._problem != told:
                 told = self._problem
-                log.warning("shard %d: standby at %s: %s; trying again", self.shard.number, self.target.task, told)
+                log.warning("shard %d: standby at %s: %s; trying again", self.number, self.target.task, told)
             await asyncio.sleep(0.05 + 0.2 * random.random())
 
     async def _stream(self) -> None:
@@ -178,7 +194,7 @@ class Replicator:
             job=authority.job,
             timeline=authority.timeline,
             plan_id=authority.plan_id,
-            shard=self.shard.number,
+            shard=self.number,
             task=self._task,
             copy=self.log.copy,
         )
@@ -238,7 +254,7 @@ class Replicator:
                 await asyncio.sleep(0.001)
             await self.log.passed()
         await self._store.work(self._mark, copy)
-        log.info("shard %d: copied to its standby at %s", self.shard.number, self.target.task)
+        log.info("shard %d: copied to its standby at %s", self.number, self.target.task)
 
     def _copy_one(self, copy: int, bucket: Bucket) -> bool:
         """Send one bucket as it is; False where it has to be tried again."""
@@ -261,7 +277,9 @@ class Replicator:
     def go_alone(self) -> None:
         """The chief says so: nothing waits for the standby any more."""
         self._running.cancel()
-        self.shard.log = None
+        shard = self._shard()
+        if shard is not None:
+            shard.log = None
         self.log.restart(0)
 
     def abandon(self) -> None:
@@ -284,7 +302,7 @@ class Replicas:
     def configured(self) -> None:
         """Shards may have been made anew, or be gone: their streams end, and what waits in them never happened."""
         for number, running in list(self._running.items()):
-            if self._store.shards.get(number) is not running.shard:
+            if not running.of(self._store.shards.get(number)):
                 self._running.pop(number).abandon()
 
     def abandon(self) -> None:

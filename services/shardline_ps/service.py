@@ -52,6 +52,8 @@ class PsProcess:
             self.store.free_memory = free_memory
         # The answer has to be there before the sender's own deadline, which is rpc_s and time for the bytes.
         self.store.staging_wait_s = config.timeouts.rpc_s / 2
+        # Within the deadline of Configure, with time left to make what comes after.
+        self.store.let_go_s = config.timeouts.rpc_s / 2
         self.ended = threading.Event()
         self.end_reason = ""
         self.metrics = Metrics("ps", config.task)

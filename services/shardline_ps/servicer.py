@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import grpc
 
@@ -34,17 +35,21 @@ from shardline_ps.calls import OpenCalls
 from shardline_ps.pull_servicer import pull
 from shardline_ps.push_pull_servicer import PushPullTalk, readable
 from shardline_ps.push_servicer import NoRoomError, PushReceiver, PushResult
+from shardline_ps.renewal import Change, Remains
 from shardline_ps.replica_servicer import Replication
 from shardline_ps.replicate_servicer import Replicas
 from shardline_ps.shard import Shard
 from shardline_ps.status_servicer import ps_status
-from shardline_ps.store import ParameterStore, planned_bytes
+from shardline_ps.store import ParameterStore, PsConfiguration, numbers, planned_bytes
 from shardline_ps.vote_servicer import Voters
 from shardline_ps.voting import Ballot, Verdict
 
 log = logging.getLogger("shardline.ps")
 REPLY_QUEUE = 4
 """Frames a call may have ready before a slow reader holds it back."""
+GRACE_S = 0.25
+"""How long calls that were woken have to answer by themselves when their shard is let go of."""
+T = TypeVar("T")
 
 
 class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, parameter_server_pb2_grpc.CoordinatorServicer):
@@ -69,6 +74,9 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self._replicas = replicas
         self.replication = Replication(task, store)
         self._calls = OpenCalls()
+        self._changing = asyncio.Lock()
+        """Held by commands that change the history or who holds what: one after another."""
+        self._commands: set[asyncio.Task[Any]] = set()
         self._on_stop = on_stop
         self._on_push = on_push
         self.on_refused = self.replication.on_refused = on_refused
@@ -205,22 +213,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     ) -> parameter_server_pb2.ConfigureReply:
         """Hold these shards. The same configuration again changes nothing."""
         self._obey(request.term)
-        store = self._store
         configuration, placement = configuration_from_proto(request), placement_from_proto(request.placement)
-        changed = store.configure(
-            configuration,
-            asyncio.get_running_loop(),
-            keep=request.keep_shards,
-            keep_standbys=request.keep_standbys,
-        )
-        if changed:
-            self._replicas.configured()
-            self._attachments.drop_all("this ps was configured anew")
-            self._wake_everybody()
-        if placement:
-            self._place(placement)
-        if request.activate:
-            self._begin()
+        changed = await self._whole(self._configure(request, configuration, placement))
         return parameter_server_pb2.ConfigureReply(
             hello=common_pb2.Hello(
                 protocol_minor=PROTOCOL_MINOR,
@@ -233,6 +227,59 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
             changed=changed,
             memory_bytes=planned_bytes(configuration),
         )
+
+    async def _whole(self, command: Coroutine[Any, Any, T]) -> T:
+        """Carry out a command to its end, also where its caller gives up meanwhile."""
+        task = asyncio.get_running_loop().create_task(command)
+        self._commands.add(task)
+        task.add_done_callback(self._commands.discard)
+        return await asyncio.shield(task)
+
+    async def _configure(
+        self,
+        request: parameter_server_pb2.ConfigureRequest,
+        configuration: PsConfiguration,
+        placement: tuple[Placement, ...],
+    ) -> bool:
+        """Configure, after the commands before it; False where nothing changed."""
+        async with self._changing:
+            # The chief may be another by now.
+            self._obey(request.term)
+            store, loop = self._store, asyncio.get_running_loop()
+            change = store.check(configuration, keep=request.keep_shards, keep_standbys=request.keep_standbys)
+            if change is not None:
+                await self._let_go(store.let_go(change, loop), change)
+                self._obey(request.term)
+                store.make(change, loop)
+            if placement:
+                self._place(placement)
+            if request.activate:
+                self._begin()
+            return change is not None
+
+    async def _let_go(self, remains: Remains, change: Change) -> None:
+        """Return when nobody uses what was let go of, or after the store's deadline, which is told."""
+        reason = "this ps was configured anew"
+        self._replicas.configured()
+        self._voters.configured()
+        self.replication.keep_only(change.standbys, reason)
+        self._attachments.drop_all(reason)
+        if await remains.gone(GRACE_S):
+            return
+        # These wait for their senders or readers, and would hold the shards as long as those like.
+        self._calls.end_all(reason)
+        if await remains.gone(GRACE_S):
+            return
+        # What failed meanwhile may have left frames behind that hold each other.
+        gc.collect()
+        if not await remains.gone(self._store.let_go_s):
+            log.warning(
+                "%s: shards %s are still in use %.1f s after they were let go of; until that ends, this ps holds more "
+                "memory than it promised",
+                self._task,
+                numbers(remains.numbers),
+                self._store.let_go_s,
+            )
 
     def _place(self, placement: tuple[Placement, ...]) -> None:
         """Know where everything is; standbys that are to be elsewhere are forgotten."""
@@ -260,9 +307,12 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self._attachments.keep_only(authority.members)
         self._calls.keep_only(authority.members)
         if placement:
-            self._place(placement)
-            if authority.active:
-                self._replicas.follow()
+            # The fence above waits for nobody.
+            async with self._changing:
+                self._obey(request.term)
+                self._place(placement)
+                if authority.active:
+                    self._replicas.follow()
         fenced = [task for task, number in before.items() if authority.members.get(task) != number]
         return parameter_server_pb2.SetMembershipReply(fenced=len(fenced))
 
@@ -271,22 +321,27 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self, request: parameter_server_pb2.PrepareRequest, context: Any
     ) -> parameter_server_pb2.PrepareReply:
         """Stop admitting; forget open contributions; the timeline is the new one."""
-        self._obey(request.term)
-        store = self._store
-        store.authority.active = False
-        store.authority.timeline = request.timeline
-        store.generation += 1
-        dropped = 0
-        self._replicas.abandon()
-        store.drop_standbys("the history of its primary has ended")
-        for shard in store.shards.values():
-            dropped = max(dropped, await store.work(shard.drop_contributions))
-        self._wake_everybody()
-        return parameter_server_pb2.PrepareReply(dropped_contributions=dropped)
+        async with self._changing:
+            self._obey(request.term)
+            store = self._store
+            store.authority.active = False
+            store.authority.timeline = request.timeline
+            store.generation += 1
+            dropped = 0
+            self._replicas.abandon()
+            store.drop_standbys("the history of its primary has ended")
+            for shard in store.shards.values():
+                dropped = max(dropped, await store.work(shard.drop_contributions))
+            self._wake_everybody()
+            return parameter_server_pb2.PrepareReply(dropped_contributions=dropped)
 
     @rpc_errors.unary
     async def Restore(self, request: AsyncIterator[Any], context: Any) -> parameter_server_pb2.RestoreReply:
         """Replace one shard by the images of the stream, all or nothing."""
+        with self._calls.enter():
+            return await self._restore(request)
+
+    async def _restore(self, request: AsyncIterator[Any]) -> parameter_server_pb2.RestoreReply:
         shard: Shard | None = None
         assembler: ImageAssembler | None = None
         images: list[BucketImage] = []
@@ -325,39 +380,45 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self, request: parameter_server_pb2.ActivateRequest, context: Any
     ) -> parameter_server_pb2.ActivateReply:
         """Admit the timeline's messages; refused while shards are empty."""
-        self._obey(request.term)
-        authority = self._store.authority
-        if request.timeline != authority.timeline:
-            raise ProtocolError(
-                f"Activate is for timeline {request.timeline:#x}, this ps is at {authority.timeline:#x}"
-            )
-        empty = [number for number, shard in sorted(self._store.shards.items()) if not shard.initialized]
-        if not empty:
-            self._begin()
-            self._wake_everybody()
-        return parameter_server_pb2.ActivateReply(empty_shards=empty)
+        async with self._changing:
+            self._obey(request.term)
+            authority = self._store.authority
+            if request.timeline != authority.timeline:
+                raise ProtocolError(
+                    f"Activate is for timeline {request.timeline:#x}, this ps is at {authority.timeline:#x}"
+                )
+            if not authority.configured:
+                raise ProtocolError(f"{self._task} is not configured, or was not to the end; Configure comes first")
+            empty = [number for number, shard in sorted(self._store.shards.items()) if not shard.initialized]
+            if not empty:
+                self._begin()
+                self._wake_everybody()
+            return parameter_server_pb2.ActivateReply(empty_shards=empty)
 
     @rpc_errors.unary
     async def Promote(
         self, request: parameter_server_pb2.PromoteRequest, context: Any
     ) -> parameter_server_pb2.PromoteReply:
         """Be the primary of a shard whose standby is here."""
-        self._obey(request.term)
-        store, number = self._store, request.shard
-        self._check_later(request.timeline, "Promote")
-        if number not in store.shards:
-            standby = store.standbys.get(number)
-            reason = f"{self._task} holds no standby of shard {number}"
-            # In the pool, since it waits for a record that is being applied.
-            if standby is None or (reason := await store.work(standby.promote)):
-                return parameter_server_pb2.PromoteReply(reason=reason)
-            store.adopt(number, asyncio.get_running_loop())
-            log.warning("%s: promoted to the primary of shard %d at record %d", self._task, number, standby.record)
-        store.authority.active = False
-        store.authority.timeline = request.timeline
-        self._wake_everybody()
-        shard = store.shard(number)
-        return parameter_server_pb2.PromoteReply(step=shard.step_min, version=shard.version)
+        async with self._changing:
+            self._obey(request.term)
+            store, number = self._store, request.shard
+            if not store.authority.configured:
+                raise ProtocolError(f"{self._task} is not configured; it can't be the primary of shard {number}")
+            self._check_later(request.timeline, "Promote")
+            if number not in store.shards:
+                standby = store.standbys.get(number)
+                reason = f"{self._task} holds no standby of shard {number}"
+                # In the pool, since it waits for a record that is being applied.
+                if standby is None or (reason := await store.work(standby.promote)):
+                    return parameter_server_pb2.PromoteReply(reason=reason)
+                store.adopt(number, asyncio.get_running_loop())
+                log.warning("%s: promoted to the primary of shard %d at record %d", self._task, number, standby.record)
+            store.authority.active = False
+            store.authority.timeline = request.timeline
+            self._wake_everybody()
+            shard = store.shard(number)
+            return parameter_server_pb2.PromoteReply(step=shard.step_min, version=shard.version)
 
     def _begin(self) -> None:
         """Admit the timeline's messages; standbys and votes go on from what there is."""

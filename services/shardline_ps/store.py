@@ -28,6 +28,7 @@ from shardline_ps.configuration import (
     staging_limit,
 )
 from shardline_ps.publication import PlainPublication, Publication
+from shardline_ps.renewal import Change, Remains
 from shardline_ps.shard import Shard, ShardSettings
 from shardline_ps.signals import Signal
 from shardline_ps.staging import Ledger, Staging
@@ -76,6 +77,8 @@ class ParameterStore:
         """Memory for what comes in."""
         self.staging_wait_s = 60.0
         """How long a stream may wait for room in staging, in all; a sixth of --timeout in a process."""
+        self.let_go_s = 10.0
+        """How long shards that are not kept may stay in use before new ones are made; a sixth of --timeout too."""
         self.authority = Authority()
         self.shards: dict[int, Shard] = {}
         self.standbys: dict[int, Standby] = {}
@@ -143,14 +146,34 @@ class ParameterStore:
         keep: Collection[int] = (),
         keep_standbys: Collection[int] = (),
     ) -> bool:
-        """Make the shards of a configuration; False where it is in force already (values are kept then).
+        """check(), let_go() and make() in one turn of the loop, for a store that no call uses: nobody is waited for.
+
+        False where the configuration is in force already.
+        """
+        change = self.check(configuration, keep=keep, keep_standbys=keep_standbys)
+        if change is None:
+            return False
+        self.let_go(change, loop)
+        self.make(change, loop)
+        return True
+
+    def check(
+        self,
+        configuration: PsConfiguration,
+        *,
+        keep: Collection[int] = (),
+        keep_standbys: Collection[int] = (),
+    ) -> Change | None:
+        """What a configuration would change; None where it is in force already (values are kept then).
 
         keep: shards that stay as they are under the new timeline; they must be held by the same rule. keep_standbys:
         standbys that stay where they are here; the others are copied anew.
         Raises ProtocolError or UsageError, the old configuration left as it was.
         """
-        if self.configuration is not None and self.configuration == replace(
-            configuration, standbys=self.configuration.standbys
+        if (
+            self.authority.configured
+            and self.configuration is not None
+            and self.configuration == replace(configuration, standbys=self.configuration.standbys)
         ):
             if configuration.standbys != self.configuration.standbys:
                 # Standbys come and go while the shards stay.
@@ -158,7 +181,7 @@ class ParameterStore:
                 self.configuration = configuration
             # One that its primary does not follow is of the past, however whole it says that it is.
             self.drop_standbys("it is copied anew", keep=keep_standbys)
-            return False
+            return None
         kept = self._to_keep(configuration, keep)
         if not self._same(configuration):
             keep_standbys = ()
@@ -171,7 +194,36 @@ class ParameterStore:
         check_codec(configuration.codec)
         check_tensors(configuration.rule, plan.tensors)
         self._check_memory(configuration)
-        self._settings = settings = ShardSettings(
+        return Change(configuration, kept, frozenset(keep_standbys))
+
+    def let_go(self, change: Change, loop: asyncio.AbstractEventLoop) -> Remains:
+        """Hold only what is kept from now on, admit nothing, and wake everybody who waits here. Follow it by make().
+
+        The rest is gone when nobody uses it any more: see Remains. Where make() never comes, what is kept can be kept
+        by another configuration.
+        """
+        leaving = [shard for number, shard in self.shards.items() if number not in change.kept]
+        leaving += [standby.shard for number, standby in self.standbys.items() if number not in change.standbys]
+        remains = Remains(leaving, loop)
+        self.shards = dict(change.kept)
+        self.drop_standbys("the history of its primary has ended", keep=change.standbys)
+        self.authority.configured = self.authority.active = False
+        self.authority.timeline = change.configuration.timeline
+        self.generation += 1
+        if self.configuration is not None:
+            self.configuration = replace(self.configuration, shards=tuple(sorted(self.shards)))
+            self._configure_staging(self.configuration)
+        before, self.signals = self.signals, {}
+        for signal in before.values():
+            # Whoever waits there waits for a history that has ended.
+            signal.notify()
+        return remains
+
+    def make(self, change: Change, loop: asyncio.AbstractEventLoop) -> None:
+        """Hold the shards of a checked configuration, new ones without values; let_go() has come before."""
+        configuration, kept = change.configuration, change.kept
+        plan = configuration.plan
+        settings = ShardSettings(
             plan=plan,
             rule=configuration.rule,
             schedule=configuration.schedule,
@@ -184,18 +236,14 @@ class ParameterStore:
             number: kept[number] if number in kept else self._make_shard(number, settings)
             for number in configuration.shards
         }
-        before, self.signals = (
-            self.signals,
-            {(number, bucket.number): Signal(loop) for number, shard in shards.items() for bucket in shard.buckets},
-        )
+        self._settings = settings
+        self.signals = {
+            (number, bucket.number): Signal(loop) for number, shard in shards.items() for bucket in shard.buckets
+        }
         self.shards = shards
-        self.drop_standbys("the history of its primary has ended", keep=keep_standbys)
         self.configuration = configuration
-        self.staging.configure(staging_ledger(configuration, shards, self.staging_bytes), partial_bytes(shards))
+        self._configure_staging(configuration)
         self.generation += 1
-        for signal in before.values():
-            # Whoever waits there waits for a history that has ended.
-            signal.notify()
         self.authority.configured = True
         self.authority.active = False
         self.authority.job = configuration.job
@@ -210,7 +258,11 @@ class ParameterStore:
             configuration.rule.name,
         )
         log.info("%s", memory_sentence(self.memory_plan(configuration), configuration))
-        return True
+
+    def _configure_staging(self, configuration: PsConfiguration) -> None:
+        """Staging goes by the shards that are held now."""
+        ledger = staging_ledger(configuration, self.shards, self.staging_bytes)
+        self.staging.configure(ledger, partial_bytes(self.shards))
 
     def _check_memory(self, configuration: PsConfiguration) -> None:
         """Raise UsageError where there is no room for what a configuration will come to hold."""
@@ -249,11 +301,18 @@ class ParameterStore:
         """The standby of a shard, made where there is none yet. Tensor work, one call per shard at a time."""
         held = self.standbys.get(number)
         if held is None:
-            assert self._settings is not None and self.configuration is not None
+            if not self.authority.configured or self._settings is None or self.configuration is None:
+                raise ProtocolError(
+                    f"this ps is being configured anew; its standby of shard {number} begins after that"
+                )
+            generation = self.generation
             if number not in self.configuration.standbys:
                 # It was not part of the sum at start.
                 self._check_memory(replace(self.configuration, standbys=(*self.configuration.standbys, number)))
-            held = self.standbys[number] = Standby(self._make_shard(number, self._settings))
+            held = Standby(self._make_shard(number, self._settings))
+            if generation != self.generation:
+                raise ProtocolError(f"this ps was configured anew while its standby of shard {number} was made")
+            self.standbys[number] = held
         return held
 
     def drop_standbys(self, reason: str, *, keep: Collection[int] = ()) -> None:
@@ -273,8 +332,7 @@ class ParameterStore:
             shards=tuple(sorted(self.shards)),
             standbys=tuple(held for held in configuration.standbys if held != number),
         )
-        ledger = staging_ledger(configuration, self.shards, self.staging_bytes)
-        self.staging.configure(ledger, partial_bytes(self.shards))
+        self._configure_staging(configuration)
         return shard
 
     def memory_plan(self, configuration: PsConfiguration) -> dict[str, int]:

@@ -37,6 +37,8 @@ class Voters:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._deciding: dict[asyncio.Task[None], int] = {}
+        """Of these, the ones that hold a shard, and its number."""
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take voted steps on this loop."""
@@ -50,23 +52,35 @@ class Voters:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._start, shard, step)
 
-    def _start(self, shard: int, step: int) -> None:
-        self._spawn(self._decide(shard, step))
+    def configured(self) -> None:
+        """Shards may be gone: nobody asks for their verdicts any more, or holds them for that."""
+        for task, number in self._deciding.items():
+            if number not in self._store.shards:
+                task.cancel()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, shard: int, step: int) -> None:
+        if shard in self._store.shards:
+            self._deciding[self._spawn(self._decide(shard, step))] = shard
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._deciding.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a voted step failed: %s", error, exc_info=error)
             self._store.on_failure(InternalError(f"a voted step failed: {error}"))
 
     async def _decide(self, number: int, step: int) -> None:
         store = self._store
-        shard = store.shard(number)
+        shard = store.shards.get(number)
+        if shard is None:
+            # It was let go of since it was complete.
+            return
         voted = await store.work(shard.vote, step)
         if voted is None:
             return

@@ -21,10 +21,13 @@ async def _abort(servicer: Any, method: str, context: grpc.aio.ServicerContext[A
     refused: Callable[[str, Exception], None] | None = getattr(servicer, "on_refused", None)
     if refused is not None:
         refused(method, error)
+    if not isinstance(error, ShardlineError):
+        # What we did not foresee is our defect: the caller gets no internals, the log gets everything.
+        log.error("unexpected error in a call from %s", context.peer(), exc_info=error)
+    # gRPC keeps what ended a call for a while; with its frames it would keep all that the call worked on.
+    error.__traceback__ = error.__context__ = error.__cause__ = None
     if isinstance(error, ShardlineError):
         await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error))
-    # What we did not foresee is our defect: the caller gets no internals, the log gets everything.
-    log.exception("unexpected error in a call from %s", context.peer())
     await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__} in this call; see the log of the task asked")
     raise AssertionError("abort always raises")
 
