@@ -30,6 +30,16 @@ PHASE_WORDS: Mapping[str, str] = {
 }
 
 
+STANDBY_WORDS: Mapping[str, str] = {
+    "": "none",
+    "unprotected": "not reached",
+    "copying": "copying",
+    "synced": "in step",
+    "silent": "silent",
+}
+"""A standby as its primary sees it, see shardline.rpc.status.STANDBY_STATES. Only one in step can take over."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardView:
     """One shard and the ps that holds it."""
@@ -53,6 +63,12 @@ class ShardView:
     staleness_max: int
     waiting_for: tuple[int, ...]
     """Replicas missing in its lowest open step."""
+    standby: str
+    """The ps with its second copy, or that shall have it; empty where there is to be none."""
+    standby_state: str
+    """One of STANDBY_WORDS."""
+    standby_problem: str
+    """Why it is not in step, where that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +326,9 @@ def _shards(status: ChiefStatus) -> tuple[ShardView, ...]:
             staleness=shard.staleness_sum / shard.pushes if shard.pushes else None,
             staleness_max=shard.staleness_max,
             waiting_for=shard.waiting_for if status.phase in ("running", "stopping") else (),
+            standby=shard.standby_task if shard.standby else "",
+            standby_state=STANDBY_WORDS[shard.standby],
+            standby_problem=shard.standby_problem if shard.standby else "",
         )
         for task in status.tasks
         for shard in task.shards

@@ -19,6 +19,9 @@ class Meter:
         self._metrics = metrics
         self._store = store
         self._seen: dict[str, int] = {}
+        self._held_standbys: set[int] = set()
+        self._followed: set[int] = set()
+        """Shards whose standbys were told of, here and elsewhere."""
         store.on_pulled = self._pulled
         store.on_barrier = self._waited
         store.on_applied = self._applied
@@ -69,6 +72,20 @@ class Meter:
         self._metrics.counter(name).inc(max(0, total - self._seen.get(name, 0)))
         self._seen[name] = max(total, self._seen.get(name, 0))
 
+    def _standbys(self, reply: Any) -> None:
+        """What this ps holds for others, and how far others are behind its own; 0 where there is none any more."""
+        held = {item.shard: (int(item.synced), item.bytes) for item in reply.standbys}
+        logs = {number: shard.log for number, shard in self._store.shards.items()}
+        lags = {number: log.lag for number, log in logs.items() if log is not None}
+        self._held_standbys |= held.keys()
+        self._followed |= lags.keys()
+        for shard in self._held_standbys:
+            synced, nbytes = held.get(shard, (0, 0))
+            self._metrics.gauge("shardline_ps_standby_synced", shard=shard).set(synced)
+            self._metrics.gauge("shardline_ps_standby_bytes", shard=shard).set(nbytes)
+        for shard in self._followed:
+            self._metrics.gauge("shardline_ps_standby_lag_records", shard=shard).set(lags.get(shard, 0))
+
     def observed(self, status: Callable[[], Any]) -> Callable[[], Any]:
         """The status function, with the gauges set from what it says."""
 
@@ -85,6 +102,7 @@ class Meter:
                 self._raise_to("shardline_duplicate_mismatches_total", mismatches)
                 cuts = sum(shard.cuts.skipped_total for shard in self._store.shards.values())
                 self._raise_to("shardline_cuts_skipped_total", cuts)
+            self._standbys(reply)
             for kind, held in self._store.held_by_kind().items():
                 metrics.gauge("shardline_held_bytes", kind=kind).set(held)
             for lane, attachments in self._store.lane_attachments().items():

@@ -60,6 +60,12 @@ class ReplicaLog:
         self._since_digest = 0
         self._digest_bucket = 0
 
+    @property
+    def lag(self) -> int:
+        """Records made and not acknowledged."""
+        with self._lock:
+            return max(0, self.sent - self.acked)
+
     # Recording
 
     def record(

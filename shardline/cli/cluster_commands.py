@@ -85,6 +85,15 @@ def versions(task: TaskStatus) -> str:
     return " ".join(f"{shard.shard}:{shard.version}" for shard in task.shards)
 
 
+def standbys(task: TaskStatus) -> str:
+    """Standbys of a ps's shards, such as "0:ps/1 in step, 2:ps/0 copying"; empty where there are to be none."""
+    from shardline.view import STANDBY_WORDS
+
+    return ", ".join(
+        f"{shard.shard}:{shard.standby_task} {STANDBY_WORDS[shard.standby]}" for shard in task.shards if shard.standby
+    )
+
+
 def table(found: ChiefStatus) -> Table:
     """One row per task."""
     from rich.table import Table
@@ -92,7 +101,9 @@ def table(found: ChiefStatus) -> Table:
     rows = Table(box=None, pad_edge=False)
     # The widest and least asked for come last: a narrow terminal breaks the line there.
     right = ("step", "push MB/s", "pull MB/s", "heard")
-    names = ("task", "state", *right, "shard:version", "incarnation", "address", "metrics")
+    # Most jobs have no standbys.
+    second = ("shard:standby",) if any(standbys(task) for task in found.tasks) else ()
+    names = ("task", "state", *right, "shard:version", *second, "incarnation", "address", "metrics")
     for name in names:
         rows.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     for task in found.tasks:
@@ -105,6 +116,7 @@ def table(found: ChiefStatus) -> Table:
             f"{task.pull_bytes_per_s / 1e6:.2f}",
             f"{task.last_heard_s:.1f} s ago",
             versions(task),
+            *((standbys(task),) if second else ()),
             # term << 32 | counter: shown as people count.
             f"{task.incarnation >> 32}.{task.incarnation & 0xFFFFFFFF}",
             task.address,

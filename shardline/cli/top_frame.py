@@ -322,8 +322,11 @@ def _tasks(tasks: Sequence[TaskView], rows: int, width: int, glyphs: Glyphs) -> 
 def _shards(view: ClusterView, rows: int, width: int, glyphs: Glyphs) -> Table:
     table = _table()
     wide = width >= 80
-    length = 24 if width >= 120 else 12
-    for name in ("shard", "on", "size", "", "version", "steps", *(("held", "waits for") if wide else ())):
+    # Most jobs have no standbys, and the room is better used.
+    standbys = wide and any(shard.standby for shard in view.shards)
+    length = 24 if width >= 120 else 6 if standbys else 12
+    more = (*(("standby",) if standbys else ()), "held", "waits for") if wide else ()
+    for name in ("shard", "on", "size", "", "version", "steps", *more):
         table.add_column(name, justify="right" if name in ("shard", "size", "version", "steps", "held") else "left")
     for column in table.columns:
         column.no_wrap, column.overflow = True, "ellipsis"
@@ -338,12 +341,19 @@ def _shards(view: ClusterView, rows: int, width: int, glyphs: Glyphs) -> Table:
             str(shard.version),
             steps,
         ]
+        if standbys:
+            row.append(_standby(shard))
         if wide:
             row += [size(shard.held_bytes), _awaited(shard)]
         table.add_row(*row)
     if len(shown) < len(view.shards):
         table.add_row("", f"{glyphs.more} {len(view.shards) - len(shown)} more")
     return table
+
+
+def _standby(shard: ShardView) -> Text:
+    words = f"{shard.standby} {shard.standby_state}".strip()
+    return Text(clean(words), style="" if shard.standby_state == "in step" else "yellow")
 
 
 def _awaited(shard: ShardView) -> str:

@@ -363,6 +363,20 @@ def test_status_table_has_a_row_per_task() -> None:
     assert cluster_commands.headline(RUNNING)[1] == "checkpoint: step 100, /out/step-00000100"
 
 
+def test_status_table_says_where_standbys_are_in_a_job_that_has_them() -> None:
+    shards = (
+        ShardStatus(shard=0, standby="synced", standby_task="ps/1"),
+        ShardStatus(shard=2, standby="unprotected", standby_task="ps/2"),
+    )
+    tasks = (TaskStatus(task="ps/0", state="alive", shards=shards), TaskStatus(task="worker/0", state="alive"))
+    console = Console(width=200, file=io.StringIO())
+    console.print(cluster_commands.table(dataclasses.replace(RUNNING, tasks=tasks)))
+    console.print(cluster_commands.table(RUNNING))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("shard:standby") == 1
+    assert "0:ps/1 in step, 2:ps/2 not reached" in text
+
+
 def test_status_shows_whole_addresses_where_the_output_has_no_width(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

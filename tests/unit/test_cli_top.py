@@ -150,6 +150,24 @@ def test_map_of_shards_shows_who_holds_what_and_who_is_waited_for() -> None:
     assert "held" not in row(drawn(VIEW, 60), "shard")
 
 
+def test_map_of_shards_shows_standbys_where_the_job_has_them_and_the_terminal_is_wide_enough() -> None:
+    ps = STATUS.tasks[1]
+    shards = (
+        dataclasses.replace(ps.shards[0], standby="synced", standby_task="ps/1"),
+        dataclasses.replace(ps.shards[1], standby="copying", standby_task="ps/2"),
+    )
+    tasks = (STATUS.tasks[0], dataclasses.replace(ps, shards=shards))
+    view = cluster_view(dataclasses.replace(STATUS, tasks=tasks))
+    for width in (80, 120):
+        lines = drawn(view, width)
+        at = next(number for number, line in enumerate(lines) if line.split()[:1] == ["shard"])
+        assert max(len(line) for line in lines) <= width
+        assert " standby " in lines[at]
+        assert " ps/1 in step " in lines[at + 1] and "replica 1" in lines[at + 1]
+        assert " ps/2 copying " in lines[at + 2]
+    assert not any("standby" in line for line in (*drawn(view, 60), *drawn(VIEW, 120)))
+
+
 def test_job_that_has_not_begun_shows_what_it_waits_for_and_no_figures_it_does_not_have() -> None:
     waiting = ChiefStatus(job="digits", phase="waiting", missing=("ps/0",), steps=400, time=NOON)
     lines = drawn(cluster_view(waiting), 80)

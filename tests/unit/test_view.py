@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardline.rpc.status import CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus
-from shardline.view import as_json, cluster_view
+from shardline.rpc.status import STANDBY_STATES, CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus
+from shardline.view import STANDBY_WORDS, as_json, cluster_view
 
 TASKS = (
     TaskStatus(
@@ -98,6 +98,29 @@ def test_shards_have_their_size_beside_the_largest_and_who_holds_them() -> None:
     (shard,) = cluster_view(STATUS).shards
     assert (shard.shard, shard.ps, shard.bytes, shard.held_bytes) == (1, "ps/0", 300, 900)
     assert (shard.share, shard.staleness, shard.waiting_for) == (0.75, 0.5, (1,))
+
+
+@pytest.mark.parametrize(
+    ("state", "task", "shown"),
+    [
+        ("", "", ("", "none")),
+        ("unprotected", "ps/1", ("ps/1", "not reached")),
+        ("copying", "ps/1", ("ps/1", "copying")),
+        ("synced", "ps/1", ("ps/1", "in step")),
+        ("silent", "ps/1", ("ps/1", "silent")),
+    ],
+)
+def test_shards_say_where_their_standbys_are_and_whether_these_are_in_step(
+    state: str, task: str, shown: tuple[str, str]
+) -> None:
+    held = ShardStatus(shard=1, standby=state, standby_task=task, standby_problem="a reason" if task else "")
+    (shard,) = cluster_view(replace(STATUS, tasks=(TaskStatus(task="ps/0", state="alive", shards=(held,)),))).shards
+    assert (shard.standby, shard.standby_state) == shown
+    assert shard.standby_problem == ("a reason" if task else "")
+
+
+def test_every_state_of_a_standby_has_a_word() -> None:
+    assert STANDBY_WORDS.keys() == STANDBY_STATES.keys()
 
 
 def test_checkpoints_come_newest_first_and_the_best_is_marked() -> None:

@@ -123,6 +123,14 @@ function ranges(numbers) {
   return parts.map(([first, last]) => (first === last ? `${first}` : `${first}–${last}`)).join(", ");
 }
 
+// Where a second copy of a shard is, and whether it could take over.
+function standby(shard) {
+  const text = `${shard.standby} ${shard.standby_state}`.trim();
+  if (!shard.standby) return { text, kind: "soft" };
+  if (shard.standby_state === "in step") return text;
+  return { text, chip: "suspect", title: shard.standby_problem };
+}
+
 function shards(view) {
   fill(
     at("shards"),
@@ -131,6 +139,7 @@ function shards(view) {
       cells: [
         `shard ${shard.shard}`,
         shard.state === "alive" ? shard.ps : { text: `${shard.ps} ${shard.state}`, chip: shard.state },
+        standby(shard),
         { text: bytes(shard.bytes), share: shard.share },
         number(bytes(shard.held_bytes)),
         number(count(shard.version)),
