@@ -95,7 +95,8 @@ class FencedError(ShardlineError):
 class RolledBackError(ShardlineError):
     """The job went back to an earlier step, which a person's own loop can't follow by itself.
 
-    `for step in session.steps(...)` restarts its body instead of raising this.
+    `for step in session.steps(...)` restarts its body instead of raising this. With standbys (--standbys 1) the loss of
+    a server makes no job go back. step: where the job stands, and whose parameters the model holds.
     """
 
     exit_code = 9

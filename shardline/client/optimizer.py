@@ -29,7 +29,8 @@ class ShardlineOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push this replica's gradients as one step and pull the updated parameters; returns closure's loss.
 
-        Raises RolledBackError where the job went back, unless the loop is `for step in session.steps(...)`.
+        Raises RolledBackError where the job went back because a server without a standby was lost, unless the loop is
+        `for step in session.steps(...)`. Where a standby takes over, this returns when the step is done, as ever.
         """
         loss = None
         if closure is not None:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shardline.client.attachment import ScriptSettings, check_named, meter_step, script_spec
+from shardline.client.carried import Carried
 from shardline.client.exchange import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.optimizer import ShardlineOptimizer
 from shardline.client.overlap import Expected
@@ -35,6 +36,7 @@ from shardline.data import Watch
 from shardline.errors import (
     FencedError,
     JobError,
+    RolledBackError,
     ShardlineError,
     TaskLostError,
     TensorError,
@@ -152,7 +154,8 @@ class Session:
 
         model: a module, or named tensors for those who write their own loop. Its tensors are updated in place.
         optimizer: a torch.optim object over the model's parameters; the servers apply its rule.
-        job: the whole specification where there is a job file.
+        job: the whole specification where there is a job file. Its loop has to be over steps(): with overlap any other
+        is told of a standby that takes over as of a rollback, since it computes while a step is on its way.
         overlap: gradients leave during backward(), so nothing may change them between backward() and step(): no
         clip_grad_norm_, no second backward(), no unscale_. Jobs from a file overlap by themselves, and their next
         forward pass waits per layer.
@@ -325,6 +328,9 @@ class Session:
             given = {name: v.grad for name, v in self._values.items() if v.grad is not None}
             gradients = given if self._lent is None else self._lent.gradients()
         self.trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=hyper, keep=keep)
+        if not self._steps.iterating:
+            kept = gradients if keep else {name: gradient.clone() for name, gradient in gradients.items()}
+            self._steps.carried = Carried(self.trainer, replica, kept, loss=loss, samples=samples, hyper=hyper)
         compute_s = time.monotonic() - self._step_began_s - self._pipeline.waited_s
         compute_s -= sum(item.compute_s for item in self._contributed)
         number = self._steps.leases.batch if self._steps.leases.held else self.trainer.step
@@ -342,6 +348,9 @@ class Session:
         """Send the open step and hold the next parameters; False where the loop has to run the step again.
 
         Contributes .grad for this worker's own replica where nothing was contributed yet.
+
+        Outside of steps(): True too where a standby has taken over, since what was contributed is taken along; raises
+        RolledBackError where the job went back.
         """
         if not self._contributed:
             replica = self.replica if self.trainer.is_sync else 0
@@ -359,10 +368,14 @@ class Session:
             except (Restart, Interrupted, Stopped) as error:
                 if not self._go_on(error):
                     self._contributed.clear()
+                    self._steps.carried = None
                     return False
-                continue
+                figures = self._steps.closed_by
+                if figures is None:
+                    continue
             sent = Sent(tuple(self._contributed), self._step_began_s, self._steps.leases.batch)
             self._contributed.clear()
+            self._steps.carried = None
             self._steps.advance()
             self._step_began_s = time.monotonic()
             self._pipeline.waited_s = 0.0
@@ -383,12 +396,16 @@ class Session:
         return self._steps.still_ordered()
 
     def _go_on(self, error: Exception) -> bool:
-        again = False
+        again, trainer = False, self.trainer
         try:
             again = self._steps.go_on(error)
+        except RolledBackError:
+            self._contributed.clear()
+            self._steps.carried = None
+            raise
         finally:
-            if self._lent is not None and not again:
-                # What was counted of a step that is given up may be read for longer.
+            if self._lent is not None and not (again and self.trainer is trainer):
+                # What was counted of a step that is given up may be read for longer, and segments go with their lanes.
                 self._lent.take_back()
         return again
 

@@ -207,6 +207,22 @@ class Staging:
             held.update(self._sums[key].partials())
         return held
 
+    def buffers(self) -> dict[int, torch.Tensor]:
+        """Copies of the changed buffers that were added for the open step, flat, by tensor number."""
+        found: dict[int, torch.Tensor] = {}
+        for key in self.keys:
+            spec = self._spec(key)
+            for partial in self._partials(key).values() if spec.kind is TensorKind.BUFFER else ():
+                if partial.values is None:
+                    continue
+                for piece, there in zip(spec.slices, partial.present, strict=True):
+                    if there:
+                        elements = self._plan.tensors[piece.tensor].elements
+                        whole = found.setdefault(piece.tensor, partial.values.new_empty(elements))
+                        part = piece.first_row * self._plan.tensors[piece.tensor].row_elements
+                        whole[part : part + piece.elements] = partial.values[piece.offset : piece.end]
+        return found
+
     def blocks(self) -> list[Block]:
         """Blocks to push, in order; every bucket has the same."""
         return sorted(self._partials((0, 0)))

@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from shardline.client.exchange import Interrupted, Restart, Stopped
+from shardline.client.carried import Carried
+from shardline.client.exchange import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.leases import Leases
 from shardline.client.pipeline import Pipeline
 from shardline.client.trainer import Trainer
@@ -40,6 +41,10 @@ class StepFinder:
         """The next step begins with Progress."""
         self.iterating = False
         """Within a loop over steps(), which can be made to run a step again."""
+        self.carried: Carried | None = None
+        """What a loop that can't be made to do so has contributed to the open step."""
+        self.closed_by: StepFigures | None = None
+        """Set by go_on() where the open step needs no exchange any more: all shards have its contribution."""
         self.leases = Leases()
         self._finished = False
         self._repeated = 0
@@ -156,6 +161,9 @@ class StepFinder:
         self.assigned = orders.replicas
         try:
             self._place.renew(self.link)
+            if self.link.orders != orders:
+                # Nobody could interrupt a trainer that was not there yet.
+                return False
             self.todo = self._trainer.locate(orders.replicas, orders.timeline)
         except (Restart, Interrupted) as error:
             log.info("finding the step again: %s", error or "interrupted")
@@ -237,8 +245,12 @@ class StepFinder:
         return self._trainer.step
 
     def go_on(self, error: Exception) -> bool:
-        """After an exchange that didn't end: True = send the same again, False = the loop starts over."""
+        """After an exchange that didn't end: True = send the same again, False = the loop starts over.
+
+        Raises RolledBackError where the loop can't start over and the job went back.
+        """
         link = self.link
+        self.closed_by = None
         orders = self._orders_or_none()
         if orders is None or orders.phase is Phase.ENDED:
             self.stale = True
@@ -261,24 +273,59 @@ class StepFinder:
             # Orders that came before arm() are looked at here, later ones interrupt again.
             if self.still_ordered():
                 return True
-            self.stale = True
-            self._lose_sent()
-            return False
         if not self.iterating:
-            raise self._rolled_back()
+            return self._carry_over()
         log.info("starting the step again: %s", error or "orders changed")
         self.stale = True
         self._lose_sent()
         return False
 
-    def _rolled_back(self) -> RolledBackError:
-        """What a loop that can't be made to run a step again is told, once it is known where the job stands."""
-        link = self.link
-        link.wait(lambda o: o.fenced or o.phase not in (Phase.WAITING, Phase.INIT), timeout_s=self._timeouts.join_s)
-        step = link.orders.first_step
+    def _carry_over(self) -> bool:
+        """Another timeline under a loop that can't run its step again: what it contributed is taken along into it.
+
+        True = it is to be sent again, or closed_by says that it counts already; False = the job has ended. A server
+        that a standby stands in for makes a timeline in which nothing went back; of any other this raises
+        RolledBackError, with the parameters of the step where the job stands in the model.
+        """
+        carried = self.carried
+        if carried is None:
+            # attach(job=...) and no loop over steps(): it runs ahead of what it has sent, and holds nothing of it.
+            unbegun = (Phase.WAITING, Phase.INIT)
+            self.link.wait(lambda o: o.fenced or o.phase not in unbegun, timeout_s=self._timeouts.join_s)
+            if self.link.orders.phase is not Phase.ENDED:
+                self.link.check()
+                raise self._rolled_back(self.link.orders.first_step)
+            self.stale = True
+            self._lose_sent()
+            return False
+        carried.keep(self._trainer, shared=self._place.zero_copy)
+        self.stale = True
+        self._lose_sent()
+        while self.stale:
+            # Before the orders are read, see next().
+            self._trainer.exchange.arm()
+            orders = self._orders_or_none()
+            if orders is None or orders.phase is Phase.ENDED:
+                return False
+            begun = orders.phase in (Phase.RUNNING, Phase.STOPPING)
+            if not begun or (self._trainer.is_sync and not orders.replicas):
+                self._wait_for_change(orders)
+            else:
+                self._relocate(orders)
+        trainer = self._trainer
+        if carried.went_back(trainer):
+            raise self._rolled_back(trainer.step if trainer.is_sync else self.link.orders.first_step)
+        if carried.counted(trainer):
+            self.closed_by = carried.accept(trainer)
+        else:
+            carried.contribute(trainer)
+        return True
+
+    def _rolled_back(self, step: int) -> RolledBackError:
+        """What a loop that can't be made to run a step again is told. step: where the job stands."""
         return RolledBackError(
-            f"{link.task}: a parameter server was lost, and the job went back to step {step}; loop over "
-            "session.steps() to follow it",
+            f"{self.link.task}: a parameter server was lost, and the job went back to step {step}; loop over "
+            "session.steps() to follow it, or train with --standbys 1",
             step=step,
         )
 

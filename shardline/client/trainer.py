@@ -94,7 +94,7 @@ class Trainer:
             task=task,
             incarnation=incarnation,
         )
-        self._staging = Staging(
+        self.staging = Staging(
             view.plan, view.job.replicas if self.is_sync else 1, view.job.codec, self._allocate, self._gpu
         )
         self.step = 0
@@ -103,7 +103,7 @@ class Trainer:
         """Step of the parameters in the model's tensors, where they are known to be whole."""
         self.acknowledged = dict.fromkeys(self.sinks, 0)
         """Asynchronous: number of this worker's last push that each shard has applied."""
-        self._base = dict.fromkeys(self.sinks, 0)
+        self.base = dict.fromkeys(self.sinks, 0)
         """Version of the parameters in the model, by shard; a broken exchange leaves it."""
         self._first = True
         """The first step after a (re)start: parts of a block may be counted already."""
@@ -170,7 +170,7 @@ class Trainer:
     def gradient_view(self, name: str) -> torch.Tensor | None:
         """Memory that the shard reads, to compute this tensor's gradient in; None where there is none (left)."""
         # What another replica of this worker has computed there is not sent yet.
-        free = self._zero is not None and not self._staging.has_gradients
+        free = self._zero is not None and not self.staging.has_gradients
         return self._zero.gradient(self._tensor_of[name]) if self._zero is not None and free else None
 
     def lane(self, shard: int) -> str:
@@ -241,7 +241,7 @@ class Trainer:
         if self._zero is not None and step is not None:
             self._zero.settle(step)
         self._have = step
-        self._base = {shard: sink.base_version for shard, sink in self.sinks.items()}
+        self.base = {shard: sink.base_version for shard, sink in self.sinks.items()}
         if step is not None:
             self.step = step
         self._close_step()
@@ -256,7 +256,7 @@ class Trainer:
         self._early = self._expected = self._running = None
         self._pushes = {}
         self._finished = False
-        self._staging.clear()
+        self.staging.clear()
 
     def give_up(self) -> None:
         """End what is under way; what arrived of it is of no use. arm() the exchange before the next one.
@@ -349,11 +349,11 @@ class Trainer:
             return
         self._judge(expected.replica, loss_names(expected.loss))
         self._expected = expected
-        self._staging.extras.samples[expected.replica] = expected.samples
+        self.staging.extras.samples[expected.replica] = expected.samples
         block = cover(expected.owned, self.job.replicas)[0] if self.is_sync else Block(0, 1)
         self._early = EarlyPush(
             self.plan,
-            self._staging,
+            self.staging,
             replica=expected.replica if self.is_sync else 0,
             block=block,
             presum=block.count > 1,
@@ -390,7 +390,7 @@ class Trainer:
         """The first bucket is ready. Called by a hook, during the backward pass."""
         assert self._early is not None and self._expected is not None
         if self._expected.replica == 0:
-            self._staging.extras.hyper = self._expected.hyper()
+            self.staging.extras.hyper = self._expected.hyper()
         block, early = self._early.block, self._early.payloads
         self._pushes = {shard: [self._push(shard, payloads, block)] for shard, payloads in early.items()}
         self._start(hold=True, compute_s=self._longest_s)
@@ -427,11 +427,11 @@ class Trainer:
         bad = loss_names(loss)
         # Rounding a sum is not summing rounded parts: a lossy codec would make the bits depend on who runs what.
         presum = self.is_sync and not self._first and self.job.codec == RAW.name
-        self._staging.extras.samples[replica] = samples
+        self.staging.extras.samples[replica] = samples
         if hyper and replica == 0:
-            self._staging.extras.hyper = hyper
+            self.staging.extras.hyper = hyper
         with torch.no_grad():
-            bad += self._staging.add(replica if self.is_sync else 0, numbers, buffers, presum=presum, keep=keep)
+            bad += self.staging.add(replica if self.is_sync else 0, numbers, buffers, presum=presum, keep=keep)
         self._judge(replica, bad)
 
     def _close_early(
@@ -446,7 +446,7 @@ class Trainer:
         try:
             with torch.no_grad():
                 early.close(numbers, buffers)
-            if expected.replica == 0 and (hyper or {}) != self._staging.extras.hyper:
+            if expected.replica == 0 and (hyper or {}) != self.staging.extras.hyper:
                 raise JobError(
                     "a parameter group's numbers (lr ...) were changed after the backward pass had sent gradients with "
                     "the ones before; change them before backward(), or attach(..., overlap=False)"
@@ -465,10 +465,10 @@ class Trainer:
             self.on_nonfinite(name)
         if self.job.consistency.nan_policy == "stop":
             if not early:
-                self._staging.clear()
+                self.staging.clear()
             raise stop_error(self.step if step is None else step, replica, bad, early=early)
         if not early:
-            named = self._staging.extras.nonfinite
+            named = self.staging.extras.nonfinite
             named.extend(name for name in bad if name not in named)
 
     def finish(self, *, clip_scale: float = 1.0) -> StepFigures:
@@ -497,14 +497,14 @@ class Trainer:
 
     def _make_pushes(self, clip_scale: float) -> None:
         """The pushes of gradients that were all computed before any left."""
-        blocks = self._staging.blocks()
-        skip = bool(self._staging.extras.nonfinite) and not self.is_sync
+        blocks = self.staging.blocks()
+        skip = bool(self.staging.extras.nonfinite) and not self.is_sync
         if not self.is_sync and len(blocks) != 1:
             raise ProtocolError("asynchronous mode takes one contribution per step")
         filled = functools.partial(
             filled_payloads,
             self.plan,
-            self._staging,
+            self.staging,
             credit_bytes=self._credit_bytes,
             interrupted=self.exchange.refusal,
         )
@@ -515,10 +515,10 @@ class Trainer:
     def _push(
         self, shard: int, payloads: Payloads, block: Block, *, scale: float = 1.0, skip: bool = False
     ) -> Contribution:
-        push = self._staging.contribution(block, payloads)
+        push = self.staging.contribution(block, payloads)
         if self.is_sync:
             return replace(push, step=self.step)
-        base = self._base[shard]
+        base = self.base[shard]
         return replace(push, seq=self.acknowledged[shard] + 1, base_min=base, base_max=base, scale=scale, skip=skip)
 
     def _start(self, *, hold: bool, compute_s: float = 0.0) -> None:
@@ -597,4 +597,4 @@ class Trainer:
             self._zero.release()
         with contextlib.suppress(UnreachableError):
             self._close_step()
-        self._staging.close()
+        self.staging.close()

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.support import PATIENCE_S, events, expected_sha256, mortal_cluster, slow_job, summary_of, wait_for_event
+from tests.e2e.support import (
+    PATIENCE_S,
+    events,
+    expected_sha256,
+    mortal_cluster,
+    slow_job,
+    summary_of,
+    wait_for_event,
+    wait_for_step,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(300)]
 
@@ -95,6 +104,8 @@ def run_script(folder: Path, loop: str, *, kill: bool) -> tuple[int, Path]:
     with mortal_cluster(script, out, script=True) as cluster:
         wait_for_event(out, "checkpoint", "checkpoint of step [12]0")
         if kill:
+            # Past the checkpoint: there is something to go back from.
+            wait_for_step(out, 13)
             cluster.kill("ps/1")
         return cluster.wait(timeout_s=PATIENCE_S), out
 

@@ -80,3 +80,56 @@ def test_a_ps_and_the_chief_killed_together_cost_nothing_that_was_acknowledged(t
     else:
         assert found["lost_updates"] == 0
         assert all(300 <= version <= 300 + found["repeated_batches"] for version in found["versions"])
+
+
+# Nothing here knows of steps(): the loop makes each step once, whatever happens to the servers.
+PLAIN_LOOP = """
+import time
+import torch
+import shardline
+
+session = shardline.connect()
+torch.manual_seed(3)
+model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 4))
+optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+for step in range(80):
+    generator = torch.Generator().manual_seed(step * 10 + session.replica)
+    optimizer.zero_grad()
+    model(torch.randn(8, 30, generator=generator)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.02)
+session.close()
+"""
+
+
+def run_plain_loop(folder: Path, *, kill: bool, **options: Any) -> tuple[dict[str, Any], list[str]]:
+    folder.mkdir()
+    script, out = folder / "script.py", folder / "run"
+    script.write_text(PLAIN_LOOP, encoding="utf-8")
+    with mortal_cluster(script, out, script=True, standbys=1, **options) as cluster:
+        for shard in (0, 1):
+            wait_for_event(out, "standby", f"shard {shard} is protected")
+        wait_for_step(out, 10)
+        if kill:
+            cluster.kill("ps/1")
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, events(out)
+    return summary_of(out), events(out)
+
+
+@pytest.mark.chaos
+def test_a_loop_of_ones_own_does_not_see_that_a_ps_with_a_standby_was_killed(tmp_path: Path) -> None:
+    undisturbed, _ = run_plain_loop(tmp_path / "undisturbed", kill=False)
+    found, told = run_plain_loop(tmp_path / "killed", kill=True)
+    (recovery,) = found["recoveries"]
+    assert (recovery["task"], recovery["lost"], undisturbed["recoveries"]) == ("ps/1", 0, [])
+    assert any("taken over: shard 1 by ps/0; nothing goes back" in text for text in told), told
+    assert (found["steps"], found["sha256"]) == (80, undisturbed["sha256"])
+
+
+@pytest.mark.chaos
+def test_an_asynchronous_loop_of_ones_own_loses_no_push_with_a_ps_that_has_a_standby(tmp_path: Path) -> None:
+    found, _ = run_plain_loop(tmp_path / "run", kill=True, overrides=(("consistency", "async"),))
+    (recovery,) = found["recoveries"]
+    assert (recovery["task"], recovery["lost"], found["lost_updates"]) == ("ps/1", 0, 0)
+    # Two workers of 80 pushes each, and none of them is made twice.
+    assert found["versions"] == [160, 160]
