@@ -64,23 +64,29 @@ def kept(payload: Buffer) -> Buffer:
 def opened(slot: Slot, take: Callable[[int], memoryview]) -> Gradient:
     """The gradient in a slot that is full; take: memory for what came in pieces. Runs in the pool.
 
-    Raises ProtocolError where its digest differs.
+    Raises ProtocolError where its digest differs, or where its push ended and let go of it meanwhile.
     """
-    _join(slot, take)
-    if slot.digest and slot.moved and slot.digest != digest(slot.memory):
+    # Held here: release() may come from the end of the push at any moment, and leaves the slot without bytes.
+    memory = _joined(slot, take)
+    if len(memory) != slot.codec.payload_bytes(slot.spec.dtype, slot.spec.elements):
+        raise ProtocolError(f"bucket {slot.number}: its push ended before it was counted; nothing was changed")
+    if slot.digest and slot.moved and slot.digest != digest(memory):
         raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
     if slot.borrowed and slot.codec is RAW:
-        return Gradient(borrowed_tensor(slot.memory, slot.spec.dtype), slot.present, slot.digest, True)
-    return Gradient(slot.codec.decode(slot.memory, slot.spec.dtype, slot.spec.elements), slot.present, slot.digest)
+        return Gradient(borrowed_tensor(memory, slot.spec.dtype), slot.present, slot.digest, True)
+    return Gradient(slot.codec.decode(memory, slot.spec.dtype, slot.spec.elements), slot.present, slot.digest)
 
 
-def _join(slot: Slot, take: Callable[[int], memoryview]) -> None:
+def _joined(slot: Slot, take: Callable[[int], memoryview]) -> memoryview:
     """The bytes of a bucket that came in chunks. One chunk is used where it lies, as long as the contribution lives."""
     parts, slot.parts = slot.parts, []
+    if not parts:
+        return slot.memory
     if len(parts) == 1:
-        slot.memory, slot.borrowed = memoryview(parts[0]), True
-    elif parts:
-        slot.memory, end = take(slot.size), 0
-        for part in parts:
-            copy_bytes(slot.memory[end : end + len(part)], part)
-            end += len(part)
+        slot.borrowed = True
+        return memoryview(parts[0])
+    memory, end = take(slot.size), 0
+    for part in parts:
+        copy_bytes(memory[end : end + len(part)], part)
+        end += len(part)
+    return memory
