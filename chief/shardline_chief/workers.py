@@ -35,7 +35,9 @@ class Workers:
         """Tasks that train can't reach a server that the chief hears: the server's fault, or theirs (PROTOCOL 1.6)."""
         state = self.state
         trainers = state.trainers()
-        if state.phase is not Phase.RUNNING or not any(state.suspects.get(member.task) for member in trainers):
+        suspected = any(state.suspects.get(member.task) for member in trainers)
+        # A chief that comes back first hears all servers: what is lost is decided once, with what the others hold.
+        if state.phase is not Phase.RUNNING or state.returning or not suspected:
             self._suspected_s = None
             return
         if self._suspected_s is None:

@@ -67,6 +67,21 @@ def test_a_server_that_died_with_the_chief_is_stood_in_for_and_nothing_goes_back
     assert cluster.orders("worker/0").first_step == 17
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_workers_that_miss_a_server_do_not_decide_before_all_servers_are_heard(mode: str) -> None:
+    cluster = protected_cluster(mode=mode)
+    cluster.ps[1].dead = True
+    cluster.next_chief()
+    for number in range(2):
+        cluster.suspects[f"worker/{number}"] = ("ps/1",)
+    cluster.tick(T / 3 + 4)
+    cluster.suspects.clear()
+    cluster.tick(2)
+    goes_on(cluster)
+    assert not cluster.program.takeover.hearing
+    assert [recovered.task for recovered in cluster.program.state.recoveries] == ["ps/1"]
+
+
 def test_of_two_servers_the_one_that_came_back_empty_holds_standbys_of_the_other() -> None:
     cluster = protected_cluster(ps=2)
     cluster.ps[1] = FakePs(1)
