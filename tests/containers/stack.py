@@ -80,9 +80,10 @@ def until(found: Callable[[], Any], what: str | Callable[[], str], timeout_s: fl
 def kill(container: str) -> None:
     """Kill the task in a container as the kernel would, so that the restart policy acts."""
     top = run("docker", "top", container, "-eo", "pid,args").splitlines()[1:]
-    # The first is init, which dies with the last of its children and hands its exit code on. A health check may be
-    # among the others.
-    run("kill", "-9", next(line.split()[0] for line in top[1:] if " health" not in line))
+    # The first is init, where there is one: it dies with the last of its children and hands its exit code on. A health
+    # check may be among the others.
+    tasks = [line.split()[0] for line in top if " health" not in line and "wget" not in line]
+    run("kill", "-9", tasks[min(1, len(tasks) - 1)])
 
 
 class Stack:

@@ -48,7 +48,8 @@ def test_killed_worker_is_started_again_and_takes_its_own_place(running: Stack) 
     running.kill(running.one("worker"))
     said = running.wait_line("chief", r"worker/\d is suspect: .*its stream is broken", after=after)
     task = said.split("WARNING ")[1].split()[0]
-    running.wait_line("chief", f"{task}: a new process takes the place of a silent one", after=after)
+    # On a busy machine it may be declared dead before the next one is there.
+    running.wait_line("chief", f"{task}: a new process takes the place of a silent one|{task} is dead: ", after=after)
     running.wait_line("chief", f"{task} joined", after=after)
     running.goes_on()
     assert running.restarts(running.one("worker")) == 1
