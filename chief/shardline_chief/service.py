@@ -23,6 +23,7 @@ from shardline_chief.checkpointer import Checkpointer, ResumePoint
 from shardline_chief.commands import Commander
 from shardline_chief.control import Control
 from shardline_chief.journal import Journal
+from shardline_chief.page.access import check_exposure
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
 from shardline_chief.places_servicer import PLACES, register_places
@@ -46,6 +47,9 @@ def run(config: RoleConfig) -> int:
     termination.install()
     spec = _job_spec(config)
     out = (config.out or DEFAULT_OUT).absolute()
+    if config.page is not None:
+        # Before anything is written.
+        check_exposure(config.page, config.security)
     with Journal(out / "chief") as journal:
         settings = _settings(config)
         known = replay(journal.read())
