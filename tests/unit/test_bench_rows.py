@@ -323,7 +323,7 @@ def test_page_of_results_and_readme_have_the_figures_that_are_recorded() -> None
     found = report.read(report.RESULTS)
     assert report.PAGE.read_text() == report.page(found), "run: make docs"
     text = (report.RESULTS.parents[1] / "README.md").read_text().split("\n## Measured\n")[1].split("\n## ")[0]
-    shown = set(re.findall(r"\d+\.\d+", text))
+    shown = set(re.findall(r"-?\d+\.\d+", text))
     for name, one in found.items():
         for row in one.get("rows", ()):
             if row["met"] is not None:
