@@ -22,7 +22,7 @@ from shardline.wire.protobuf import ChunkView, PushFrameView
 from shardline_ps.admission_servicer import admit_data, attachment_of, drop_named, lane_name, outcome_to_proto
 from shardline_ps.attachments import Attachment, Attachments
 from shardline_ps.shard import Gradient, Shard
-from shardline_ps.slots import Slot, kept, opened
+from shardline_ps.slots import Slot, opened
 from shardline_ps.staging import AsyncPush, Lease
 from shardline_ps.store import ParameterStore, numbers
 
@@ -301,17 +301,7 @@ class PushReceiver:
         slot = self._slot
         if slot is None or chunk.bucket != slot.number:
             raise ProtocolError(f"chunk of bucket {chunk.bucket} without its bucket header")
-        end = chunk.offset + len(chunk.payload)
-        if chunk.offset != slot.filled or end > slot.size:
-            raise ProtocolError(
-                f"bucket {slot.number}: chunk of {len(chunk.payload)} bytes at {chunk.offset}, expected one at "
-                f"{slot.filled} within {slot.size}; chunks neither overlap, repeat nor leave gaps"
-            )
-        if slot.size and not len(chunk.payload):
-            raise ProtocolError(f"bucket {slot.number}: a chunk without bytes of a bucket that has some")
-        slot.parts.append(kept(chunk.payload))
-        slot.filled = end
-        slot.chunks += 1
+        slot.add(chunk.offset, chunk.payload)
 
     def _end_bucket(self, push: _Push, commit: data_pb2.BucketCommit) -> None:
         slot = self._slot

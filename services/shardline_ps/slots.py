@@ -41,6 +41,20 @@ class Slot:
     ticket: Ticket | None = None
     lease: Lease | None = None
 
+    def add(self, offset: int, payload: Buffer) -> None:
+        """One more chunk, in order. Raises ProtocolError, the slot left as it was."""
+        end = offset + len(payload)
+        if offset != self.filled or end > self.size:
+            raise ProtocolError(
+                f"bucket {self.number}: chunk of {len(payload)} bytes at {offset}, expected one at "
+                f"{self.filled} within {self.size}; chunks neither overlap, repeat nor leave gaps"
+            )
+        if self.size and not len(payload):
+            raise ProtocolError(f"bucket {self.number}: a chunk without bytes of a bucket that has some")
+        self.parts.append(kept(payload))
+        self.filled = end
+        self.chunks += 1
+
     def release(self) -> None:
         """Give back the room in staging, and the bytes that took it: a push keeps its slots until it ends.
 
