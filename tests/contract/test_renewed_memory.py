@@ -120,9 +120,8 @@ def test_half_a_push_is_ended_and_holds_no_shard_while_new_ones_are_made(
     begin_again(client)
 
 
-def test_work_in_the_pool_is_waited_for_and_meanwhile_nothing_is_admitted(
-    ready: PlainClient, ps: Ps, no_collection: None, beside: ThreadPoolExecutor
-) -> None:
+def work_under_way(ps: Ps) -> threading.Event:
+    """The pool has begun something with shard 0, which ends when the event is set."""
     begun, over = threading.Event(), threading.Event()
 
     def work(shard: object) -> None:
@@ -131,6 +130,13 @@ def test_work_in_the_pool_is_waited_for_and_meanwhile_nothing_is_admitted(
 
     ps.store.pool.submit(work, ps.store.shards[0])
     assert begun.wait(10.0)
+    return over
+
+
+def test_work_in_the_pool_is_waited_for_and_meanwhile_nothing_is_admitted(
+    ready: PlainClient, ps: Ps, no_collection: None, beside: ThreadPoolExecutor
+) -> None:
+    over = work_under_way(ps)
     watch = Watch(ps)
     renewal = beside.submit(configure, ready, timeline=NEXT)
     wait_for(lambda: not ps.store.shards, "the old shards to be let go of")
@@ -229,14 +235,7 @@ def test_where_making_fails_nothing_is_admitted_and_the_next_configuration_works
 def test_a_caller_that_gives_up_does_not_leave_a_ps_half_configured(
     ready: PlainClient, ps: Ps, beside: ThreadPoolExecutor
 ) -> None:
-    begun, over = threading.Event(), threading.Event()
-
-    def work(shard: object) -> None:
-        begun.set()
-        assert over.wait(20.0)
-
-    ps.store.pool.submit(work, ps.store.shards[0])
-    assert begun.wait(10.0)
+    over = work_under_way(ps)
     call: Future[Any] | Any = ready.stub.Configure.future(ready.configuration(timeline=NEXT), timeout=15.0)
     wait_for(lambda: not ps.store.shards, "the old shards to be let go of")
     call.cancel()
@@ -248,14 +247,7 @@ def test_a_caller_that_gives_up_does_not_leave_a_ps_half_configured(
 def test_an_older_chief_makes_no_shards_once_another_leads(
     ready: PlainClient, ps: Ps, beside: ThreadPoolExecutor
 ) -> None:
-    begun, over = threading.Event(), threading.Event()
-
-    def work(shard: object) -> None:
-        begun.set()
-        assert over.wait(20.0)
-
-    ps.store.pool.submit(work, ps.store.shards[0])
-    assert begun.wait(10.0)
+    over = work_under_way(ps)
     renewal = beside.submit(configure, ready, timeline=NEXT)
     wait_for(lambda: not ps.store.shards, "the old shards to be let go of")
     later = parameter_server_pb2.Term(number=2, chief_uuid="another chief")
