@@ -221,7 +221,14 @@ class ElementwiseStates:
 
 
 def _padding(bucket: BucketSpec, device: torch.device) -> Tensor:
-    is_padding = torch.ones(bucket.elements, dtype=torch.bool)
-    for piece in bucket.slices:
-        is_padding[piece.offset : piece.end] = False
-    return is_padding.nonzero().flatten().to(device)
+    """Positions of what lies between the slices and behind the last, int64, ascending.
+
+    Made of the gaps alone: a mark for each element would be a quarter of float32 values, and is needed for a moment
+    only. Bucket after bucket, that leaves the allocator with holes of which none fits what comes next.
+    """
+    begins = torch.tensor([piece.end for piece in bucket.slices])
+    ends = torch.tensor([*(piece.offset for piece in bucket.slices[1:]), bucket.elements])
+    lengths = ends - begins
+    # Each gap's begin, less the positions in the gaps before it, as often as the gap is long.
+    first = (begins - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+    return (first + torch.arange(len(first))).to(device)
