@@ -211,12 +211,18 @@ class _Book:
 
     def _standbys(self, entry: Mapping[str, Any]) -> None:
         """Who holds whose standby: noted before a primary goes on without the one that it had."""
-        told = {int(shard): (str(task), str(address)) for shard, task, address in entry.get("standbys", ())}
+        told = {int(shard): (str(task), *rest) for shard, task, *rest in entry.get("standbys", ())}
         found = []
         for place in self._found.get("placement", ()):
-            task, address = told.get(place.shard, ("", ""))
-            found.append(replace(place, standby_task=task, standby_address=address))
+            task, *rest = told.get(place.shard, ("",))
+            # Earlier builds noted no address. That of a member does; a server that is none any more holds nothing.
+            address = str(rest[0]) if rest else self._address(task)
+            found.append(replace(place, standby_task=task if address else "", standby_address=address))
         self._found["placement"] = tuple(found)
+
+    def _address(self, task: str) -> str:
+        known = self._members.get(task)
+        return known.address if known is not None else ""
 
     def _failover(self, entry: Mapping[str, Any]) -> None:
         """Standbys are about to be promoted; who was told so is not known."""

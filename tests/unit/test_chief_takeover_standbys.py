@@ -13,6 +13,7 @@ from shardline.rpc.link import Phase
 from shardline.rpc.status import PsStatus, ShardStatus, StandbyStatus
 from shardline.spec import TensorSpec
 from shardline_chief.actions import AskStatus, Configure, Promote, Record, Restore
+from shardline_chief.replay import replay
 from shardline_chief.standbys import as_found, protected
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -183,6 +184,31 @@ def test_standbys_are_noted_with_the_timeline_and_before_a_primary_goes_on_witho
     assert cluster.log.index("record standbys") < cluster.log.index("Configure")
     noted = [record for record in cluster.journal if isinstance(record, Record) and record.kind == "standbys"]
     assert [shard for shard, _, _ in noted[-1].fields["standbys"]] == [0, 1, 2]
+
+
+def test_standbys_noted_by_an_earlier_build_without_addresses_are_found_at_their_members() -> None:
+    cluster = protected_cluster()
+    told = [[0, "ps/1"], [1, "ps/2"], [2, ""]]
+    cluster.note("standbys", standbys=told)
+    found = replay(cluster.entries).placement
+    assert [(place.standby_task, place.standby_address) for place in found] == [
+        ("ps/1", "h:1"),
+        ("ps/2", "h:1"),
+        ("", ""),
+    ]
+    cluster.ps[1].dead = True
+    cluster.next_chief()
+    cluster.tick(T / 3 + 4)
+    goes_on(cluster)
+    assert [task for task, _ in holders(cluster)] == ["ps/0", "ps/2", "ps/2"]
+
+
+def test_a_standby_without_an_address_on_a_server_that_is_gone_is_none() -> None:
+    cluster = protected_cluster()
+    cluster.note("gone", task="ps/2", incarnation=cluster.lives["ps/2"])
+    cluster.note("standbys", standbys=[[0, "ps/1"], [1, "ps/2"]])
+    found = replay(cluster.entries).placement
+    assert [place.standby_task for place in found] == ["ps/1", "", ""]
 
 
 # The rule alone
