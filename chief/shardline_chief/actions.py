@@ -96,13 +96,20 @@ class Members:
     members: Mapping[str, int]
 
 
+@dataclass(frozen=True)
+class Heir:
+    """A standby that is to be a primary: the server that holds it, and the appointment that it was copied for."""
+
+    task: str
+    appointment: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Promote:
     """Make standbys the primaries of their shards, in a history of their own."""
 
     timeline: int
-    shards: Mapping[int, str]
-    """By shard, the server whose standby it is."""
+    shards: Mapping[int, Heir]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,8 +161,8 @@ def _standbys(task: str, placement: tuple[Placement, ...]) -> tuple[int, ...]:
 
 
 def _promote(task: str, control: PsControl, order: Promote) -> None:
-    for shard in sorted(shard for shard, holder in order.shards.items() if holder == task):
-        if reason := control.promote(order.timeline, shard):
+    for shard, heir in sorted(order.shards.items()):
+        if heir.task == task and (reason := control.promote(order.timeline, shard, heir.appointment)):
             raise ProtocolError(f"{task} does not take over shard {shard}: {reason}")
 
 

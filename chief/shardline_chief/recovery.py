@@ -16,7 +16,7 @@ from shardline.errors import CheckpointError, ProtocolError, ShardlineError, Tas
 from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
 from shardline.rpc.status import ShardStatus
-from shardline_chief.actions import Configure, Find, Found, Order
+from shardline_chief.actions import Configure, Find, Found, Heir, Order
 from shardline_chief.ending import Ending
 from shardline_chief.membership import Member
 from shardline_chief.membership import State as Life
@@ -75,8 +75,8 @@ class Recovery:
         """Since when the checkpoint to go back to is looked for."""
         self._said_slow = False
         self.protection = Protection()
-        self._promoted: dict[int, str] = {}
-        """Shards whose standbys are taking over, and on which server."""
+        self._promoted: dict[int, Heir] = {}
+        """Shards whose standbys are taking over."""
         self._placing = False
         """Standbys are being placed while training goes on."""
         state.on_ps_lost = self.lost
@@ -142,7 +142,7 @@ class Recovery:
         if found is None or found.placement == state.placement:
             self._promoted.clear()
             return False
-        promoted = {**{n: at for n, at in self._promoted.items() if at in left}, **found.promoted}
+        promoted = {**{n: heir for n, heir in self._promoted.items() if heir.task in left}, **found.promoted}
         changed = [p.shard for p, new in zip(state.placement, found.placement, strict=True) if p != new]
         self.protection.forget(changed)
         placement = self._protected(found.placement, now_s)
@@ -155,8 +155,7 @@ class Recovery:
         self._turn(Stage.PROMOTING)
         # Nothing that was logged beyond it is undone.
         state.base_step = self._at_step
-        over = ", ".join(f"shard {shard} by {at}" for shard, at in sorted(found.promoted.items()))
-        state.say("ps_lost", f"{why}; taken over: {over or 'nothing more'}; nothing goes back", "warning", task=task)
+        state.say("ps_lost", f"{why}; taken over: {_over(found)}; nothing goes back", "warning", task=task)
         self.setup.take_over(placement, promoted, followed=self.protection.followed(placement))
         return True
 
@@ -171,8 +170,7 @@ class Recovery:
         self.protection.forget(found.promoted)
         self._turn(Stage.PROMOTING)
         state.base_step = step
-        over = ", ".join(f"shard {shard} by {at}" for shard, at in sorted(found.promoted.items()))
-        state.say("ps_lost", f"{why}; taken over: {over or 'nothing more'}; nothing goes back", "warning", task=first)
+        state.say("ps_lost", f"{why}; taken over: {_over(found)}; nothing goes back", "warning", task=first)
         self.setup.take_over(placement, found.promoted, followed=self.protection.followed(placement))
 
     def adopted(self, placement: tuple[Placement, ...], now_s: float) -> None:
@@ -182,7 +180,12 @@ class Recovery:
 
     def _protected(self, placement: tuple[Placement, ...], now_s: float) -> tuple[Placement, ...]:
         living = {member.task: member.address for member in self.state.members.living("ps")}
-        return protected(placement, living, avoid=lambda shard, at: self.protection.avoided(shard, at, now_s))
+        return protected(
+            placement,
+            living,
+            appoint=self.state.new_appointment,
+            avoid=lambda shard, at: self.protection.avoided(shard, at, now_s),
+        )
 
     def _set_standbys(self, placement: tuple[Placement, ...]) -> None:
         self._placing = True
@@ -493,6 +496,10 @@ class Recovery:
         versions = state.resume.versions
         restored = [number for number in self._at if number not in self.setup.keep]
         return sum(max(0, self._at[number][1] - versions[number]) for number in restored if number < len(versions))
+
+
+def _over(found: StandIn) -> str:
+    return ", ".join(f"shard {n} by {heir.task}" for n, heir in sorted(found.promoted.items())) or "nothing more"
 
 
 def _numbers(shards: Iterable[int]) -> str:

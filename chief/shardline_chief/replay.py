@@ -17,6 +17,7 @@ from shardline.errors import ShardlineError, UsageError
 from shardline.rpc.configuration import Placement
 from shardline.spec import JobSpec
 from shardline.spec_json import job_from_json
+from shardline_chief.actions import Heir
 from shardline_chief.leases import Lease, Leases
 
 
@@ -58,8 +59,8 @@ class Remembered:
     """The newest timeline kept all values of the one before: standbys were about to take over."""
     since: int = 0
     """Oldest timeline whose values are those of the newest one."""
-    promoted: Mapping[int, str] = field(default_factory=dict)
-    """By shard, the servers whose standbys were about to become its primary, as far as `placement` does not say so."""
+    promoted: Mapping[int, Heir] = field(default_factory=dict)
+    """By shard, the standbys that were about to become its primary, as far as `placement` does not say so."""
     kept: frozenset[int] = frozenset()
     """Shards whose values the newest timeline took over from the one before; the others were made anew for it."""
     first_step: int = 0
@@ -217,7 +218,10 @@ class _Book:
             task, *rest = told.get(place.shard, ("",))
             # Earlier builds noted no address. That of a member does; a server that is none any more holds nothing.
             address = str(rest[0]) if rest else self._address(task)
-            found.append(replace(place, standby_task=task if address else "", standby_address=address))
+            # Nor an appointment: their servers know none either.
+            number = int(rest[1]) if len(rest) > 1 else 0
+            standby = task if address else ""
+            found.append(replace(place, standby_task=standby, standby_address=address, appointment=number))
         self._found["placement"] = tuple(found)
 
     def _address(self, task: str) -> str:
@@ -226,7 +230,7 @@ class _Book:
 
     def _failover(self, entry: Mapping[str, Any]) -> None:
         """Standbys are about to be promoted; who was told so is not known."""
-        told = {int(shard): str(task) for shard, task in entry["promoted"]}
+        told = {int(shard): Heir(str(task), *map(int, rest)) for shard, task, *rest in entry["promoted"]}
         self._found["promoted"] = {**self._found.get("promoted", {}), **told}
 
     def _running(self, entry: Mapping[str, Any]) -> None:

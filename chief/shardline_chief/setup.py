@@ -14,7 +14,7 @@ from shardline.rpc.link import Phase
 from shardline.sharding import balance, make_plan
 from shardline.spec import JobSpec
 from shardline.spec_json import job_to_json
-from shardline_chief.actions import Activate, CommandResult, Configure, Cut, Lead, Promote, Restore, Save, Saved
+from shardline_chief.actions import Activate, CommandResult, Configure, Cut, Heir, Lead, Promote, Restore, Save, Saved
 from shardline_chief.assignment import assign
 from shardline_chief.cuts import CutLedger
 from shardline_chief.leases import Leases
@@ -116,25 +116,26 @@ class Setup:
         """Have the shards made where this says, filled, and activated. keep: those that stay as they are."""
         state = self.state
         if state.settings.standbys:
-            placement = protected(placement, {m.task: m.address for m in state.members.living("ps")})
+            living = {member.task: member.address for member in state.members.living("ps")}
+            placement = protected(placement, living, appoint=state.new_appointment)
         state.placement = placement
         self.keep, self.stays, self.followed = keep, False, frozenset()
         self.forget()
         state.command(Lead(addresses=addresses(placement)), state.history(lambda *_: self._configure()))
 
     def take_over(
-        self, placement: tuple[Placement, ...], promoted: Mapping[int, str], *, followed: frozenset[int]
+        self, placement: tuple[Placement, ...], promoted: Mapping[int, Heir], *, followed: frozenset[int]
     ) -> None:
         """Have standbys become primaries and everybody else follow, with all values as they are.
 
-        promoted: by shard, the server whose standby it is. followed: shards whose standbys stay as they are.
+        promoted: by shard, its standby. followed: shards whose standbys stay as they are.
         """
         state = self.state
         assert state.plan is not None
         state.placement = placement
         self.keep, self.stays, self.followed = frozenset(range(len(state.plan.shards))), True, followed
         self.forget()
-        state.record("failover", timeline=state.timeline, promoted=sorted(promoted.items()))
+        state.record("failover", timeline=state.timeline, promoted=heirs_of(promoted))
 
         def promote(result: CommandResult, now_s: float) -> None:
             order = Promote(timeline=state.timeline, shards=promoted)
@@ -462,8 +463,17 @@ def addresses(placement: tuple[Placement, ...]) -> dict[str, str]:
 
 
 def standbys_of(placement: tuple[Placement, ...]) -> list[list[object]]:
-    """[shard, task, address] of each standby, for the journal."""
-    return [[place.shard, place.standby_task, place.standby_address] for place in placement if place.standby_task]
+    """[shard, task, address, appointment] of each standby, for the journal."""
+    return [
+        [place.shard, place.standby_task, place.standby_address, place.appointment]
+        for place in placement
+        if place.standby_task
+    ]
+
+
+def heirs_of(promoted: Mapping[int, Heir]) -> list[list[object]]:
+    """[shard, task, appointment] of each standby that is to be a primary, for the journal."""
+    return [[shard, heir.task, heir.appointment] for shard, heir in sorted(promoted.items())]
 
 
 def _ps_at(index: int, address: str) -> str:

@@ -2,6 +2,11 @@
 
 PROTOCOL 1.6, 1.8. Only the chief changes who replicates. A standby that its primary called whole is promoted with the
 primary's death; it refuses where it is not whole after all, and then the job goes back to a checkpoint.
+
+Each time that a shard is given a standby this is an appointment with a number of its own. It is noted in the journal
+before anybody is told, and a standby knows the one that it was copied for. A primary goes on without its standby only
+once the journal names another appointment, or none: so one whose number the journal names has all that the primary ever
+told anybody, and any other is of the past, whoever died between the note and the act.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from shardline.rpc.configuration import Placement
 from shardline.rpc.status import PsStatus, ShardStatus
+from shardline_chief.actions import Heir
 
 WHOLE = ("synced", "silent")
 """States in which a standby has everything that its primary ever told anybody."""
@@ -20,22 +26,24 @@ def protected(
     placement: tuple[Placement, ...],
     living: Mapping[str, str],
     *,
+    appoint: Callable[[], int] = lambda: 0,
     avoid: Callable[[int, str], bool] = lambda shard, task: False,
 ) -> tuple[Placement, ...]:
     """The same placement, each shard with a standby on the next server after its primary, where there is another one.
 
     living: addresses of the servers, by task. avoid(shard, task): servers that are not to hold a shard's standby for
-    now. A standby that is on a living server stays there.
+    now. appoint: gives a number that no appointment has had. A standby that is on a living server stays what it is.
     """
     order = sorted(living, key=_index)
     result = []
     for place in placement:
-        task = place.standby_task
+        task, appointment = place.standby_task, place.appointment
         if task not in living or task == place.task:
             first = next((n for n, name in enumerate(order) if _index(name) > _index(place.task)), 0)
             after = [*order[first:], *order[:first]]
             task = next((name for name in after if name != place.task and not avoid(place.shard, name)), "")
-        result.append(replace(place, standby_task=task, standby_address=living.get(task, "")))
+            appointment = appoint() if task else 0
+        result.append(replace(place, standby_task=task, standby_address=living.get(task, ""), appointment=appointment))
     return tuple(result)
 
 
@@ -45,9 +53,11 @@ def _index(task: str) -> int:
 
 def without_standbys(placement: tuple[Placement, ...], shards: Collection[int]) -> tuple[Placement, ...]:
     """The same placement, where the primaries of these shards go on alone."""
-    return tuple(
-        replace(place, standby_task="", standby_address="") if place.shard in shards else place for place in placement
-    )
+    return tuple(_alone(place) if place.shard in shards else place for place in placement)
+
+
+def _alone(place: Placement) -> Placement:
+    return replace(place, standby_task="", standby_address="", appointment=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +66,8 @@ class StandIn:
 
     placement: tuple[Placement, ...]
     """Who holds what from now on; standbys that are gone are left out."""
-    promoted: Mapping[int, str]
-    """By shard, the server whose standby becomes the primary."""
+    promoted: Mapping[int, Heir]
+    """By shard, the standby that becomes the primary."""
 
 
 def after_loss(placement: tuple[Placement, ...], living: Collection[str], whole: Collection[int]) -> StandIn | None:
@@ -66,13 +76,13 @@ def after_loss(placement: tuple[Placement, ...], living: Collection[str], whole:
     whole: shards whose standby has everything.
     """
     result: list[Placement] = []
-    promoted: dict[int, str] = {}
+    promoted: dict[int, Heir] = {}
     for place in placement:
         there = place.standby_task in living
         if place.task in living:
-            result.append(place if there else replace(place, standby_task="", standby_address=""))
+            result.append(place if there else _alone(place))
         elif there and place.shard in whole:
-            promoted[place.shard] = place.standby_task
+            promoted[place.shard] = Heir(place.standby_task, place.appointment)
             result.append(Placement(shard=place.shard, task=place.standby_task, address=place.standby_address))
         else:
             return None
@@ -81,7 +91,7 @@ def after_loss(placement: tuple[Placement, ...], living: Collection[str], whole:
 
 def as_found(
     placement: tuple[Placement, ...],
-    promoted: Mapping[int, str],
+    promoted: Mapping[int, Heir],
     servers: Mapping[str, PsStatus],
     *,
     since: int,
@@ -91,19 +101,21 @@ def as_found(
 
     promoted: standbys that the last chief was about to promote. servers: those that live as the processes they were.
     since: oldest timeline whose values are those of now. living: addresses. A standby's own word that it is whole is
-    enough, since the journal names no other than the one without which the primary answered nobody (PROTOCOL 1.8).
+    enough where it was copied for the appointment that the journal names, since its primary answered nobody without it.
     """
     there = {task: status for task, status in servers.items() if status.timeline >= since}
     result: list[Placement] = []
-    turned: dict[int, str] = {}
+    turned: dict[int, Heir] = {}
     for place in placement:
-        shard, heir = place.shard, promoted.get(place.shard, place.standby_task)
+        shard = place.shard
+        heir = promoted.get(shard, Heir(place.standby_task, place.appointment))
+        status = there.get(heir.task)
         if shard not in promoted and _holds(there.get(place.task), shard):
             kept = place.standby_task in there
-            result.append(place if kept else replace(place, standby_task="", standby_address=""))
-        elif heir in there and (_whole(there[heir], shard) or (shard in promoted and _holds(there[heir], shard))):
+            result.append(place if kept else _alone(place))
+        elif status is not None and (_whole(status, shard, heir) or (shard in promoted and _holds(status, shard))):
             turned[shard] = heir
-            result.append(Placement(shard=shard, task=heir, address=living[heir]))
+            result.append(Placement(shard=shard, task=heir.task, address=living[heir.task]))
         else:
             return None
     return StandIn(placement=tuple(result), promoted=turned)
@@ -113,8 +125,9 @@ def _holds(status: PsStatus | None, shard: int) -> bool:
     return status is not None and any(held.shard == shard and held.initialized for held in status.shards)
 
 
-def _whole(status: PsStatus, shard: int) -> bool:
-    return any(held.shard == shard and held.synced for held in status.standbys)
+def _whole(status: PsStatus, shard: int, heir: Heir) -> bool:
+    held = next((held for held in status.standbys if held.shard == shard), None)
+    return held is not None and held.synced and held.appointment == heir.appointment
 
 
 class Protection:

@@ -104,7 +104,7 @@ class State:
         """Fingerprint of the first task that trains; the others' must be equal in synchronous mode."""
         self.phase = Phase.WAITING
         self.timeline = 0
-        self._timelines = 0
+        self._timelines = self._appointments = 0
         self.table_sent = False
         """The ps hold a table of members, so that who joins must be put in before the reply (F4)."""
         self.assignment: dict[int, str] = {}
@@ -296,6 +296,11 @@ class State:
         self._timelines += 1
         self.timeline = self.settings.term << 32 | self._timelines
         return self.timeline
+
+    def new_appointment(self) -> int:
+        """A number for a standby that a shard is given, which none before it has had, of no chief."""
+        self._appointments += 1
+        return self.settings.term << 32 | self._appointments
 
     def publish_members(self, then: Then) -> None:
         """Send the table of living incarnations to every ps; `then`: when all have taken it, or could not."""

@@ -241,7 +241,8 @@ class Takeover:
         self.stage = Stage.ASKING
         named = addresses(known.placement)
         there = {m.task: m.address for m in state.members.living("ps") if m.task in known.members.keys() - self._gone}
-        servers = {task: at for task, at in there.items() if task in named or task in known.promoted.values()}
+        heirs = {heir.task for heir in known.promoted.values()}
+        servers = {task: at for task, at in there.items() if task in named or task in heirs}
         state.command(Lead(addresses=servers), self._asked)
 
     def _asked(self, result: CommandResult, now_s: float) -> None:

@@ -49,6 +49,7 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
         try:
             reader: FrameReader | None = None
             standby: Standby | None = None
+            appointment = 0
             async for message in request:
                 if reader is None:
                     if not message.HasField("head"):
@@ -57,7 +58,7 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
                     if spec is None:
                         await context.write(parameter_server_pb2.ReplicaReply(problem=problem))
                         return
-                    shard = message.head.shard
+                    shard, appointment = message.head.shard, message.head.appointment
                     self.end(shard, "a newer stream has taken the place of this one")
                     stream = self._streams[shard] = _Stream()
                     reader = FrameReader(spec, max_image_bytes=image_limit(spec))
@@ -65,7 +66,7 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
                 if frame is None:
                     continue
                 try:
-                    standby = await self._take(frame, shard, standby)
+                    standby = await self._take(frame, shard, standby, appointment)
                 except ShardlineError as error:
                     log.warning("%s: %s", self._task, error)
                     await context.write(parameter_server_pb2.ReplicaReply(problem=str(error)))
@@ -82,7 +83,7 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
             if shard is not None and self._streams.get(shard) is stream:
                 del self._streams[shard]
 
-    async def _take(self, frame: Any, shard: int | None, standby: Standby | None) -> Standby | None:
+    async def _take(self, frame: Any, shard: int | None, standby: Standby | None, appointment: int) -> Standby | None:
         """Take one frame; returns the standby from then on."""
         assert shard is not None
         if isinstance(frame, Head):
@@ -92,7 +93,7 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
             standby = await self._store.work(self._store.standby, shard)
         if standby is None or self._store.standbys.get(shard) is not standby:
             raise ProtocolError(f"{self._task} holds no standby of shard {shard} any more; it has to be copied")
-        await self._store.work(standby.take, frame)
+        await self._store.work(lambda: standby.take(frame, appointment=appointment))
         return standby
 
     async def _reply(self, standby: Standby | None) -> parameter_server_pb2.ReplicaReply:
@@ -118,6 +119,11 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
         place = next((place for place in store.placement if place.shard == head.shard), None)
         if place is None or place.standby_task != self._task or place.task != head.task or head.shard in store.shards:
             return None, f"{self._task} is not to hold a standby of shard {head.shard} for {head.task}"
+        if place.appointment != head.appointment:
+            return None, (
+                f"{self._task} has appointment {place.appointment:#x} for the standby of shard {head.shard}, the "
+                f"records are for {head.appointment:#x}"
+            )
         return configuration.plan.shards[head.shard], ""
 
 

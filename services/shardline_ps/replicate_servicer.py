@@ -60,6 +60,7 @@ class Target:
 
     task: str
     address: str
+    appointment: int = 0
 
 
 class Replicator:
@@ -197,6 +198,7 @@ class Replicator:
             shard=self.number,
             task=self._task,
             copy=self.log.copy,
+            appointment=self.target.appointment,
         )
 
     async def _send(self, call: Any, frame: Frame) -> None:
@@ -314,7 +316,7 @@ class Replicas:
         """Do as the placement in force says: begin, go on, or go alone."""
         self.configured()
         wanted = {
-            place.shard: Target(place.standby_task, place.standby_address)
+            place.shard: Target(place.standby_task, place.standby_address, place.appointment)
             for place in self._store.placement
             if place.shard in self._store.shards and place.task == self._task and place.standby_task
         }

@@ -282,10 +282,12 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
             )
 
     def _place(self, placement: tuple[Placement, ...]) -> None:
-        """Know where everything is; standbys that are to be elsewhere are forgotten."""
+        """Know where everything is; standbys that are to be elsewhere, or are of the past, are forgotten."""
         self._store.placement = placement
-        mine = [place.shard for place in placement if place.standby_task == self._task]
-        self._store.drop_standbys("it is to be elsewhere, or nowhere", keep=mine)
+        mine = {place.shard: place.appointment for place in placement if place.standby_task == self._task}
+        held = list(self._store.standbys.items())
+        keep = [number for number, standby in held if mine.get(number) == standby.appointment]
+        self._store.drop_standbys("it is to be elsewhere or nowhere, or is copied anew", keep=keep)
 
     def _wake_everybody(self) -> None:
         for signal in self._store.signals.values():
@@ -410,7 +412,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                 standby = store.standbys.get(number)
                 reason = f"{self._task} holds no standby of shard {number}"
                 # In the pool, since it waits for a record that is being applied.
-                if standby is None or (reason := await store.work(standby.promote)):
+                if standby is None or (reason := await store.work(standby.promote, request.appointment)):
                     return parameter_server_pb2.PromoteReply(reason=reason)
                 store.adopt(number, asyncio.get_running_loop())
                 log.warning("%s: promoted to the primary of shard %d at record %d", self._task, number, standby.record)

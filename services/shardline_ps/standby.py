@@ -27,13 +27,15 @@ class Standby:
         """Names the copy whose records it holds; 0 = none that could be gone on with."""
         self.record = 0
         self.synced = False
+        self.appointment = 0
+        """The one that it was copied for; see Placement."""
         self._copied: set[int] = set()
         self._closed = ""
         """Why it takes no records any more."""
         self._lock = threading.Lock()
 
-    def take(self, frame: Begin | Record | Image | Mark | Digest) -> None:
-        """Go on by one frame.
+    def take(self, frame: Begin | Record | Image | Mark | Digest, *, appointment: int = 0) -> None:
+        """Go on by one frame. appointment: that a copy which begins is for.
 
         Raises ProtocolError where it doesn't follow the one before it, or shows that both sides differ: it has to be
         copied anew then, and refuses to be promoted. FencedError where this is no standby any more.
@@ -41,6 +43,9 @@ class Standby:
         with self._lock:
             if self._closed:
                 raise FencedError(self._closed)
+            if isinstance(frame, Begin):
+                # With the copy: what is held under another number must never be taken for what this one protects.
+                self.appointment = appointment
             try:
                 self._take(frame)
             except Exception:
@@ -139,11 +144,20 @@ class Standby:
         with self._lock:
             return self.copy, self.record, self.synced
 
-    def promote(self) -> str:
-        """Take no record from now on, and be the primary's shard; returns why not, empty where it is done."""
+    def promote(self, appointment: int) -> str:
+        """Take no record from now on, and be the primary's shard; returns why not, empty where it is done.
+
+        appointment: the one that its shard's standby has. What was copied for an earlier one was given up since, and
+        its primary has gone on without it.
+        """
         with self._lock:
             if self._closed:
                 return self._closed
+            if appointment != self.appointment:
+                return (
+                    f"the standby of shard {self.shard.number} was copied for appointment {self.appointment:#x}, not "
+                    f"for {appointment:#x}; its primary has gone on without it since"
+                )
             if not self.synced:
                 return f"the standby of shard {self.shard.number} is not whole: it holds record {self.record} of a copy"
             self._closed = f"the standby of shard {self.shard.number} is its primary now"

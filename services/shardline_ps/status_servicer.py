@@ -28,7 +28,12 @@ def ps_status(task: str, store: ParameterStore, replicas: Replicas) -> parameter
         shards=[_shard(shard, replicas) for _, shard in sorted(store.shards.items())],
         standbys=[
             parameter_server_pb2.StandbyStatus(
-                shard=number, synced=held.synced, record=held.record, copy=held.copy, bytes=held.nbytes
+                shard=number,
+                synced=held.synced,
+                record=held.record,
+                copy=held.copy,
+                bytes=held.nbytes,
+                appointment=held.appointment,
             )
             for number, held in sorted(store.standbys.items())
         ],

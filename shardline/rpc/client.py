@@ -90,9 +90,14 @@ class PsControl:
                 f"{self.peer} has no values for shards {list(reply.empty_shards)}; restore or set them first"
             )
 
-    def promote(self, timeline: int, shard: int) -> str:
-        """Make its standby the primary of a shard, which admits nothing yet; returns why not, empty where done."""
-        request = parameter_server_pb2.PromoteRequest(term=self._term, timeline=timeline, shard=shard)
+    def promote(self, timeline: int, shard: int, appointment: int = 0) -> str:
+        """Make its standby the primary of a shard, which admits nothing yet; returns why not, empty where done.
+
+        appointment: the one that the standby must have been copied for.
+        """
+        request = parameter_server_pb2.PromoteRequest(
+            term=self._term, timeline=timeline, shard=shard, appointment=appointment
+        )
         return str(self.peer.call(self._stub.Promote, request, what=f"Promote of shard {shard}").reason)
 
     def cut(self, timeline: int, step: int, *, stop: bool = False) -> tuple[bool, int]:

@@ -32,6 +32,8 @@ class Placement:
     standby_task: str = ""
     """Which ps holds its standby, and where that answers; empty = it has none."""
     standby_address: str = ""
+    appointment: int = 0
+    """Another number each time that the shard is given a standby; 0 = it has none, or the chief counts none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,7 @@ def placement_to_proto(placement: Iterable[Placement]) -> list[parameter_server_
             address=item.address,
             standby_task=item.standby_task,
             standby_address=item.standby_address,
+            appointment=item.appointment,
         )
         for item in placement
     ]
@@ -92,6 +95,7 @@ def placement_from_proto(messages: Sequence[parameter_server_pb2.Placement]) -> 
             address=item.address,
             standby_task=item.standby_task,
             standby_address=item.standby_address,
+            appointment=item.appointment,
         )
         for item in messages
     )

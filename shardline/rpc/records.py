@@ -84,7 +84,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """Whose stream it is. copy: names the copy that records belong to; 0 = none yet."""
+    """Whose stream it is. copy: names the copy that records belong to; 0 = none yet. appointment: see Placement."""
 
     job: str
     timeline: int
@@ -92,6 +92,7 @@ class Head:
     shard: int
     task: str
     copy: int
+    appointment: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ def frames_of(frame: Frame) -> Iterator[bytes]:
                 shard=frame.shard,
                 task=frame.task,
                 copy=frame.copy,
+                appointment=frame.appointment,
             )
             yield Message(head=head).SerializeToString()
         case Begin():
@@ -297,6 +299,7 @@ class FrameReader:
                     shard=head.shard,
                     task=head.task,
                     copy=head.copy,
+                    appointment=head.appointment,
                 )
             case "begin":
                 return Begin(message.begin.copy)

@@ -108,6 +108,8 @@ class StandbyStatus:
     """The last record of its copy that it holds."""
     copy: int = 0
     bytes: int = 0
+    appointment: int = 0
+    """The one that it was copied for."""
 
     @classmethod
     def from_proto(cls, message: parameter_server_pb2.StandbyStatus) -> StandbyStatus:
@@ -118,12 +120,18 @@ class StandbyStatus:
             record=message.record,
             copy=message.copy,
             bytes=message.bytes,
+            appointment=message.appointment,
         )
 
     def to_proto(self) -> parameter_server_pb2.StandbyStatus:
         """Message of this value."""
         return parameter_server_pb2.StandbyStatus(
-            shard=self.shard, synced=self.synced, record=self.record, copy=self.copy, bytes=self.bytes
+            shard=self.shard,
+            synced=self.synced,
+            record=self.record,
+            copy=self.copy,
+            bytes=self.bytes,
+            appointment=self.appointment,
         )
 
 

@@ -29,6 +29,7 @@ class Protected(Cluster):
     def __init__(self, job: Job, *, ps: int = 2, **options: Any) -> None:
         self._primary: dict[int, int] = {}
         self._standby: dict[int, int | None] = {}
+        self.appointments: dict[int, int] = {}
         self.gone: set[int] = set()
         self.moved = threading.Condition()
         """Notified when there is a new timeline."""
@@ -43,7 +44,8 @@ class Protected(Cluster):
             number = self._standby.setdefault(place.shard, (self.host_of(place.shard) + 1) % len(self.hosts))
             if number is not None:
                 host = self.hosts[number]
-                place = replace(place, standby_task=host.task, standby_address=host.address)
+                number = self.appointments.get(place.shard, 0)
+                place = replace(place, standby_task=host.task, standby_address=host.address, appointment=number)
             placed.append(place)
         return tuple(placed)
 
@@ -88,7 +90,7 @@ class Protected(Cluster):
             standby = self._standby[shard]
             if self.host_of(shard) == lost:
                 assert standby is not None
-                reason = self.controls[standby].promote(timeline, shard)
+                reason = self.controls[standby].promote(timeline, shard, self.appointments.get(shard, 0))
                 assert not reason, reason
                 self._primary[shard], self._standby[shard] = standby, None
             elif standby == lost:
@@ -106,11 +108,11 @@ class Protected(Cluster):
         for worker in self._workers:
             worker.trainer.exchange.interrupt()
 
-    def place_standby(self, shard: int, host: int | None) -> None:
-        """Have a standby elsewhere, or none."""
-        self._standby[shard] = host
+    def place_standby(self, shard: int, host: int | None, *, appointment: int = 0, unheard: Sequence[int] = ()) -> None:
+        """Have a standby elsewhere, or none. unheard: servers that are not told."""
+        self._standby[shard], self.appointments[shard] = host, appointment
         self.placement = self.make_placement()
-        for number in self.living():
+        for number in set(self.living()) - set(unheard):
             self.controls[number].set_membership(self.timeline, MEMBERS, self.placement)
 
     # Workers

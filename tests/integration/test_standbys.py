@@ -117,6 +117,47 @@ def test_a_standby_that_is_not_whole_refuses_to_be_promoted() -> None:
         assert sorted(cluster.hosts[1].store.standbys) == [0]
 
 
+def test_a_standby_is_promoted_for_the_appointment_that_it_was_copied_for_and_for_no_other() -> None:
+    with Protected(standby_job(), ps=1, spare=2, bucket_bytes=SMALL_BUCKETS) as cluster:
+        cluster.place_standby(0, 1, appointment=5)
+        cluster.await_synced()
+        cluster.train([[0, 1], [2]], steps=2)
+        # Given up, and placed again, which it is not told before its primary and the chief are gone.
+        cluster.place_standby(0, None, unheard=[1])
+        cluster.train([[0, 1], [2]], steps=4)
+        assert cluster.controls[1].status().standbys[0].synced
+        reason = cluster.controls[1].promote(cluster.timeline + 1, 0, 6)
+        assert "was copied for appointment 0x5, not for 0x6; its primary has gone on without it" in reason
+        assert cluster.controls[1].status().timeline == cluster.timeline
+        # Told, it is copied anew.
+        cluster.place_standby(0, 1, appointment=6)
+        cluster.await_synced()
+        assert cluster.controls[1].status().standbys[0].appointment == 6
+        cluster.fail_over(0)
+        assert cluster.status(0).step_min == 4
+
+
+def test_a_primary_whose_standby_gets_another_appointment_where_it_is_has_it_copied_anew() -> None:
+    with Protected(standby_job(), ps=1, spare=1) as cluster:
+        cluster.await_synced()
+        standby = cluster.hosts[1].store.standbys[0]
+        # The server of the standby hears of it later than the primary, or earlier.
+        for appointment, last, reason in ((8, 1, "copied for appointment"), (9, 0, "holds no standby")):
+            cluster.place_standby(0, 1, appointment=appointment, unheard=[last])
+            assert reason in cluster.controls[1].promote(cluster.timeline + 1, 0, appointment)
+            cluster.place_standby(0, 1, appointment=appointment)
+            wait_for(lambda at=appointment: appointed(cluster) == (at, True), "a copy for the new appointment")
+        assert cluster.hosts[1].store.standbys[0] is not standby
+        cluster.train([[0, 1], [2]])
+        cluster.fail_over(0)
+        assert_same_end(cluster.state(), expected_end(0.0))
+
+
+def appointed(cluster: Protected) -> tuple[int, bool]:
+    held = cluster.controls[1].status().standbys
+    return (held[0].appointment, held[0].synced) if held else (0, False)
+
+
 def test_a_server_whose_standby_is_silent_stands_still_until_the_chief_lets_it_go_on_alone() -> None:
     with Protected(standby_job(), ps=1, spare=1) as cluster:
         cluster.await_synced()

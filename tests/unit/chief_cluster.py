@@ -105,6 +105,8 @@ class FakePs:
     """Shards whose standby it holds."""
     refuses: str = ""
     """Why it does not let a standby be promoted."""
+    copies: dict[int, int] = field(default_factory=dict)
+    """By shard, the appointment that a standby was copied for, until this server is told to forget it."""
     took_over: bool = False
 
     @property
@@ -136,7 +138,10 @@ class FakePs:
             timeline=self.timeline,
             shards=tuple(held) if self.timeline else (),
             failure=self.failure,
-            standbys=tuple(StandbyStatus(shard=number, synced=not self.refuses) for number in self.held),
+            standbys=tuple(
+                StandbyStatus(shard=number, synced=not self.refuses, appointment=self.copies.get(number, 0))
+                for number in self.held
+            ),
         )
 
     def advance(self, step: int) -> None:
@@ -158,7 +163,7 @@ class FakePs:
                 if len(shards) > self.room:
                     raise UsageError("the shards of this ps need more than there is")
                 self.standbys = {p.shard: p.standby_task for p in order.placement if p.task == self.task}
-                self.held = tuple(p.shard for p in order.placement if p.standby_task == self.task)
+                self._hold(order)
                 if self.timeline == order.timeline and self.shards == shards:
                     return 1000
                 self.timeline, self.active, self.shards = order.timeline, False, shards
@@ -171,9 +176,11 @@ class FakePs:
                 self.members = dict(order.members)
                 return 0
             case Promote():
-                mine = tuple(shard for shard, task in order.shards.items() if task == self.task)
+                mine = {shard: heir.appointment for shard, heir in order.shards.items() if heir.task == self.task}
                 if mine and self.refuses:
                     raise ProtocolError(self.refuses)
+                if any(self.copies.get(shard) != number for shard, number in mine.items() if shard not in self.shards):
+                    raise ProtocolError("the standby was copied for another appointment")
                 if mine:
                     assert set(mine) <= {*self.held, *self.shards}
                     self.timeline, self.active = order.timeline, False
@@ -194,6 +201,12 @@ class FakePs:
             case AskStatus():
                 return self.status()
         return None
+
+    def _hold(self, order: Configure) -> None:
+        """Standbys that are kept stay what they are, others are copied from their primaries at once."""
+        mine = {place.shard: place.appointment for place in order.placement if place.standby_task == self.task}
+        kept = {n: held for n, held in self.copies.items() if n in order.keep_standbys and mine.get(n) == held}
+        self.held, self.copies = tuple(mine), {**mine, **kept}
 
     def _cut(self, order: Cut) -> tuple[bool, int]:
         if order.timeline != self.timeline:

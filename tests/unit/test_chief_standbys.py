@@ -14,7 +14,7 @@ from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
 from shardline.rpc.status import ShardStatus
 from shardline.spec import TensorSpec
-from shardline_chief.actions import AskStatus, Lead, Promote
+from shardline_chief.actions import AskStatus, Heir, Lead, Promote
 from shardline_chief.standbys import Protection, after_loss, protected, without_standbys
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -68,7 +68,7 @@ def test_a_lost_primary_is_followed_by_its_standby_and_others_lose_theirs() -> N
     before = protected(placed("ps/0", "ps/1", "ps/2"), living(0, 1, 2))
     found = after_loss(before, living(0, 2), {0, 1, 2})
     assert found is not None
-    assert found.promoted == {1: "ps/2"}
+    assert found.promoted == {1: Heir("ps/2")}
     assert [(place.task, place.standby_task) for place in found.placement] == [
         ("ps/0", ""),
         ("ps/2", ""),

@@ -12,12 +12,12 @@ from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
 from shardline.rpc.status import PsStatus, ShardStatus, StandbyStatus
 from shardline.spec import TensorSpec
-from shardline_chief.actions import AskStatus, Configure, Promote, Record, Restore
+from shardline_chief.actions import AskStatus, Configure, Heir, Promote, Record, Restore
 from shardline_chief.replay import replay
-from shardline_chief.standbys import as_found, protected
+from shardline_chief.standbys import as_found, protected, without_standbys
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import FakePs, T, make_job
+from chief_cluster import FakePs, T, make_job, phase
 from test_chief_takeover import Killed, Mortal, cut, hear_twice
 
 LARGE = tuple(TensorSpec(name=f"layer{number}", shape=(64, 64), dtype="float32") for number in range(6))
@@ -126,6 +126,48 @@ def test_a_standby_that_its_primary_was_let_go_without_is_not_promoted_by_the_ne
     assert [ps.step for ps in cluster.ps] == [10, 10, 10]
 
 
+def idle_holder() -> Mortal:
+    """A job of one shard on ps/0, whose standby was given up on ps/1, which holds nothing else, and is on ps/2 now."""
+    tensor = TensorSpec(name="weight", shape=(8,), dtype="float32")
+    cluster = Mortal(job=make_job(tensors=(tensor,)), ps=3, standbys=1)
+    cluster.start()
+    cut(cluster, 10)
+    cluster.advance(17)
+    assert holders(cluster) == [("ps/0", "ps/1")]
+    cluster.ps[0].standby_state = "silent"
+    cluster.tick(T / 3 + 2)
+    assert holders(cluster) == [("ps/0", "ps/2")]
+    # Nobody has told it that it holds a standby no more.
+    assert cluster.ps[1].held == (0,)
+    cluster.ps[0].standby_state = "synced"
+    cluster.tick(T)
+    return cluster
+
+
+def test_a_standby_that_was_given_up_and_is_placed_again_is_not_promoted_as_it_was() -> None:
+    points = 0
+    for actions in range(40):
+        cluster = idle_holder()
+        old = cluster.ps[1].copies[0]
+        cluster.kill_in = actions
+        try:
+            cluster.kill_ps(2)
+            cluster.tick(T / 3 + 2)
+        except Killed:
+            points += 1
+            renewed = cluster.ps[1].copies.get(0) != old
+            cluster.ps[0] = FakePs(0, restored=10)
+            cluster.ps[2] = FakePs(2)
+            cluster.next_chief()
+            cluster.join("ps", 0)
+            cluster.tick(T / 3 + 4)
+            cluster.tick(2)
+            assert phase(cluster) is Phase.RUNNING, actions
+            assert bool(cluster.kinds(Promote)) == renewed, actions
+            assert bool(cluster.kinds(Restore)) != renewed, actions
+    assert points > 5
+
+
 def test_a_server_that_is_lost_while_the_others_are_asked_is_stood_in_for_too() -> None:
     cluster = protected_cluster(ps=5)
     cluster.ps[1].dead = True
@@ -183,13 +225,16 @@ def test_standbys_are_noted_with_the_timeline_and_before_a_primary_goes_on_witho
     cluster.tick(T / 3 + 1)
     assert cluster.log.index("record standbys") < cluster.log.index("Configure")
     noted = [record for record in cluster.journal if isinstance(record, Record) and record.kind == "standbys"]
-    assert [shard for shard, _, _ in noted[-1].fields["standbys"]] == [0, 1, 2]
+    assert [shard for shard, *_ in noted[-1].fields["standbys"]] == [0, 1, 2]
 
 
 def test_standbys_noted_by_an_earlier_build_without_addresses_are_found_at_their_members() -> None:
     cluster = protected_cluster()
     told = [[0, "ps/1"], [1, "ps/2"], [2, ""]]
     cluster.note("standbys", standbys=told)
+    for ps in cluster.ps:
+        # Its servers know of no appointments.
+        ps.copies = dict.fromkeys(ps.held, 0)
     found = replay(cluster.entries).placement
     assert [(place.standby_task, place.standby_address) for place in found] == [
         ("ps/1", "h:1"),
@@ -219,12 +264,12 @@ def placed(*tasks: str) -> tuple[Placement, ...]:
     return protected(tuple(Placement(shard=n, task=task, address=living[task]) for n, task in enumerate(tasks)), living)
 
 
-def server(timeline: int, shards: tuple[int, ...] = (), whole: tuple[int, ...] = ()) -> PsStatus:
+def server(timeline: int, shards: tuple[int, ...] = (), whole: tuple[int, ...] = (), copied: int = 0) -> PsStatus:
     return PsStatus(
         task="",
         timeline=timeline,
         shards=tuple(ShardStatus(shard=number, initialized=True) for number in shards),
-        standbys=tuple(StandbyStatus(shard=number, synced=True) for number in whole),
+        standbys=tuple(StandbyStatus(shard=number, synced=True, appointment=copied) for number in whole),
     )
 
 
@@ -236,7 +281,7 @@ def test_a_standby_counts_where_the_journal_has_it_and_nowhere_else() -> None:
     servers = {"ps/0": server(5, (0,)), "ps/2": server(5, (2,), (1,))}
     found = as_found(placement, {}, servers, since=5, living=LIVING)
     assert found is not None
-    assert found.promoted == {1: "ps/2"}
+    assert found.promoted == {1: Heir("ps/2")}
     assert [(place.task, place.standby_task) for place in found.placement] == [
         ("ps/0", ""),
         ("ps/2", ""),
@@ -247,12 +292,25 @@ def test_a_standby_counts_where_the_journal_has_it_and_nowhere_else() -> None:
     assert as_found(placement, {}, servers, since=5, living=LIVING) is None
 
 
+def test_a_standby_that_was_copied_for_another_appointment_counts_for_nothing() -> None:
+    primaries = tuple(Placement(shard=n, task=f"ps/{n}", address=LIVING[f"ps/{n}"]) for n in range(2))
+    numbers = iter(range(7, 9))
+    placement = protected(primaries, LIVING, appoint=lambda: next(numbers))
+    assert [(place.standby_task, place.appointment) for place in placement] == [("ps/1", 7), ("ps/2", 8)]
+    assert protected(placement, LIVING, appoint=lambda: 9) == placement
+    for copied, found in ((8, {1: Heir("ps/2", 8)}), (7, None), (0, None)):
+        servers = {"ps/0": server(5, (0,)), "ps/2": server(5, (), (1,), copied)}
+        turned = as_found(placement, {}, servers, since=5, living=LIVING)
+        assert (turned.promoted if turned is not None else None) == found
+    assert protected(without_standbys(placement, {1}), LIVING, appoint=lambda: 9)[1].appointment == 9
+
+
 def test_what_was_promoted_already_is_the_primary_and_its_old_one_is_not_asked() -> None:
     placement = placed("ps/0", "ps/1", "ps/2")
     servers = {"ps/0": server(5, (0,)), "ps/1": server(5, (1,)), "ps/2": server(6, (1, 2))}
-    found = as_found(placement, {1: "ps/2"}, servers, since=5, living=LIVING)
+    found = as_found(placement, {1: Heir("ps/2")}, servers, since=5, living=LIVING)
     assert found is not None
-    assert found.promoted == {1: "ps/2"}
+    assert found.promoted == {1: Heir("ps/2")}
 
 
 def test_values_of_an_older_history_count_for_nothing() -> None:

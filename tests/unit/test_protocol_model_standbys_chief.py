@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.protocol_model.numbers import Broken
 from tests.protocol_model.standbys_chief import ChiefStandbyModel, ChiefStandbySetup
 from tests.protocol_model.tasks import Counts
@@ -55,6 +57,14 @@ def test_servers_and_chiefs_that_die_at_any_time_cost_rollbacks_and_no_bits() ->
     assert counts.rollbacks > 60
     assert counts.overtaken == 0
     assert taken_over > 5
+
+
+def test_a_standby_that_was_given_up_and_is_appointed_again_is_believed_once_it_was_copied_for_that() -> None:
+    often = {"one_at_a_time": False, "give_ups": 4, "both_die": 2}
+    counts, _ = play(60, **often)
+    assert counts.rollbacks > 60
+    with pytest.raises(Broken, match="promoted that is behind"):
+        play(60, appointments=False, **often)
 
 
 def test_a_chief_that_does_not_ask_goes_back_although_nothing_is_lost() -> None:

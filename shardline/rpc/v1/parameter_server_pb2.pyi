@@ -130,6 +130,7 @@ class Placement(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     STANDBY_TASK_FIELD_NUMBER: _builtins.int
     STANDBY_ADDRESS_FIELD_NUMBER: _builtins.int
+    APPOINTMENT_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     task: _builtins.str
     """Task and address of the ps that hosts its primary."""
@@ -137,6 +138,10 @@ class Placement(_message.Message):
     standby_task: _builtins.str
     """Task and address of the ps that holds its standby; empty = it has none, and the primary goes on alone."""
     standby_address: _builtins.str
+    appointment: _builtins.int
+    """Which appointment of a standby this is: another number each time that a shard is given one. What was copied for
+    another appointment is of the past, and is never promoted.
+    """
     def __init__(
         self,
         *,
@@ -145,10 +150,11 @@ class Placement(_message.Message):
         address: _builtins.str = ...,
         standby_task: _builtins.str = ...,
         standby_address: _builtins.str = ...,
+        appointment: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "shard", b"shard", "standby_address", b"standby_address", "standby_task", b"standby_task", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "appointment", b"appointment", "shard", b"shard", "standby_address", b"standby_address", "standby_task", b"standby_task", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -440,9 +446,12 @@ class PromoteRequest(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
+    APPOINTMENT_FIELD_NUMBER: _builtins.int
     timeline: _builtins.int
     """Higher than the one in force. Until it is configured and activated in it, the ps admits nothing."""
     shard: _builtins.int
+    appointment: _builtins.int
+    """Of the standby; one that was made for another is refused."""
     @_builtins.property
     def term(self) -> Global___Term: ...
     def __init__(
@@ -451,10 +460,11 @@ class PromoteRequest(_message.Message):
         term: Global___Term | None = ...,
         timeline: _builtins.int = ...,
         shard: _builtins.int = ...,
+        appointment: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appointment", b"appointment", "shard", b"shard", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1075,6 +1085,7 @@ class StandbyStatus(_message.Message):
     RECORD_FIELD_NUMBER: _builtins.int
     COPY_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    APPOINTMENT_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     synced: _builtins.bool
     """It is whole: it may be promoted."""
@@ -1082,6 +1093,8 @@ class StandbyStatus(_message.Message):
     """The last record that it holds, and the copy that the record belongs to."""
     copy: _builtins.int
     bytes: _builtins.int
+    appointment: _builtins.int
+    """The one that it was copied for."""
     def __init__(
         self,
         *,
@@ -1090,10 +1103,11 @@ class StandbyStatus(_message.Message):
         record: _builtins.int = ...,
         copy: _builtins.int = ...,
         bytes: _builtins.int = ...,
+        appointment: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "copy", b"copy", "record", b"record", "shard", b"shard", "synced", b"synced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appointment", b"appointment", "bytes", b"bytes", "copy", b"copy", "record", b"record", "shard", b"shard", "synced", b"synced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1390,6 +1404,7 @@ class ReplicaHead(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     COPY_FIELD_NUMBER: _builtins.int
+    APPOINTMENT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     timeline: _builtins.int
     plan_id: _builtins.str
@@ -1398,6 +1413,8 @@ class ReplicaHead(_message.Message):
     """The primary's task."""
     copy: _builtins.int
     """Names the copy that the records belong to; drawn by the primary for each copy. 0 = there is none yet."""
+    appointment: _builtins.int
+    """The primary's placement has this one."""
     def __init__(
         self,
         *,
@@ -1407,10 +1424,11 @@ class ReplicaHead(_message.Message):
         shard: _builtins.int = ...,
         task: _builtins.str = ...,
         copy: _builtins.int = ...,
+        appointment: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "job", b"job", "plan_id", b"plan_id", "shard", b"shard", "task", b"task", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appointment", b"appointment", "copy", b"copy", "job", b"job", "plan_id", b"plan_id", "shard", b"shard", "task", b"task", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
