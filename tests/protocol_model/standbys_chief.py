@@ -22,7 +22,7 @@ class ChiefStandbySetup(StandbySetup):
     give_ups: int = 0
     """Living standbys that a primary is told to go on without, since they are silent."""
     both_die: int = 0
-    """Times that a primary and the chief die when an appointment was noted and the standby not told. Needs rollbacks."""
+    """Times that a primary and the chief die when an appointment is noted and the standby not told. Needs rollbacks."""
     asks: bool = True
     """The next chief asks the standbys; else it goes back wherever a primary is gone."""
     appointments: bool = True
