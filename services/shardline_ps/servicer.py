@@ -249,8 +249,10 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
             change = store.check(configuration, keep=request.keep_shards, keep_standbys=request.keep_standbys)
             if change is not None:
                 await self._let_go(store.let_go(change, loop), change)
-                self._obey(request.term)
+                # Whoever leads by now: a server that was left half renewed could neither be activated nor have its
+                # standbys promoted, and the next chief's commands wait for the end of this one.
                 store.make(change, loop)
+                self._obey(request.term)
             if placement:
                 self._place(placement)
             if request.activate:

@@ -84,7 +84,8 @@ class PsControl:
     def activate(self, timeline: int) -> None:
         """Admit pushes and pulls of this timeline."""
         request = parameter_server_pb2.ActivateRequest(term=self._term, timeline=timeline)
-        reply = self.peer.call(self._stub.Activate, request, what="Activate")
+        # It waits for a renewal that was begun before it; a chief that was followed by this one may have.
+        reply = self.peer.call(self._stub.Activate, request, what="Activate", timeout_s=self._timeouts.total_s)
         if reply.empty_shards:
             raise ProtocolError(
                 f"{self.peer} has no values for shards {list(reply.empty_shards)}; restore or set them first"
@@ -98,7 +99,9 @@ class PsControl:
         request = parameter_server_pb2.PromoteRequest(
             term=self._term, timeline=timeline, shard=shard, appointment=appointment
         )
-        return str(self.peer.call(self._stub.Promote, request, what=f"Promote of shard {shard}").reason)
+        what = f"Promote of shard {shard}"
+        # As activate().
+        return str(self.peer.call(self._stub.Promote, request, what=what, timeout_s=self._timeouts.total_s).reason)
 
     def cut(self, timeline: int, step: int, *, stop: bool = False) -> tuple[bool, int]:
         """Ask for a cut at `step`; returns (passed, highest step): passed means too late, ask for a higher one."""

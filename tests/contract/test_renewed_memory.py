@@ -244,16 +244,19 @@ def test_a_caller_that_gives_up_does_not_leave_a_ps_half_configured(
     begin_again(ready)
 
 
-def test_an_older_chief_makes_no_shards_once_another_leads(
+def test_a_renewal_that_was_begun_is_ended_although_another_leads_and_its_chief_does_nothing_more(
     ready: PlainClient, ps: Ps, beside: ThreadPoolExecutor
 ) -> None:
     over = work_under_way(ps)
-    renewal = beside.submit(configure, ready, timeline=NEXT)
+    renewal = beside.submit(configure, ready, timeline=NEXT, activate=True)
     wait_for(lambda: not ps.store.shards, "the old shards to be let go of")
     later = parameter_server_pb2.Term(number=2, chief_uuid="another chief")
     assert ready.lead(later).held
     over.set()
     refused(grpc.StatusCode.FAILED_PRECONDITION, "obeys the chief of term 2", lambda: renewal.result(15.0))
-    assert not ps.store.shards and not ps.store.authority.configured
+    # Half of it would be of no use to anybody: no other command knows what to do with such a server.
+    assert ps.store.authority.configured and not ps.store.authority.active
+    assert list(ps.store.shards) == [0] and not ps.store.shards[0].initialized
+    refused(grpc.StatusCode.FAILED_PRECONDITION, "obeys the chief of term 2", lambda: configure(ready, timeline=NEXT))
     ready.term = later
     begin_again(ready)
