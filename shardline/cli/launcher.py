@@ -4,9 +4,10 @@
         cluster.kill("worker/1")
         code = cluster.wait(timeout_s=60)
 
-No port is chosen beforehand: the chief binds a free one and tells it over an inherited pipe, the others bind theirs and
-tell the chief at Join. Every task is the leader of a session of its own, so a terminal's Ctrl-C doesn't reach it, and
-holds the reading end of a pipe that closes when the launcher dies, whatever the way.
+The chief's port is held for it, so that it is there when the chief is started again; over an inherited pipe the chief
+tells that it listens. The others bind free ones and tell the chief at Join. Every task is the leader of a session of
+its own, so a terminal's Ctrl-C doesn't reach it, and holds the reading end of a pipe that closes when the launcher
+dies, whatever the way.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import queue
 import re
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +33,7 @@ from shardline.cli.roles import COMMANDS
 from shardline.cluster import ClusterSpec, parse_task
 from shardline.config import Timeouts, check_standbys
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError, exit_code_name
+from shardline.ports import CAN_HOLD, held_port
 from shardline.security import PLAIN, Security
 
 START_FLOOR_S = 60.0
@@ -111,7 +114,7 @@ class LaunchOptions:
                 )
 
     def spec(self, chief: str = "127.0.0.1:0") -> ClusterSpec:
-        """The cluster, each task but the chief on a free port."""
+        """The cluster; port 0 is any that is free when the task binds it."""
         counts = {"ps": self.ps, "worker": self.workers, "evaluator": self.evaluators}
         tasks = {role: ("127.0.0.1:0",) * count for role, count in counts.items() if count}
         return ClusterSpec({"chief": (chief,), **tasks})
@@ -269,6 +272,8 @@ class LocalCluster:
         """Entered as a context, with every process started."""
         self._spawning = False
         self._given_up: BaseException | None = None
+        self._chief_port: socket.socket | None = None
+        """Held, or a connection that this machine opens might have it while the chief is started again."""
         self._life_read, self._life_write = os.pipe()
 
     def __enter__(self) -> LocalCluster:
@@ -289,7 +294,7 @@ class LocalCluster:
         """Start the chief, learn its address, start the others. Raises LaunchError where the chief ends instead."""
         try:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
-            self._write_spec(self.options.spec())
+            self._write_spec(self.options.spec(self._hold_port()))
         except OSError as error:
             raise UsageError(
                 f"--out {self.options.out} can't be written: {error.strerror}; name a folder that you may write to"
@@ -311,6 +316,13 @@ class LocalCluster:
         for task in self.tasks():
             if task != "chief/0":
                 self._spawn(task)
+
+    def _hold_port(self) -> str:
+        """An address for the chief."""
+        if not CAN_HOLD:
+            return "127.0.0.1:0"
+        self._chief_port = held_port()
+        return f"127.0.0.1:{self._chief_port.getsockname()[1]}"
 
     def _write_spec(self, spec: ClusterSpec) -> None:
         path = cluster_path(self.options.out)
@@ -529,6 +541,8 @@ class LocalCluster:
         self._wait_all(time.monotonic() + 10.0)
         left = self.running()
         with self._lock:
+            if self._chief_port is not None:
+                self._chief_port.close()
             for fd in (self._life_read, self._life_write):
                 if fd >= 0:
                     os.close(fd)

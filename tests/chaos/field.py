@@ -20,7 +20,7 @@ from types import TracebackType
 from tests.chaos.job import MARKS, STEP_S, read_marks
 from tests.chaos.network import Networks
 from tests.chaos.nursery import Starter
-from tests.e2e.support import free_ports
+from tests.e2e.support import held_ports
 
 PORT = 2222
 RESTART_DELAY_S = 0.3
@@ -91,7 +91,7 @@ class Field:
             (self.out / "logs").mkdir(parents=True)
             if self.networks is not None:
                 stack.enter_context(self.networks)
-            self._write_spec()
+            self._write_spec(stack)
             self._supervisor.start()
             for task in self.tasks.values():
                 self._start(task)
@@ -115,12 +115,14 @@ class Field:
         for task in living:
             task.ended.wait(10.0)
 
-    def _write_spec(self) -> None:
+    def _write_spec(self, stack: contextlib.ExitStack) -> None:
+        """cluster.json; ports of this machine stay the tasks' own until the end, whoever of them is away."""
         names = list(self.tasks)
         if self.networks is not None:
             places = {name: f"{self.networks.address(name)}:{PORT}" for name in names}
         else:
-            places = {name: f"127.0.0.1:{port}" for name, port in zip(names, free_ports(len(names)), strict=True)}
+            ports = stack.enter_context(held_ports(len(names)))
+            places = {name: f"127.0.0.1:{port}" for name, port in zip(names, ports, strict=True)}
         spec: dict[str, list[str]] = {}
         for name, place in places.items():
             spec.setdefault(name.split("/")[0], []).append(place)

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from shardline.ports import held_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "deploy.md"
@@ -50,12 +51,6 @@ def blocks(title: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", section(title), re.DOTALL)
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
-
-
 class Machine:
     """A folder with what the page says each machine has, and the commands that run in it."""
 
@@ -64,13 +59,13 @@ class Machine:
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SHARDLINE_")}
         self.environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.ports = contextlib.ExitStack()
 
     def prepare(self) -> None:
         """cluster.json, certificates, token and job, as the page has them."""
         (cluster,) = blocks("What all of them share", "json")
         spec = json.loads(MACHINES.sub("127.0.0.1", cluster))
-        ports = iter(free_ports(sum(len(addresses) for addresses in spec.values())))
-        ready = {role: [f"127.0.0.1:{next(ports)}" for _ in addresses] for role, addresses in spec.items()}
+        ready = {role: [self.place() for _ in addresses] for role, addresses in spec.items()}
         (self.folder / "cluster.json").write_text(json.dumps(ready))
         (self.folder / "job.py").write_text(JOB)
         (commands,) = blocks("What all of them share", "sh")
@@ -79,6 +74,10 @@ class Machine:
         for kind in ("pem", "key"):
             (self.folder / "certs" / f"chief-0.{kind}").rename(self.folder / f"task.{kind}")
         (self.folder / "certs" / "ca.pem").rename(self.folder / "ca.pem")
+
+    def place(self) -> str:
+        """An address that is nobody else's until the end."""
+        return f"127.0.0.1:{self.ports.enter_context(held_port()).getsockname()[1]}"
 
     def run(self, command: str) -> str:
         """Run a command to its end; returns what it printed."""
@@ -125,6 +124,7 @@ class Machine:
             if one.poll() is None:
                 one.send_signal(signal.SIGKILL)
                 one.wait(10.0)
+        self.ports.close()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from shardline.checkpoint import committed_steps
 from shardline.cli.launcher import LaunchOptions, LocalCluster
 from shardline.config import Timeouts
 from shardline.job import load_job
+from shardline.ports import held_port
 from shardline.testing import reference
 from tests.chaos.nursery import Nursery
 from tests.e2e.warm import WarmProcess, descendants
@@ -318,9 +318,15 @@ def mortal_cluster(job: Path, out: Path, **options: Any) -> LocalCluster:
 
 def free_ports(count: int) -> list[int]:
     """Ports that are free now, all different."""
+    with held_ports(count) as ports:
+        return ports
+
+
+@contextlib.contextmanager
+def held_ports(count: int) -> Iterator[list[int]]:
+    """Ports, all different, that nobody else is given meanwhile; tasks of a cluster can listen there."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [item.getsockname()[1] for item in sockets]
+        yield [stack.enter_context(held_port()).getsockname()[1] for _ in range(count)]
 
 
 @dataclass
@@ -330,15 +336,18 @@ class HandCluster:
     folder: Path
     tasks: Mapping[str, Sequence[str]]
     commands: dict[str, Command] = field(default_factory=dict)
+    ports: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Holds them until the cluster, entered as a context, is ended."""
 
     @classmethod
     def write(cls, folder: Path, *, chief: int = 1, **counts: int) -> HandCluster:
         """A cluster.json with this many tasks per role."""
         wanted = {role: count for role, count in {"chief": chief, **counts}.items() if count}
-        ports = iter(free_ports(sum(wanted.values())))
+        stack = contextlib.ExitStack()
+        ports = iter(stack.enter_context(held_ports(sum(wanted.values()))))
         tasks = {role: [f"127.0.0.1:{next(ports)}" for _ in range(count)] for role, count in wanted.items()}
         (folder / "cluster.json").write_text(json.dumps(tasks))
-        return cls(folder, tasks)
+        return cls(folder, tasks, ports=stack)
 
     @property
     def path(self) -> Path:
@@ -366,6 +375,7 @@ class HandCluster:
             if command.process.poll() is None:
                 command.process.kill()
             command.finish()
+        self.ports.close()
 
 
 def scrape(address: str) -> dict[str, float]:

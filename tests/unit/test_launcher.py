@@ -5,8 +5,11 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +41,12 @@ def chief(config):
     if "chief" in settings:
         print("shardline: " + settings["chief"], file=sys.stderr, flush=True)
         return 6
-    server = socket.create_server(("127.0.0.1", 0))
+    host, port = config.cluster.chief.split(":")
+    server = socket.create_server((host, int(port)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    os.write(config.ready_fd, f"127.0.0.1:{server.getsockname()[1]}\\n".encode())
-    os.close(config.ready_fd)
+    if config.ready_fd is not None:
+        os.write(config.ready_fd, f"127.0.0.1:{server.getsockname()[1]}\\n".encode())
+        os.close(config.ready_fd)
     held = []
     while True:
         connection, _ = server.accept()
@@ -97,8 +102,6 @@ def launch(tmp_path: Path, **settings: Any) -> LaunchOptions:
 
 
 def tell_chief(cluster: LocalCluster, line: str) -> None:
-    import socket
-
     host, port = cluster.chief_address.split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:
         connection.sendall(line.encode() + b"\n")
@@ -284,6 +287,30 @@ def test_chief_that_fails_at_start_ends_the_launch_with_its_sentence(tmp_path: P
         pass
     assert caught.value.code == 6
     assert cluster.running() == ()
+
+
+def test_the_chiefs_port_is_its_own_while_it_is_being_started_again(tmp_path: Path, fake_roles: Path) -> None:
+    with LocalCluster(launch(tmp_path, workers=1, restart=False)) as cluster:
+        address = cluster.chief_address
+        host, port = address.split(":")
+        cluster.kill("chief/0", restart=False)
+        # As a connection that this machine opens would.
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((host, int(port)))
+        cluster.restart("chief/0")
+        wait_for_answer(address)
+
+
+def wait_for_answer(address: str) -> None:
+    host, port = address.split(":")
+    deadline_s = time.monotonic() + 20.0
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=5.0).close()
+            return
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline_s, f"nobody listens at {address}"
+            threading.Event().wait(0.05)
 
 
 def test_interrupt_ends_the_chief_and_with_it_the_others(tmp_path: Path, fake_roles: Path) -> None:
