@@ -189,7 +189,7 @@ class ElementwiseStates:
         return run
 
     def _adopt(self, run: _Run) -> None:
-        """Move the state that torch created on these slices' first gradient into the flat tensors."""
+        """Let the state that torch created on these slices' first gradient be the flat tensors, or a part of them."""
         state = run.state()
         if not state:
             return
@@ -198,6 +198,10 @@ class ElementwiseStates:
         for name, value in state.items():
             if self._kinds[name].scalar:
                 self.scalars.setdefault(name, [0.0] * count)
+                continue
+            if name not in self.flat and value.numel() == self._bucket.elements:
+                # No slice shares it with another run: a copy would leave a hole of its size in the heap.
+                self.flat[name] = value
                 continue
             if name not in self.flat:
                 self.flat[name] = torch.zeros(self._bucket.elements, dtype=value.dtype, device=self._device)

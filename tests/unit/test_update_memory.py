@@ -18,15 +18,20 @@ CPU = torch.device("cpu")
 
 
 class Made(TorchDispatchMode):
-    """Bytes of the largest tensor that torch makes in the block."""
+    """Bytes of the largest tensor that torch makes in the block, and the tensors that own memory, by its address."""
 
-    largest = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.owned: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for tensor in found if isinstance(found, (tuple, list)) else (found,):
             if isinstance(tensor, Tensor):
                 self.largest = max(self.largest, tensor.nbytes)
+                # Held, so that no other is put at its address.
+                self.owned[tensor.untyped_storage().data_ptr()] = tensor
         return found
 
 
@@ -60,3 +65,18 @@ def test_a_bucket_without_padding_has_no_positions_of_it():
     bucket, _ = one_bucket(a=(64,), b=(2, 64))
     states = ElementwiseStates(torch.optim.SGD, {"lr": 0.1}, bucket, {}, CPU)
     assert states.padding.numel() == 0
+
+
+def test_state_that_torch_made_for_a_whole_bucket_is_kept_where_it_is():
+    bucket, plan = one_bucket(a=(1 << 17,), b=(100,))
+    held = BucketRule(rule("SGD", [{"lr": 0.1, "momentum": 0.9}]), ScheduleSpec(), bucket, plan.tensors, CPU)
+    values, gradient = torch.zeros(bucket.elements), torch.ones(bucket.elements)
+    with Made() as made:
+        held.apply(values, gradient, clock=0)
+    given = {tensor.untyped_storage().data_ptr() for tensor in (values, gradient)}
+    large = [tensor for at, tensor in made.owned.items() if at not in given and tensor.nbytes == bucket.nbytes]
+    assert len(large) == 1
+    assert held.nbytes == bucket.nbytes
+    held.apply(values, gradient, clock=1)
+    (state,) = held.export()[0].values()
+    torch.testing.assert_close(state[: 1 << 17], torch.full((1 << 17,), 1.9))
