@@ -10,6 +10,7 @@ needs it as well. Where there is no admin token, the job token is every right.
 
 from __future__ import annotations
 
+import datetime
 import hmac
 import ipaddress
 import re
@@ -65,6 +66,8 @@ class Security:
         if self.tls:
             # What is wrong with the files is said now, not in the middle of the first handshake.
             self._client_context()
+        if self.tls_cert is not None:
+            _check_dates(self.tls_cert)
         for name in ("token", "admin_token"):
             path: Path | None = getattr(self, f"{name}_file")
             if path is not None:
@@ -336,6 +339,37 @@ def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
         if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
             raise UsageError(f"--tls-key {key} is not the private key of --tls-cert {cert}") from None
         raise UsageError(f"--tls-key {key} holds no private key in PEM form") from None
+
+
+def _check_dates(path: Path) -> None:
+    """Raise UsageError where a certificate of this task's own is not valid now.
+
+    Whoever is shown it says so to its own log at most; this side would only see that it is hung up on.
+    """
+    from cryptography import x509
+
+    try:
+        chain = x509.load_pem_x509_certificates(_read(path, "--tls-cert"))
+    except ValueError:
+        # OpenSSL, which has read it, is the judge of its form.
+        return
+    now = datetime.datetime.now(datetime.UTC)
+    clock = f"by this machine's clock it is {_moment(now)}"
+    for number, certificate in enumerate(chain, 1):
+        what = f"--tls-cert {path}" + (f": certificate {number} in it" if number > 1 else "")
+        if now > certificate.not_valid_after_utc:
+            raise UsageError(
+                f"{what} expired on {_moment(certificate.not_valid_after_utc)}, and {clock}; give a newer one with its "
+                "--tls-key (shardline certs makes some), or set the clock"
+            )
+        if now < certificate.not_valid_before_utc:
+            raise UsageError(
+                f"{what} is valid from {_moment(certificate.not_valid_before_utc)} on, and {clock}; is the clock right?"
+            )
+
+
+def _moment(at: datetime.datetime) -> str:
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _system_roots() -> bytes | None:

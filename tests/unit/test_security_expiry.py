@@ -1,0 +1,73 @@
+"""A certificate that its owner shows too late, or too early: said at the start, and not by whoever refuses it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+import trustme
+
+from shardline.certs import make_certificates
+from shardline.cli.main import main
+from shardline.errors import UsageError
+from shardline.security import Security
+
+PAST = datetime.datetime(2021, 3, 4, 5, 6, 7, tzinfo=datetime.UTC)
+FUTURE = datetime.datetime(2199, 1, 1, tzinfo=datetime.UTC)
+
+
+def write(folder: Path, **dates: datetime.datetime) -> tuple[Path, Path, Path]:
+    """CA, certificate and key, valid between these dates."""
+    ca = trustme.CA()
+    leaf = ca.issue_cert("127.0.0.1", **dates)
+    paths = folder / "ca.pem", folder / "own.pem", folder / "own.key"
+    ca.cert_pem.write_to_path(str(paths[0]))
+    leaf.private_key_pem.write_to_path(str(paths[2]))
+    paths[1].write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
+    return paths
+
+
+def test_a_task_whose_certificate_has_expired_says_so_at_its_start_and_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ca, cert, key = write(tmp_path, not_after=PAST)
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text(json.dumps({"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0"]}))
+    place = ["--cluster", str(cluster), "--task", "ps/0", "--timeout", "1"]
+    files = ["--tls-ca", str(ca), "--tls-cert", str(cert), "--tls-key", str(key)]
+    assert main(["ps", *place, *files]) == UsageError.exit_code
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"--tls-cert {cert} expired on 2021-03-04 05:06:07 UTC, and by this machine's clock it is 2" in said
+    assert "give a newer one with its --tls-key" in said
+
+
+def test_a_certificate_of_tomorrow_is_refused_with_its_date(tmp_path: Path) -> None:
+    ca, cert, key = write(tmp_path, not_before=FUTURE, not_after=FUTURE.replace(year=2200))
+    with pytest.raises(UsageError, match=r"own.pem is valid from 2199-01-01 00:00:00 UTC on, and by .* is the clock"):
+        Security(tls_ca=ca, tls_cert=cert, tls_key=key)
+
+
+def test_an_expired_certificate_further_up_in_the_file_is_said_to_be_that(tmp_path: Path) -> None:
+    ca, cert, key = write(tmp_path)
+    old = tmp_path / "old"
+    old.mkdir()
+    _, expired, _ = write(old, not_after=PAST)
+    cert.write_bytes(cert.read_bytes() + expired.read_bytes())
+    with pytest.raises(UsageError, match=r"own.pem: certificate 2 in it expired on 2021-03-04 05:06:07 UTC"):
+        Security(tls_ca=ca, tls_cert=cert, tls_key=key)
+
+
+def test_connections_that_are_made_after_it_expired_leave_that_to_whoever_checks_them(
+    tmp_path: Path,
+) -> None:
+    made = make_certificates(tmp_path / "now", {"one": "localhost"}, days=1)
+    cert, key = made.pairs["one"]
+    security = Security(tls_ca=made.ca, tls_cert=cert, tls_key=key)
+    _, expired, its_key = write(tmp_path, not_after=PAST)
+    cert.write_bytes(expired.read_bytes())
+    key.write_bytes(its_key.read_bytes())
+    # A job that runs for long is not ended by this side; sockets that are open go on.
+    assert security.client_context() is not None
+    assert security.server_context() is not None
