@@ -21,7 +21,7 @@ from shardline_chief.ending import Ending
 from shardline_chief.membership import Member
 from shardline_chief.membership import State as Life
 from shardline_chief.running import Running
-from shardline_chief.setup import Setup, standbys_of
+from shardline_chief.setup import Setup
 from shardline_chief.standbys import Protection, StandIn, after_loss, protected, without_standbys
 from shardline_chief.state import Recovered, State
 
@@ -424,15 +424,22 @@ class Recovery:
 
     def _no_room_for_standbys(self, errors: Mapping[str, ShardlineError], now_s: float) -> None:
         state = self.state
-        self._placing = False
         for task, error in sorted(errors.items()):
-            for place in state.placement:
-                if place.standby_task == task:
-                    self.protection.avoid(place.shard, task, now_s + state.timeouts.total_s)
             state.say("no_room", f"{task} can't hold standbys: {error}; their shards stay unprotected", "warning")
-        gone = [place.shard for place in state.placement if place.standby_task in errors]
-        state.placement = without_standbys(state.placement, gone)
-        state.record("standbys", standbys=standbys_of(state.placement))
+        there = [place for place in state.placement if place.standby_task in errors]
+        if not there:
+            # It is no standby that is refused; what is wrong there is found by what it tells.
+            self._placing = False
+            return
+        held = self.protection.followed(state.placement)
+        # What it held before has its memory already; where that is refused too it holds none.
+        gone = [place for place in there if place.shard not in held] or there
+        for place in gone:
+            self.protection.avoid(place.shard, place.standby_task, now_s + state.timeouts.total_s)
+        shards = [place.shard for place in gone]
+        self.protection.forget(shards)
+        # Their primaries may be waiting for the standbys that they had before, until they are told.
+        self._set_standbys(without_standbys(state.placement, shards))
 
     def running_again(self, now_s: float) -> None:
         """Training begins, or goes on."""

@@ -97,7 +97,7 @@ class FakePs:
     """Step of the checkpoint that Restore brings."""
     shards: tuple[int, ...] = ()
     room: int = 8
-    """So many shards at most."""
+    """So many shards at most, those that it holds as a standby included."""
     standbys: dict[int, str] = field(default_factory=dict)
     """By shard held as primary, the server of its standby."""
     standby_state: str = "synced"
@@ -160,7 +160,7 @@ class FakePs:
                 return self.timeline
             case Configure():
                 shards = tuple(place.shard for place in order.placement if place.task == self.task)
-                if len(shards) > self.room:
+                if len(shards) + sum(p.standby_task == self.task for p in order.placement) > self.room:
                     raise UsageError("the shards of this ps need more than there is")
                 self.standbys = {p.shard: p.standby_task for p in order.placement if p.task == self.task}
                 self._hold(order)

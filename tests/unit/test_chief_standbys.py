@@ -235,6 +235,45 @@ def test_a_standby_that_holds_its_primary_up_is_given_up_after_a_third_of_the_ti
     assert holders(cluster)[0] == ("ps/0", "ps/1")
 
 
+def test_a_primary_goes_on_alone_at_once_where_the_next_server_has_no_room_for_its_standby() -> None:
+    cluster = protected_cluster()
+    cluster.ps[1].standby_state = "silent"
+    cluster.tick()
+    cluster.ps[0].room = 2
+    cluster.commands.clear()
+    cluster.tick(T / 3 + 1)
+    assert "ps/0 can't hold standbys" in cluster.text()
+    # Only with an activation does a primary do as its placement says.
+    assert kinds(cluster) == ["Lead", "Configure", "Lead", "Configure", "Members", "Activate"]
+    # What it held before it holds on.
+    assert holders(cluster) == [("ps/0", "ps/1"), ("ps/1", ""), ("ps/2", "ps/0")]
+    assert cluster.ps[1].standbys == {1: ""}
+    cluster.tick(T)
+    assert holders(cluster)[1] == ("ps/1", "ps/2")
+
+
+def test_a_server_that_refuses_without_holding_a_standby_is_not_asked_again_and_again() -> None:
+    cluster = protected_cluster(ps=2)
+    cluster.ps[0].standby_state = "silent"
+    cluster.tick()
+    cluster.ps[0].room = 0
+    cluster.commands.clear()
+    cluster.tick(T / 3 + 1)
+    assert kinds(cluster).count("Configure") == 2
+    assert phase(cluster) is Phase.RUNNING
+
+
+def test_a_server_that_has_no_room_even_for_the_standbys_it_held_holds_none() -> None:
+    cluster = protected_cluster()
+    cluster.ps[1].standby_state = "silent"
+    cluster.tick()
+    cluster.ps[0].room = 1
+    cluster.tick(T / 3 + 1)
+    # The next one has room.
+    assert holders(cluster) == [("ps/0", "ps/1"), ("ps/1", ""), ("ps/2", "ps/1")]
+    assert phase(cluster) is Phase.RUNNING
+
+
 def test_a_server_that_is_found_empty_before_it_was_missed_is_stood_in_for_and_becomes_a_standby() -> None:
     cluster = protected_cluster(ps=2)
     cluster.kill_ps(1)
