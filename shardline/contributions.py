@@ -108,7 +108,7 @@ class Contributions:
         self._on_held = on_held
         self._replicas = replicas
         self._partials: dict[Block, Partial] = {}
-        self._digests: dict[Block, int] = {}
+        self._fingerprints: dict[Block, int] = {}
         self.counted: set[int] = set()
         self.mask = 0
         """Bit r is set where replica r is counted. One number: readable without the lock."""
@@ -120,7 +120,7 @@ class Contributions:
         block: Block,
         values: torch.Tensor | None,
         present: Present,
-        digest: int,
+        fingerprint: int,
         *,
         borrowed: bool = False,
         bound: float = math.inf,
@@ -132,7 +132,7 @@ class Contributions:
         """
         self.counted.update(range(block.first, block.end))
         self.mask |= ((1 << block.count) - 1) << block.first
-        self._digests[block] = digest
+        self._fingerprints[block] = fingerprint
         partial = Partial(values, present, borrowed, bound)
         # Climb while the sibling is there: the order of arrival never changes the order of additions.
         while (family := sibling(block, self._replicas)) is not None:
@@ -146,10 +146,10 @@ class Contributions:
         self._partials[block] = partial
         self._measure()
 
-    def digest_differs(self, block: Block, digest: int) -> bool:
+    def bits_differ(self, block: Block, fingerprint: int) -> bool:
         """Whether a repeated contribution of this block carries other bits than the one that was counted."""
-        known = self._digests.get(block, 0)
-        return bool(known and digest and known != digest)
+        known = self._fingerprints.get(block, 0)
+        return bool(known and fingerprint and known != fingerprint)
 
     @property
     def complete(self) -> bool:
@@ -173,7 +173,7 @@ class Contributions:
     def clear(self) -> None:
         """Forget everything."""
         self._partials.clear()
-        self._digests.clear()
+        self._fingerprints.clear()
         self.counted.clear()
         self.mask = 0
         self._measure()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardline.contributions import Partial, Present
-from shardline.reduce import bucket_square_sums, is_finite, quantum_key
+from shardline.reduce import bucket_square_sums, is_finite, quantum_key, stays_finite
 from shardline.sharding import BucketSpec, Plan
 
 
@@ -18,7 +19,10 @@ class Gradient:
 
     values: torch.Tensor | None
     present: Present
-    digest: int = 0
+    fingerprint: int = 0
+    """Of the encoded bytes, to tell a repetition with other bits by; 0 = not known."""
+    bound: float = math.inf
+    """No element is larger in magnitude, as the sender has seen; infinity where it has not looked."""
     borrowed: bool = False
     """values is memory of somebody else (a worker's segment, a received message): it is read, never written, and no
     reference to it is left once the step is applied or its contributions are dropped."""
@@ -52,7 +56,15 @@ def on_device(gradient: Gradient, device: torch.device) -> tuple[torch.Tensor | 
 
 def all_finite(gradients: Collection[Gradient]) -> bool:
     """Whether no gradient has NaN or infinity."""
-    return all(gradient.values is None or is_finite(gradient.values) for gradient in gradients)
+    return all(
+        gradient.values is None or is_bounded(gradient, gradient.values) or is_finite(gradient.values)
+        for gradient in gradients
+    )
+
+
+def is_bounded(gradient: Gradient, values: torch.Tensor) -> bool:
+    """Whether its sender has seen that it is finite, with room for it to be doubled."""
+    return stays_finite(gradient.bound, values.dtype)
 
 
 def nonfinite_names(names: Sequence[str], bucket: BucketSpec, values: torch.Tensor) -> list[str]:

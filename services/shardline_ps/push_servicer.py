@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -295,7 +296,16 @@ class PushReceiver:
             )
         at_most(len(header.nonfinite_tensors), len(spec.slices), f"{where}: tensors with NaN")
         present = unpack_bits(header.present, len(spec.slices), where)
-        return Slot(header.bucket, spec, codec, present, memoryview(b""), nonfinite=tuple(header.nonfinite_tensors))
+        return Slot(
+            header.bucket,
+            spec,
+            codec,
+            present,
+            memoryview(b""),
+            nonfinite=tuple(header.nonfinite_tensors),
+            bound=header.bound if header.bound > 0.0 else math.inf,
+            fingerprint=header.fingerprint,
+        )
 
     def _chunk(self, chunk: ChunkView) -> None:
         slot = self._slot

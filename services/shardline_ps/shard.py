@@ -20,7 +20,16 @@ from shardline.rpc.records import Applied, AppliedPush
 from shardline.spec import TensorKind
 from shardline_ps.bucket import Bucket
 from shardline_ps.cuts import CutBook, check_images
-from shardline_ps.gradients import Gradient, ShardVote, Staged, all_finite, nonfinite_names, norm_parts, on_device
+from shardline_ps.gradients import (
+    Gradient,
+    ShardVote,
+    Staged,
+    all_finite,
+    is_bounded,
+    nonfinite_names,
+    norm_parts,
+    on_device,
+)
 from shardline_ps.held import factor_of, hold_bucket, hold_verdict, record_push, totals_of
 from shardline_ps.publication import PlainPublication, Publication, areas
 from shardline_ps.replication import ReplicaLog
@@ -214,7 +223,7 @@ class Shard:
         with held.lock:
             decision = guard() or self._admit(held, step, block)
             if decision.outcome is Outcome.DUPLICATE:
-                if step == held.step and held.contributions.digest_differs(block, gradient.digest):
+                if step == held.step and held.contributions.bits_differ(block, gradient.fingerprint):
                     decision = self._mismatch(held, step, block)
                 return decision
             if decision.outcome is not Outcome.COUNTED:
@@ -222,7 +231,9 @@ class Shard:
             values, borrowed = on_device(gradient, held.device)
             if bucket == 0:
                 self._time_barrier(held, block)
-            held.contributions.add(block, values, gradient.present, gradient.digest, borrowed=borrowed, bound=bound)
+            held.contributions.add(
+                block, values, gradient.present, gradient.fingerprint, borrowed=borrowed, bound=bound
+            )
             del values
             if block.first == 0:
                 held.hyper = (hyper or {}).get(held.group)
@@ -332,6 +343,8 @@ class Shard:
             return math.inf
         if self.settings.consistency.nan_policy != "stop":
             return math.inf
+        if is_bounded(gradient, values):
+            return gradient.bound
         bound = magnitude(values)
         if not math.isfinite(bound):
             names = nonfinite_names(held.names, held.spec, values)

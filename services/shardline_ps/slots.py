@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shardline.errors import ProtocolError
 from shardline.sharding import BucketSpec
 from shardline.wire.codecs import RAW, Codec
-from shardline.wire.frames import Buffer, borrowed_tensor, copy_bytes, digest
+from shardline.wire.frames import Buffer, borrowed_tensor, copy_bytes, digest, fingerprint
 from shardline_ps.attachments import Ticket
 from shardline_ps.gradients import Gradient
 from shardline_ps.staging import Lease
@@ -28,6 +29,10 @@ class Slot:
     memory: memoryview
     digest: int = 0
     nonfinite: Sequence[str] = ()
+    bound: float = math.inf
+    """As in Gradient."""
+    fingerprint: int = 0
+    """As its sender has made it; 0 = not sent."""
     borrowed: bool = False
     offset: int = 0
     """Of a referred bucket, in its segment."""
@@ -86,9 +91,16 @@ def opened(slot: Slot, take: Callable[[int], memoryview]) -> Gradient:
         raise ProtocolError(f"bucket {slot.number}: its push ended before it was counted; nothing was changed")
     if slot.digest and slot.moved and slot.digest != digest(memory):
         raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
-    if slot.borrowed and slot.codec is RAW:
-        return Gradient(borrowed_tensor(memory, slot.spec.dtype), slot.present, slot.digest, True)
-    return Gradient(slot.codec.decode(memory, slot.spec.dtype, slot.spec.elements), slot.present, slot.digest)
+    # Of bytes that stayed where they are it would be a pass over cold memory: their sender has them in its cache.
+    mark = slot.fingerprint or (fingerprint(memory) if slot.moved else 0)
+    if slot.codec is not RAW:
+        # What the codec makes of the bytes may be larger than what the sender has seen.
+        return Gradient(slot.codec.decode(memory, slot.spec.dtype, slot.spec.elements), slot.present, mark)
+    if slot.borrowed:
+        values = borrowed_tensor(memory, slot.spec.dtype)
+    else:
+        values = slot.codec.decode(memory, slot.spec.dtype, slot.spec.elements)
+    return Gradient(values, slot.present, mark, slot.bound, slot.borrowed)
 
 
 def _joined(slot: Slot, take: Callable[[int], memoryview]) -> memoryview:

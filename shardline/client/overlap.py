@@ -328,7 +328,9 @@ def filled_payloads(
     """A block's push to one shard, all of whose buckets are in `staging`; each is encoded when it is sent."""
     spec = plan.shards[shard]
     # Nothing more can overtake, so a few large batches do: the shard begins with the first while others are encoded.
-    window = credit_bytes or max(default_credit(spec), spec.nbytes // 4)
+    # Where all bytes are in their place one is enough. Of many workers' pushes the shard then takes one after another,
+    # where with small batches its threads met at the same buckets again and again.
+    window = credit_bytes or (spec.nbytes if staging.in_place(shard) else max(default_credit(spec), spec.nbytes // 4))
     queue = SendQueue(ranks, [bucket.nbytes for bucket in spec.buckets], window)
     payloads = LivePayloads(
         queue, lambda bucket: staging.payload((shard, bucket), block), nbytes=spec.nbytes, interrupted=interrupted

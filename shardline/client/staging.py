@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,12 +13,12 @@ from shardline.client.device import HostPath
 from shardline.client.layout import fill_bucket, present_bits, tensor_piece
 from shardline.contributions import Contributions, Partial
 from shardline.lanes.base import BucketPayload, Contribution, Payloads, Whole
-from shardline.reduce import Block, is_finite
+from shardline.reduce import Block, is_finite, magnitude
 from shardline.segments import Segment
 from shardline.sharding import BucketSpec, Plan
 from shardline.spec import DTYPES, TensorKind
 from shardline.wire.codecs import RAW, codec_for
-from shardline.wire.frames import digest, tensor_from_bytes
+from shardline.wire.frames import Buffer, digest, fingerprint, tensor_bytes, tensor_from_bytes
 
 Allocate = Callable[[int, int, int], memoryview | None]
 """(shard, bucket, bytes) -> the lane's own memory for this bucket's gradient in this step, or None.
@@ -69,6 +70,8 @@ class Staging:
         """Segments that a GPU copies into: their lane may let go of them while it does."""
         self._sums: dict[Key, Contributions] = {}
         self._singles: dict[Key, dict[Block, Partial]] = {}
+        self._marks: dict[Key, dict[Block, int]] = {}
+        """Fingerprints of gradients that lie where the shard reads them."""
         self.keys = [(s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets))]
         """Every bucket."""
         self.extras = StepExtras()
@@ -83,6 +86,7 @@ class Staging:
         self._locked.clear()
         self._sums.clear()
         self._singles.clear()
+        self._marks.clear()
         self.extras = StepExtras()
 
     def close(self) -> None:
@@ -186,13 +190,18 @@ class Staging:
             if not borrowed:
                 copy = self._host.copier(after) if self._host is not None else None
                 fill_bucket(self._plan, spec, values, source, copy)
+        checked = values is not None and spec.kind is not TensorKind.BUFFER
+        bound = magnitude(values) if values is not None and checked else math.inf
         block = Block(replica, 1)
+        if values is not None and self._replicas > 1 and key in self._shared:
+            # Now, while all of it is in the cache.
+            self._marks.setdefault(key, {})[block] = fingerprint(tensor_bytes(values))
         if presum:
             sums = self._sums.setdefault(key, Contributions(spec, self._replicas))
-            sums.add(block, values, present, 0, borrowed=borrowed)
+            sums.add(block, values, present, 0, borrowed=borrowed, bound=bound)
         else:
-            self._singles.setdefault(key, {})[block] = Partial(values, present, borrowed)
-        if values is None or spec.kind is TensorKind.BUFFER or is_finite(values):
+            self._singles.setdefault(key, {})[block] = Partial(values, present, borrowed, bound)
+        if values is None or not checked or math.isfinite(bound):
             return []
         return [piece.tensor for piece in spec.slices if not is_finite(values[piece.offset : piece.end])]
 
@@ -231,6 +240,10 @@ class Staging:
         """Whether no slice of a bucket has a gradient in this block, all of whose replicas were added."""
         return self._partials(key)[block].values is None
 
+    def in_place(self, shard: int) -> bool:
+        """Whether all of a shard's gradients lie where the shard reads them: nothing is left to do but to say so."""
+        return all((shard, bucket) in self._shared for bucket in range(len(self._plan.shards[shard].buckets)))
+
     def payload(self, key: Key, block: Block, nonfinite: Sequence[str] = ()) -> BucketPayload:
         """One bucket of a block's push, encoded. Raises KeyError where the block has nothing in it."""
         spec = self._spec(key)
@@ -238,9 +251,6 @@ class Staging:
         if partial.values is None:
             raise KeyError(f"bucket {key} of block {block} is empty")
         data = codec_for(self._codec, spec).encode(partial.values)
-        # A digest guards bytes on their way, and tells replicas that were computed twice with other bits apart: bytes
-        # that stay where they are need it for neither where there is only one replica.
-        needless = self._replicas == 1 and key in self._shared
         return BucketPayload(
             bucket=key[1],
             dtype=spec.dtype,
@@ -248,9 +258,19 @@ class Staging:
             present=present_bits(partial.present),
             data=data,
             raw_bytes=spec.nbytes,
-            digest=0 if needless else digest(data),
+            # It guards bytes on their way; these stay where they are.
+            digest=0 if key in self._shared else digest(data),
             nonfinite=tuple(nonfinite),
+            bound=partial.bound if math.isfinite(partial.bound) else 0.0,
+            fingerprint=self._fingerprint(key, block, data),
         )
+
+    def _fingerprint(self, key: Key, block: Block, data: Buffer) -> int:
+        """Of a block's bytes; 0 where no other replica's worker could be asked to make them once more."""
+        if self._replicas == 1:
+            return 0
+        known = self._marks.get(key, {}).get(block)
+        return fingerprint(data) if known is None else known
 
     def contribution(self, block: Block, payloads: Payloads) -> Contribution:
         """A block's push of these payloads, with what travels beside them; of no step yet."""

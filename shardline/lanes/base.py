@@ -39,6 +39,10 @@ class BucketPayload:
     digest: int
     nonfinite: Sequence[str] = ()
     """Tensors of the bucket in which the worker found NaN or infinity (policy "skip")."""
+    bound: float = 0.0
+    """No element is larger in magnitude, as the worker has seen; 0 = nobody looked, or all are zero."""
+    fingerprint: int = 0
+    """Of `data`, see wire.frames.fingerprint; 0 = not known."""
 
 
 class Payloads(Protocol):

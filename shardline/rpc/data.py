@@ -91,6 +91,8 @@ def bucket_header(item: BucketPayload) -> data_pb2.BucketHeader:
         present=item.present,
         payload_bytes=len(item.data),
         nonfinite_tensors=item.nonfinite,
+        bound=item.bound,
+        fingerprint=item.fingerprint,
     )
 
 

@@ -112,7 +112,9 @@ def test_borrowed_gradients_give_the_bits_of_owned_ones(
             lent.append(strange)
             first = owned.contribute(0, step, block, Gradient(None if nothing else values.clone(), present))
             there = strange.values if borrowed else values
-            second = borrowing.contribute(0, step, block, Gradient(None if nothing else there, present, 0, borrowed))
+            second = borrowing.contribute(
+                0, step, block, Gradient(None if nothing else there, present, borrowed=borrowed)
+            )
             assert first == second and first.outcome is Outcome.COUNTED
             strange.values = there = values = torch.empty(0)
         assert owned.step_min == borrowing.step_min == step + 1

@@ -88,8 +88,8 @@ def test_a_replica_that_adds_nothing_counts_all_the_same() -> None:
 def test_a_repetition_with_another_digest_is_told_where_both_were_sent(known: int, sent: int, differs: bool) -> None:
     sums = Contributions(bucket(), 2)
     sums.add(Block(0, 1), values(0), (True, True), known)
-    assert sums.digest_differs(Block(0, 1), sent) is differs
-    assert sums.digest_differs(Block(1, 1), sent) is False
+    assert sums.bits_differ(Block(0, 1), sent) is differs
+    assert sums.bits_differ(Block(1, 1), sent) is False
 
 
 def test_held_bytes_are_those_of_the_partial_sums() -> None:

@@ -13,7 +13,15 @@ from shardline.errors import JobError, ProtocolError
 from shardline.sharding import BucketSpec, Slice
 from shardline.spec import DTYPES, TensorKind, itemsize
 from shardline.wire.codecs import CODECS, RAW, check_codec, codec_for, get_codec
-from shardline.wire.frames import digest, memory_of, tensor_bytes, tensor_from_bytes
+from shardline.wire.frames import (
+    FINGERPRINT_BYTES,
+    FINGERPRINT_STRIDE,
+    digest,
+    fingerprint,
+    memory_of,
+    tensor_bytes,
+    tensor_from_bytes,
+)
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
@@ -107,6 +115,20 @@ def test_a_digest_is_never_0_and_tells_one_changed_byte(data: bytes, position: i
         other = bytearray(data)
         other[position % len(data)] ^= change
         assert digest(other) != digest(data)
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, 2048, FINGERPRINT_BYTES - 1, FINGERPRINT_BYTES, FINGERPRINT_BYTES + 2049, 1 << 20]
+)
+def test_a_fingerprint_tells_bytes_apart_that_differ_all_over(size: int) -> None:
+    data = bytes(number * 7 % 251 for number in range(size))
+    found = fingerprint(data)
+    assert 0 < found < 1 << 64
+    assert found == fingerprint(memoryview(bytearray(data)))
+    if size:
+        assert found != fingerprint(bytes(octet ^ 1 for octet in data))
+        # The last bytes, which may be less than a stride, are looked at too.
+        assert found != fingerprint(data[: size // FINGERPRINT_STRIDE * FINGERPRINT_STRIDE - 1])
 
 
 # Every codec

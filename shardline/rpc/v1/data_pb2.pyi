@@ -285,6 +285,8 @@ class BucketHeader(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     ROW_IDS_FIELD_NUMBER: _builtins.int
     NONFINITE_TENSORS_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     bucket: _builtins.int
     dtype: _common_pb2.DType.ValueType
     elements: _builtins.int
@@ -293,6 +295,14 @@ class BucketHeader(_message.Message):
     """One bit per slice of the bucket, least significant first: the tensor has a gradient. Empty = all of them."""
     payload_bytes: _builtins.int
     """Bytes of the encoded payload that follow in chunks."""
+    bound: _builtins.float
+    """No element is larger in magnitude (of a complex number's parts), as the sender has seen for itself: gradients in
+    codec raw only. 0 = it has not looked, or all are zero; then the shard looks where its policy asks for it.
+    """
+    fingerprint: _builtins.int
+    """xxh3-64 of a sample of the encoded payload (shardline.wire.frames.fingerprint), to tell a repetition with other bits
+    by; 0 = not sent.
+    """
     @_builtins.property
     def row_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """reserved: sparse rows"""
@@ -311,10 +321,12 @@ class BucketHeader(_message.Message):
         payload_bytes: _builtins.int = ...,
         row_ids: _abc.Iterable[_builtins.int] | None = ...,
         nonfinite_tensors: _abc.Iterable[_builtins.str] | None = ...,
+        bound: _builtins.float = ...,
+        fingerprint: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "dtype", b"dtype", "elements", b"elements", "nonfinite_tensors", b"nonfinite_tensors", "payload_bytes", b"payload_bytes", "present", b"present", "row_ids", b"row_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "bucket", b"bucket", "dtype", b"dtype", "elements", b"elements", "fingerprint", b"fingerprint", "nonfinite_tensors", b"nonfinite_tensors", "payload_bytes", b"payload_bytes", "present", b"present", "row_ids", b"row_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

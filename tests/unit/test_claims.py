@@ -1,0 +1,196 @@
+"""What a worker says of its gradient's bytes, and what the shard makes of it without reading them once more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from shardline.client import overlap
+from shardline.client.staging import Allocate, Staging, no_memory
+from shardline.consistency.decision import Outcome
+from shardline.errors import NonFiniteError
+from shardline.reduce import Block
+from shardline.rpc.data import bucket_header
+from shardline.sharding import BucketSpec, Plan, make_plan
+from shardline.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
+from shardline.update import rule
+from shardline.wire.codecs import RAW, codec_for
+from shardline.wire.frames import fingerprint, tensor_bytes
+from shardline_ps import shard as shards
+from shardline_ps.buffers import Buffers
+from shardline_ps.shard import Gradient, Shard, ShardSettings
+from shardline_ps.slots import Slot, opened
+
+ELEMENTS = 64
+LARGEST = torch.finfo(torch.float32).max
+
+
+def make_shard(*, replicas: int = 1, mode: str = "sync", nan_policy: str = "stop") -> Shard:
+    settings = ShardSettings(
+        plan=make_plan((TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),), 1),
+        rule=rule("SGD", ({"lr": 1.0},)),
+        schedule=ScheduleSpec(),
+        consistency=ConsistencySpec(mode=mode, nan_policy=nan_policy),
+        replicas=replicas,
+        cut_every=0,
+    )
+    shard = Shard(0, settings)
+    shard.initialize(0, torch.zeros(ELEMENTS))
+    return shard
+
+
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Elements of each gradient that a shard looks through, from now on."""
+    seen: list[int] = []
+    true = shards.magnitude
+
+    def magnitude(values: torch.Tensor) -> float:
+        seen.append(values.numel())
+        return true(values)
+
+    monkeypatch.setattr(shards, "magnitude", magnitude)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("bound", "looked"), [(2.0, False), (math.inf, True), (math.nan, True), (LARGEST, True), (LARGEST / 4, False)]
+)
+def test_a_gradient_is_looked_through_where_its_sender_has_not_said_how_large_it_is(
+    bound: float, looked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = looks(monkeypatch)
+    shard = make_shard()
+    decision = shard.contribute(0, 0, Block(0, 1), Gradient(torch.ones(ELEMENTS), (True,), bound=bound))
+    assert decision.outcome is Outcome.COUNTED
+    assert bool(seen) is looked
+    assert shard.buckets[0].values.tolist() == [-1.0] * ELEMENTS
+
+
+def test_a_sum_that_may_leave_the_dtype_is_looked_through_though_its_parts_are_believed() -> None:
+    shard = make_shard(replicas=2)
+    believed = Gradient(torch.full((ELEMENTS,), LARGEST * 0.45), (True,), bound=LARGEST * 0.45)
+    shard.contribute(0, 0, Block(0, 1), believed)
+    other = Gradient(torch.full((ELEMENTS,), LARGEST * 0.9), (True,))
+    with pytest.raises(NonFiniteError, match="the sum of 2 replicas' gradients of 'w' has NaN or infinity"):
+        shard.contribute(0, 0, Block(1, 1), other)
+    assert shard.step_min == 0
+
+
+def test_an_asynchronous_push_that_is_known_to_be_finite_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = looks(monkeypatch)
+    shard = make_shard(mode="async")
+    parts = {0: Gradient(torch.ones(ELEMENTS), (True,), bound=1.0)}
+    decision, _ = shard.push_async("worker/0", 1, 1, parts, base_version=0)
+    assert decision.outcome is Outcome.APPLIED and not seen
+
+
+def test_a_repetition_with_other_bits_is_told_by_what_its_sender_says_of_them() -> None:
+    shard = make_shard(replicas=2)
+    shard.contribute(0, 0, Block(0, 1), Gradient(torch.ones(ELEMENTS), (True,), fingerprint=5))
+    again = shard.contribute(0, 0, Block(0, 1), Gradient(torch.zeros(ELEMENTS), (True,), fingerprint=6))
+    assert again.outcome is Outcome.DUPLICATE and "other bits" in again.reason
+    assert shard.tally.duplicate_mismatches == 1
+
+
+# From a slot
+
+
+def slot_of(payload: bytes, codec: str = "raw", **more: object) -> Slot:
+    spec = BucketSpec(dtype="float32", kind=TensorKind.PARAM, elements=ELEMENTS, slices=())
+    slot = Slot(0, spec, codec_for(codec, spec), (), memoryview(payload), **more)  # type: ignore[arg-type]
+    slot.size = len(payload)
+    return slot
+
+
+TAKE = Buffers(lambda: 1 << 20).take
+
+
+def test_bytes_that_moved_are_marked_here_where_their_sender_has_not_marked_them() -> None:
+    payload = torch.arange(ELEMENTS, dtype=torch.float32).numpy().tobytes()
+    assert opened(slot_of(payload), TAKE).fingerprint == fingerprint(payload)
+    assert opened(slot_of(payload, fingerprint=9), TAKE).fingerprint == 9
+    assert opened(slot_of(payload, borrowed=True, moved=False), TAKE).fingerprint == 0
+    assert opened(slot_of(payload, borrowed=True, moved=False, fingerprint=9), TAKE).fingerprint == 9
+
+
+def test_a_bound_holds_for_the_bytes_that_were_sent_and_not_for_what_a_codec_makes_of_them() -> None:
+    values = torch.ones(ELEMENTS)
+    assert opened(slot_of(tensor_bytes(values).tobytes(), bound=1.0), TAKE).bound == 1.0
+    half = tensor_bytes(values.half()).tobytes()
+    assert opened(slot_of(half, codec="fp16", bound=1.0), TAKE).bound == math.inf
+
+
+# What a worker says
+
+
+def staged(
+    gradients: Sequence[torch.Tensor], *, replicas: int, presum: bool = False, allocate: Allocate = no_memory
+) -> tuple[Plan, Staging]:
+    plan = make_plan((TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),), 1)
+    staging = Staging(plan, replicas, RAW.name, allocate)
+    for replica, gradient in enumerate(gradients):
+        staging.add(replica, {0: gradient}, {}, presum=presum)
+    return plan, staging
+
+
+def shared() -> Allocate:
+    memory = {0: memoryview(bytearray(ELEMENTS * 4))}
+    return lambda shard, bucket, nbytes: memory[bucket]
+
+
+def test_a_worker_says_how_large_its_gradient_is() -> None:
+    _, staging = staged([torch.full((ELEMENTS,), -3.0)], replicas=1)
+    header = bucket_header(staging.payload((0, 0), Block(0, 1)))
+    assert header.bound == 3.0
+    # One replica is computed by one worker.
+    assert header.fingerprint == 0
+
+
+def test_of_a_sum_over_a_block_it_says_no_less_than_it_is() -> None:
+    _, staging = staged([torch.full((ELEMENTS,), 3.0), torch.full((ELEMENTS,), -1.0)], replicas=2, presum=True)
+    payload = staging.payload((0, 0), Block(0, 2))
+    assert payload.bound == 4.0
+    assert payload.fingerprint == fingerprint(payload.data)
+
+
+@pytest.mark.parametrize("presum", [False, True])
+def test_where_the_shard_reads_the_bytes_in_place_they_are_marked_and_have_no_digest(presum: bool) -> None:
+    _, staging = staged([torch.full((ELEMENTS,), 3.0)], replicas=2, presum=presum, allocate=shared())
+    payload = staging.payload((0, 0), Block(0, 1))
+    assert payload.digest == 0
+    assert payload.fingerprint == fingerprint(payload.data) != 0
+    assert staging.in_place(0)
+
+
+def test_bytes_that_will_move_have_both() -> None:
+    _, staging = staged([torch.full((ELEMENTS,), 3.0)], replicas=2)
+    payload = staging.payload((0, 0), Block(0, 1))
+    assert payload.digest != 0 and payload.fingerprint == fingerprint(payload.data)
+    assert not staging.in_place(0)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradients_that_are_in_their_place_go_in_one_batch(in_place: bool) -> None:
+    rows = 4096
+    plan = make_plan((TensorSpec(name="w", shape=(rows, 1024), dtype="float32"),), 1)
+    sizes = [bucket.nbytes for bucket in plan.shards[0].buckets]
+    assert len(sizes) > 4
+    memory = [memoryview(bytearray(size)) for size in sizes]
+    allocate: Allocate = (lambda shard, bucket, nbytes: memory[bucket]) if in_place else no_memory
+    staging = Staging(plan, 1, RAW.name, allocate)
+    staging.add(0, {0: torch.ones(rows * 1024)}, {}, presum=False)
+    payloads = overlap.filled_payloads(
+        plan,
+        staging,
+        0,
+        Block(0, 1),
+        ranks=range(len(sizes)),
+        credit_bytes=0,
+        interrupted=lambda: None,
+    )
+    batches = [len(batch) for batch in payloads.batches()]
+    assert sum(batches) == len(sizes)
+    assert (len(batches) == 1) is in_place
