@@ -22,11 +22,13 @@ LEAST_BYTES = 64 << 10
 class Buffers:
     """Hands out memory, which comes back by itself when the last tensor or view over it is gone. Thread-safe.
 
-    limit: bytes up to which memory is kept that nobody uses, those in use included.
+    limit: bytes up to which memory is kept that nobody uses, those in use included. spoken_for: bytes of the same limit
+    that are in use here or elsewhere (messages, what codecs make, sums), as far as that is known.
     """
 
-    def __init__(self, limit: Callable[[], int]) -> None:
+    def __init__(self, limit: Callable[[], int], spoken_for: Callable[[], int] = lambda: 0) -> None:
         self._limit = limit
+        self._spoken_for = spoken_for
         self._lock = threading.Lock()
         self._idle: dict[int, list[torch.Tensor]] = {}
         self._idle_bytes = 0
@@ -39,6 +41,7 @@ class Buffers:
         """In use and idle."""
         with self._lock:
             self._sort()
+            self._make_room()
             return self._used_bytes + self._idle_bytes
 
     def take(self, nbytes: int) -> memoryview:
@@ -48,33 +51,42 @@ class Buffers:
         with self._lock:
             self._sort()
             alike = self._idle.get(nbytes)
-            if alike:
-                octets = alike.pop()
-                self._idle_bytes -= nbytes
-            else:
-                self._make_room(nbytes)
-                octets = torch.empty(nbytes, dtype=torch.uint8)
+            octets = alike.pop() if alike else None
+            self._idle_bytes -= nbytes if octets is not None else 0
             self._used_bytes += nbytes
+            self._make_room()
+            if octets is None:
+                octets = torch.empty(nbytes, dtype=torch.uint8)
         array = octets.numpy()
         # Everything made of this view refers to the array.
         weakref.finalize(array, self._returned.append, octets).atexit = False
         return memoryview(array)  # type: ignore[arg-type]  # as in memory_of()
 
+    def fit(self) -> None:
+        """Let idle memory go where the room was granted to something that does not take() it."""
+        if self._idle_bytes or self._returned:
+            with self._lock:
+                self._sort()
+                self._make_room()
+
     def _sort(self) -> None:
-        """Put what has come back among the idle ones, or let it go. Lock held."""
+        """Put what has come back among the idle ones. Lock held; _make_room() has to follow."""
         while self._returned:
             octets = self._returned.popleft()
             nbytes = octets.numel()
             self._used_bytes -= nbytes
-            if self._used_bytes + self._idle_bytes + nbytes <= self._limit():
-                self._idle.setdefault(nbytes, []).append(octets)
-                self._idle_bytes += nbytes
+            self._idle_bytes += nbytes
+            self._idle.setdefault(nbytes, []).append(octets)
 
-    def _make_room(self, nbytes: int) -> None:
-        """Let idle ones of other sizes go. Lock held."""
+    def _make_room(self) -> None:
+        """Let idle ones go, of any size, until the others have room. Lock held."""
+        excess = self._idle_bytes + max(self._used_bytes, self._spoken_for()) - self._limit()
+        if excess <= 0:
+            return
         for size, alike in list(self._idle.items()):
-            while alike and self._used_bytes + self._idle_bytes + nbytes > self._limit():
+            while alike and excess > 0:
                 alike.pop()
                 self._idle_bytes -= size
+                excess -= size
             if not alike:
                 del self._idle[size]

@@ -217,6 +217,8 @@ class PushReceiver:
         if nbytes:
             push.slots.append(slot)
             slot.lease = await self._room(push, slot.number, nbytes, at_once=at_once)
+            if push.attachment is None or push.attachment.borrowed:
+                self._store.buffers.fit()
 
     @staticmethod
     def _held_bytes(push: _Push, spec: BucketSpec) -> int:

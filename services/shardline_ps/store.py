@@ -73,7 +73,7 @@ class ParameterStore:
         self.staging_bytes = staging_bytes
         self.staging = Staging()
         """Who may bring the next contribution."""
-        self.buffers = Buffers(lambda: self.staging.limit)
+        self.buffers = Buffers(lambda: self.staging.limit, lambda: self.staging.in_use)
         """Memory for what comes in."""
         self.staging_wait_s = 60.0
         """How long a stream may wait for room in staging, in all; a sixth of --timeout in a process."""

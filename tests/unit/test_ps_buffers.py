@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 import torch
 
@@ -54,6 +55,48 @@ def test_idle_memory_of_other_sizes_makes_room() -> None:
     assert buffers.held_bytes == 4 * SIZE
     held.append(buffers.take(2 * SIZE))
     assert buffers.held_bytes == 4 * SIZE
+
+
+def test_what_the_limit_is_used_for_elsewhere_leaves_less_to_lie_idle() -> None:
+    elsewhere = 0
+    buffers = Buffers(lambda: 4 * SIZE, lambda: elsewhere)
+    held = [buffers.take(SIZE) for _ in range(4)]
+    held.clear()
+    assert buffers.held_bytes == 4 * SIZE
+    elsewhere = 3 * SIZE
+    buffers.fit()
+    assert buffers.held_bytes == SIZE
+    elsewhere = 5 * SIZE
+    buffers.fit()
+    assert buffers.held_bytes == 0
+    held = [buffers.take(SIZE)]
+    held.clear()
+    assert buffers.held_bytes == 0
+
+
+def test_memory_that_came_back_unseen_is_let_go_too_when_others_take_its_room() -> None:
+    elsewhere = 0
+    buffers = Buffers(lambda: 2 * SIZE, lambda: elsewhere)
+    held = [buffers.take(SIZE), buffers.take(SIZE)]
+    kept = weakref.ref(held[0].obj)
+    held.clear()
+    assert kept() is None
+    elsewhere = SIZE
+    buffers.fit()
+    assert buffers._idle_bytes == SIZE and buffers._used_bytes == 0
+
+
+def test_what_is_spoken_for_and_taken_here_counts_once() -> None:
+    spoken_for = 0
+    buffers = Buffers(lambda: 4 * SIZE, lambda: spoken_for)
+    held = [buffers.take(SIZE) for _ in range(4)]
+    places = {address(view) for view in held}
+    held.clear()
+    for number in range(1, 5):
+        spoken_for = number * SIZE
+        held.append(buffers.take(SIZE))
+        assert address(held[-1]) in places
+        assert buffers.held_bytes == 4 * SIZE
 
 
 def test_small_memory_and_none_at_all_are_the_allocators() -> None:
