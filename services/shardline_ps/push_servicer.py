@@ -23,7 +23,7 @@ from shardline.wire.protobuf import ChunkView, PushFrameView
 from shardline_ps.admission_servicer import admit_data, attachment_of, drop_named, lane_name, outcome_to_proto
 from shardline_ps.attachments import Attachment, Attachments
 from shardline_ps.shard import Gradient, Shard
-from shardline_ps.slots import Slot, opened
+from shardline_ps.slots import Slot, opened, slot_bytes
 from shardline_ps.staging import AsyncPush, Lease
 from shardline_ps.store import ParameterStore, numbers
 
@@ -192,7 +192,7 @@ class PushReceiver:
         self._take_empty(push, header.empty_buckets)
         if gradient_kind(header) and not shard.is_sync:
             specs = [bucket.spec for bucket in shard.buckets if bucket.number not in push.done]
-            push.room = AsyncPush(sum(self._held_bytes(push, spec) for spec in specs))
+            push.room = AsyncPush(sum(_held_bytes(push, spec) for spec in specs))
 
     def _take_empty(self, push: _Push, numbers: Sequence[int]) -> None:
         """Buckets that count without bytes."""
@@ -210,31 +210,18 @@ class PushReceiver:
         return buckets[number].spec
 
     async def _reserve(self, push: _Push, slot: Slot, *, at_once: bool = False) -> None:
-        """Room for one bucket's gradient. Raises NoRoomError; TimeoutError where it is for `at_once`."""
-        if not gradient_kind(push.header):
-            return
-        nbytes = self._held_bytes(push, slot.spec)
+        """Room for one bucket of a push. Raises NoRoomError; TimeoutError where it is for `at_once`."""
+        nbytes = _held_bytes(push, slot.spec)
         if nbytes:
             push.slots.append(slot)
             slot.lease = await self._room(push, slot.number, nbytes, at_once=at_once)
             if push.attachment is None or push.attachment.borrowed:
                 self._store.buffers.fit()
 
-    @staticmethod
-    def _held_bytes(push: _Push, spec: BucketSpec) -> int:
-        """Bytes of a bucket as it comes in, of what its codec makes of it, and of its sum with another."""
-        codec = codec_for(push.header.codec, spec)
-        decoded = 0 if codec is RAW else spec.nbytes
-        borrowed = push.attachment is not None and push.attachment.borrowed
-        held = decoded if borrowed else decoded + codec.payload_bytes(spec.dtype, spec.elements)
-        # What lies in a message or in the worker's memory is summed elsewhere, what was decoded where it is.
-        summed = push.shard.is_sync and push.shard.settings.replicas > 1 and not (borrowed and decoded)
-        return held + spec.nbytes if summed else held
-
     async def _room(self, push: _Push, number: int, nbytes: int, *, at_once: bool) -> Lease:
         """Room for bytes, within what is left of the stream's patience or `at_once`; see _reserve()."""
         header, step, bucket, block = push.header, None, None, Block(worker_index(push.header.data.task), 1)
-        if push.shard.is_sync:
+        if in_tree(push):
             block, step, bucket = Block(header.block.first, header.block.count), header.step, number
         patience_s = 0.0 if at_once else max(0.0, self._store.staging_wait_s - self._waited_s)
         began_s = time.monotonic()
@@ -252,7 +239,7 @@ class PushReceiver:
 
     async def _held_up_by(self, push: _Push) -> str:
         """Who has to come before there is room, and what a person can do."""
-        if not push.shard.is_sync:
+        if not in_tree(push):
             return "It is held by other workers' pushes that have not ended; this one is made again"
         missing = await self._store.work(push.shard.waiting_for)
         return (
@@ -590,6 +577,21 @@ class PushReceiver:
 def gradient_kind(header: data_pb2.PushHeader) -> bool:
     """Whether a push brings gradients, not first values."""
     return header.kind != data_pb2.PUSH_KIND_INIT
+
+
+def in_tree(push: _Push) -> bool:
+    """Whether it brings parts of sums; first values are set bucket by bucket and wait for nobody."""
+    return push.shard.is_sync and gradient_kind(push.header)
+
+
+def _held_bytes(push: _Push, spec: BucketSpec) -> int:
+    """What a bucket of a push asks of staging."""
+    return slot_bytes(
+        spec,
+        push.header.codec if gradient_kind(push.header) else RAW.name,
+        borrowed=push.attachment is not None and push.attachment.borrowed,
+        summed=in_tree(push) and push.shard.settings.replicas > 1,
+    )
 
 
 def worker_index(task: str) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardline.errors import ProtocolError
 from shardline.sharding import BucketSpec
-from shardline.wire.codecs import RAW, Codec
+from shardline.wire.codecs import RAW, Codec, codec_for
 from shardline.wire.frames import Buffer, borrowed_tensor, copy_bytes, digest, fingerprint
 from shardline_ps.attachments import Ticket
 from shardline_ps.gradients import Gradient
@@ -68,6 +68,18 @@ class Slot:
         self.memory, self.ticket, self.parts = memoryview(b""), None, []
         if self.lease is not None:
             self.lease.release()
+
+
+def slot_bytes(spec: BucketSpec, codec_name: str, *, borrowed: bool, summed: bool) -> int:
+    """Bytes of a bucket as it comes in, of what its codec makes of it, and of its sum with another.
+
+    borrowed: it lies in memory of the worker. summed: there may be another.
+    """
+    codec = codec_for(codec_name, spec)
+    decoded = 0 if codec is RAW else spec.nbytes
+    held = decoded if borrowed else decoded + codec.payload_bytes(spec.dtype, spec.elements)
+    # What lies in a message or in the worker's memory is summed elsewhere, what was decoded where it is.
+    return held + spec.nbytes if summed and not (borrowed and decoded) else held
 
 
 def kept(payload: Buffer) -> Buffer:

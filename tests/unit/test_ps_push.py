@@ -328,6 +328,83 @@ class SegmentOffer:
         """Nobody comes."""
 
 
+def test_first_values_wait_for_room_until_those_before_are_set() -> None:
+    async def main() -> None:
+        store = make_store(replicas=1, buckets=3, threads=1, staging=NBYTES)
+        gate = threading.Event()
+        blocked = store.pool.submit(gate.wait, 20.0)
+        receiver = PushReceiver(store, Attachments(), spawn=asyncio.create_task)
+        await receiver.feed(head(store, kind=data_pb2.PUSH_KIND_INIT))
+        await receiver.feed(bucket_frame(store, 0))
+        assert store.staging.in_use == NBYTES
+        with pytest.raises(NoRoomError, match="shard 0, a push: no room for 4,096 bytes"):
+            await receiver.feed(bucket_frame(store, 1))
+        gate.set()
+        assert blocked.result(20.0)
+        await receiver.abandon()
+        result = await push(store, push_frames(store, kind=data_pb2.PUSH_KIND_INIT))
+        assert result is not None and result.ack.outcome == common_pb2.OUTCOME_DUPLICATE
+        assert store.staging.peak == NBYTES
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
+
+
+class Wire(Segment):
+    """Bulk sockets on which everything comes at once that is expected."""
+
+    lane = "tcp"
+    borrowed = False
+    window = 8
+    expected = 0
+
+    def expect(self, offset: int, nbytes: int) -> ShmTicket:
+        self.expected += 1
+        return super().expect(offset, nbytes)
+
+
+class WireOffer(SegmentOffer):
+    lane = "tcp"
+
+    def open(self, holder: Holder, shard: Any, loop: Any) -> Opening:
+        return Opening(attachment=Wire(holder, self._memory))
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_no_more_first_values_are_on_their_way_than_there_is_room_for(fresh: bool) -> None:
+    async def main() -> None:
+        store = make_store(replicas=1, buckets=5, threads=1, staging=2 * NBYTES)
+        store.staging_wait_s = 20.0
+        for bucket in store.shards[0].buckets:
+            bucket.initialized = not fresh
+        gate = threading.Event()
+        blocked = store.pool.submit(gate.wait, 20.0)
+        attachments = Attachments()
+        attachments.offer(WireOffer(encoded(store, 0)))
+        holder = Holder(task="worker/0", incarnation=1, shard=0)
+        number, opening = attachments.open("tcp", holder, store.shards[0], asyncio.get_running_loop())
+        assert isinstance(opening.attachment, Wire)
+        receiver = PushReceiver(store, attachments, spawn=asyncio.create_task)
+        data = {"lane": common_pb2.LANE_TCP, "attachment": number}
+        await receiver.feed(head(store, data=data, kind=data_pb2.PUSH_KIND_INIT))
+        refs = [data_pb2.BucketRef(bucket=bucket_head(store, bucket)) for bucket in range(5)]
+        await receiver.feed(PushFrameView(refs=refs))
+        while not store.staging.waiting:
+            await asyncio.sleep(0)
+        assert opening.attachment.expected == 2 and store.staging.in_use == 2 * NBYTES
+        gate.set()
+        assert blocked.result(20.0)
+        result = await receiver.feed(PushFrameView(commit=data_pb2.Commit(buckets=5)))
+        assert result is not None
+        assert result.ack.outcome == (common_pb2.OUTCOME_COUNTED if fresh else common_pb2.OUTCOME_DUPLICATE)
+        assert opening.attachment.expected == 5 and store.staging.peak == 2 * NBYTES
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
+
+
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize(("codec", "held"), [("raw", 0), ("bf16", NBYTES)])
 def test_what_is_decoded_from_a_workers_memory_is_counted_and_what_is_read_there_is_not(
