@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+from pathlib import Path
 
 log = logging.getLogger("shardline.allocator")
 
@@ -43,3 +45,54 @@ def tune_allocator() -> bool:
     if refused:
         log.debug("the allocator refused its settings %s", refused)
     return not refused
+
+
+class _Mallinfo2(ctypes.Structure):
+    """struct mallinfo2 of glibc 2.33 and later, all size_t."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+def taken_bytes() -> int | None:
+    """What this process has taken of glibc's allocator and not freed, its own mappings included; None elsewhere."""
+    try:
+        function = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError, TypeError):
+        return None
+    function.argtypes, function.restype = (), _Mallinfo2
+    found = function()
+    return int(found.uordblks) + int(found.hblkhd)
+
+
+def private_bytes() -> int | None:
+    """Memory that this process has of the system for itself: neither files nor shared memory. None where unknown."""
+    try:
+        _, resident, shared = Path("/proc/self/statm").read_text(encoding="ascii").split()[:3]
+    except (OSError, ValueError):
+        return None
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back() -> bool:
+    """Give the system every whole page that was freed. Returns whether the allocator could."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):
+        return False
+    trim.argtypes, trim.restype = (ctypes.c_size_t,), ctypes.c_int
+    trim(0)
+    return True

@@ -480,6 +480,8 @@ class PushReceiver:
         await _all(push.running)
         decisions = [push.decisions[number] for number in sorted(push.decisions)]
         worst = min(decisions, key=lambda decision: SEVERITY.index(decision.outcome))
+        if not gradient_kind(header) and worst.outcome is Outcome.COUNTED:
+            await self._store.work(self._store.holes.give_back)
         return self._result(push, worst, 0)
 
     async def _commit_async(self, push: _Push, commit: data_pb2.Commit) -> PushResult:

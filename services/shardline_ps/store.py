@@ -27,6 +27,7 @@ from shardline_ps.configuration import (
     planned_bytes,
     staging_limit,
 )
+from shardline_ps.holes import Holes
 from shardline_ps.publication import PlainPublication, Publication
 from shardline_ps.renewal import Change, Remains
 from shardline_ps.shard import Shard, ShardSettings
@@ -75,6 +76,8 @@ class ParameterStore:
         """Who may bring the next contribution."""
         self.buffers = Buffers(lambda: self.staging.limit, lambda: self.staging.in_use)
         """Memory for what comes in."""
+        self.holes = Holes(lambda: self.staging.limit - max(self.staging.in_use, self.buffers.held_bytes))
+        """Memory that was freed."""
         self.staging_wait_s = 60.0
         """How long a stream may wait for room in staging, in all; a sixth of --timeout in a process."""
         self.let_go_s = 10.0
@@ -116,7 +119,14 @@ class ParameterStore:
 
     async def work(self, function: Callable[..., T], *args: object) -> T:
         """Run tensor work in the pool; it must never wait for another task."""
-        return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args))
+
+        def whole() -> T:
+            try:
+                return function(*args)
+            finally:
+                self.holes.look()
+
+        return await asyncio.get_running_loop().run_in_executor(self.pool, whole)
 
     async def work_whole(self, function: Callable[[], T], after: Callable[[], None]) -> T:
         """work() that outlives its caller once it has begun: after() is called when it has ended, or will never begin.
@@ -129,6 +139,7 @@ class ParameterStore:
                 return function()
             finally:
                 after()
+                self.holes.look()
 
         future = self.pool.submit(whole)
         try:
