@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from shardline.errors import UnreachableError
@@ -71,3 +71,10 @@ class OpenCalls:
         """End every call."""
         for call in list(self.open):
             call.end(f"the call was ended: {reason}")
+
+
+async def all_ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for every task, then raise the first error: none is left behind to end unseen."""
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

@@ -22,9 +22,10 @@ from shardline.wire.codecs import RAW, codec_for
 from shardline.wire.protobuf import ChunkView, PushFrameView
 from shardline_ps.admission_servicer import admit_data, attachment_of, drop_named, lane_name, outcome_to_proto
 from shardline_ps.attachments import Attachment, Attachments
+from shardline_ps.calls import all_ended
 from shardline_ps.shard import Gradient, Shard
 from shardline_ps.slots import Slot, opened, slot_bytes
-from shardline_ps.staging import AsyncPush, Lease
+from shardline_ps.staging import AsyncPush, Lease, worker_index
 from shardline_ps.store import ParameterStore, numbers
 
 SEVERITY = (
@@ -477,7 +478,7 @@ class PushReceiver:
                 f"shard {shard.number}: the push lacks buckets {missing[:8]}; a contribution counts in every bucket "
                 f"(name the ones it adds nothing to in empty_buckets)"
             )
-        await _all(push.running)
+        await all_ended(push.running)
         decisions = [push.decisions[number] for number in sorted(push.decisions)]
         worst = min(decisions, key=lambda decision: SEVERITY.index(decision.outcome))
         if not gradient_kind(header) and worst.outcome is Outcome.COUNTED:
@@ -491,7 +492,7 @@ class PushReceiver:
         scale = commit.scale or 1.0
         if not 0.0 < scale < float("inf"):
             raise ProtocolError(f"scale {commit.scale} of the gradient is not a positive finite number")
-        await _all(push.running)
+        await all_ended(push.running)
 
         # It goes on where this call ends meanwhile, so nothing that it looks at may be changed from here.
         staged, push.staged = push.staged, {}
@@ -594,16 +595,3 @@ def _held_bytes(push: _Push, spec: BucketSpec) -> int:
         borrowed=push.attachment is not None and push.attachment.borrowed,
         summed=in_tree(push) and push.shard.settings.replicas > 1,
     )
-
-
-def worker_index(task: str) -> int:
-    """3 of "worker/3"; 0 of a name without a number."""
-    digits = task.rpartition("/")[2]
-    return int(digits) if digits.isdecimal() and len(digits) < 10 else 0
-
-
-async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for every task, then raise the first error: none is left behind to end unseen."""
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result

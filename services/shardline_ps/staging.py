@@ -142,6 +142,12 @@ class Ask:
     push: AsyncPush | None = None
 
 
+def worker_index(task: str) -> int:
+    """3 of "worker/3"; 0 of a name without a number."""
+    digits = task.rpartition("/")[2]
+    return int(digits) if digits.isdecimal() and len(digits) < 10 else 0
+
+
 class Grant(enum.Enum):
     """What the ledger says of an ask."""
 
