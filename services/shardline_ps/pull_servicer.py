@@ -198,14 +198,19 @@ def frames(encoded: Encoded) -> list[PullFrameView]:
     ]
 
 
-def end_message(store: ParameterStore, shard: Shard | None, outcome: Outcome, outer: int, reason: str = "") -> bytes:
-    """The last message of a pull."""
+def pull_end(store: ParameterStore, shard: Shard | None, outcome: Outcome, reason: str = "") -> data_pb2.PullEnd:
+    """The end of a pull."""
     end = data_pb2.PullEnd(outcome=outcome_to_proto(outcome), reason=reason, timeline=store.authority.timeline)
     if shard is not None:
         end.step, end.version = shard.step_min, shard.version
         if outcome is Outcome.WAITING:
             end.waiting_for.extend(shard.waiting_for())
-    return write_pull(PullFrameView(end=end), outer=outer)
+    return end
+
+
+def end_message(store: ParameterStore, shard: Shard | None, outcome: Outcome, outer: int, reason: str = "") -> bytes:
+    """The end of a pull in a message of its own."""
+    return write_pull(PullFrameView(end=pull_end(store, shard, outcome, reason)), outer=outer)
 
 
 async def pull(
@@ -242,6 +247,12 @@ async def _pull(
     started_s = time.monotonic()
     attachment = attachment_of(attachments, request.data)
     out = Outgoing(attachment, outer)
+
+    def served() -> data_pb2.PullEnd:
+        lane = attachment.lane if attachment is not None else "grpc"
+        store.on_pulled(request.data.task, codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
+        return pull_end(store, shard, Outcome.SERVED)
+
     find: Callable[[int], Encoded | Outcome | Awaitable[Encoded | Outcome]]
     if may_refer(shard, want, codec):
         find = functools.partial(_refer, shard, want, attachment)
@@ -287,13 +298,10 @@ async def _pull(
         if shard.log is not None and not shard.is_sync:
             await shard.log.passed()
         store.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
-        async for frame in out.add(encoded):
+        async for frame in out.add(encoded, served if number == wanted[-1] else None):
             yield frame
-    async for frame in out.flush():
-        yield frame
-    lane = attachment.lane if attachment is not None else "grpc"
-    store.on_pulled(request.data.task, codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
-    yield end_message(store, shard, Outcome.SERVED, outer)
+    if not wanted:
+        yield write_pull(PullFrameView(end=served()), outer=outer)
 
 
 async def _published(store: ParameterStore, shard: Shard, number: int, want: Want) -> None:
@@ -327,10 +335,15 @@ class Torn(Exception):
     """What was being sent has been overwritten by a later step."""
 
 
+MakeEnd = Callable[[], data_pb2.PullEnd]
+"""Called once, when the message that has the end is written."""
+
+
 class Outgoing:
     """Pulled buckets on their way out: as chunks, or as states of what travels by the attachment.
 
-    Messages are written at once, so that nothing that waits to be sent is a view of parameters.
+    Messages are written at once, so that nothing that waits to be sent is a view of parameters. The end of the pull
+    rides with the last of them: each message costs both sides more than a small bucket does.
     """
 
     def __init__(self, attachment: Attachment | None, outer: int) -> None:
@@ -340,33 +353,41 @@ class Outgoing:
         self.raw_bytes = 0
         self.wire_bytes = 0
 
-    async def add(self, encoded: Encoded) -> AsyncIterator[bytes]:
-        """Messages to send now; states may be kept for the next one. Raises Torn."""
+    async def add(self, encoded: Encoded, end: MakeEnd | None = None) -> AsyncIterator[bytes]:
+        """Messages to send now; states may be kept for the next one, unless there is an end. Raises Torn."""
         self.raw_bytes += encoded.raw_bytes
         self.wire_bytes += len(encoded.payload)
         if self._attachment is None:
-            for frame in frames(encoded):
+            made = frames(encoded)
+            for frame in made:
+                if end is not None and frame is made[-1]:
+                    frame.end = end()
                 message = write_pull(frame, outer=self._outer)
                 if not encoded.intact():
                     raise Torn(f"step {encoded.state.step} of bucket {encoded.state.bucket} is gone")
                 yield message
             return
         self._kept.append(encoded)
-        if len(self._kept) >= STATES_PER_FRAME:
-            async for message in self.flush():
+        if end is not None or len(self._kept) >= STATES_PER_FRAME:
+            async for message in self.flush(end):
                 yield message
 
-    async def flush(self) -> AsyncIterator[bytes]:
+    async def flush(self, end: MakeEnd | None = None) -> AsyncIterator[bytes]:
         """A message of the states kept, if there are any, and their bytes on their way."""
         if not self._kept:
             return
         kept, self._kept = self._kept, []
+        sent = [encoded for encoded in kept if len(encoded.payload)]
+        frame = PullFrameView(buckets=[encoded.state for encoded in kept])
+        if end is not None and not sent:
+            frame.end = end()
         # The peer must know of the bytes before they come.
-        yield write_pull(PullFrameView(buckets=[encoded.state for encoded in kept]), outer=self._outer)
+        yield write_pull(frame, outer=self._outer)
         assert self._attachment is not None
-        for encoded in kept:
-            if len(encoded.payload):
-                await self._attachment.send(encoded.payload, encoded.intact)
+        for encoded in sent:
+            await self._attachment.send(encoded.payload, encoded.intact)
+        if end is not None and sent:
+            yield write_pull(PullFrameView(end=end()), outer=self._outer)
 
 
 class AsyncReply:
@@ -395,14 +416,18 @@ class AsyncReply:
         """What was copied."""
         started_s = time.monotonic()
         out = Outgoing(self._attachment, SHARED_CALL)
+
+        def served() -> data_pb2.PullEnd:
+            lane = self._attachment.lane if self._attachment is not None else "grpc"
+            seconds = time.monotonic() - started_s
+            store.on_pulled(self._task, self._codec, lane, out.raw_bytes, out.wire_bytes, seconds)
+            return pull_end(store, shard, Outcome.SERVED)
+
         for encoded in self.buckets:
             store.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
-            async for frame in out.add(encoded):
+            async for frame in out.add(encoded, served if encoded is self.buckets[-1] else None):
                 yield frame
                 # Let other calls of this loop run between large frames.
                 await asyncio.sleep(0)
-        async for frame in out.flush():
-            yield frame
-        lane = self._attachment.lane if self._attachment is not None else "grpc"
-        store.on_pulled(self._task, self._codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
-        yield end_message(store, shard, Outcome.SERVED, SHARED_CALL)
+        if not self.buckets:
+            yield write_pull(PullFrameView(end=served()), outer=SHARED_CALL)

@@ -18,9 +18,52 @@ from shardline_ps.push_servicer import PushReceiver, PushResult
 from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore
 
+REPLY_QUEUE = 4
+"""Messages a call may have ready before a slow reader holds it back."""
+JOINED_BYTES = 64 << 10
+"""Of a pull's message to which an ack is joined: a large one would be copied for it."""
+
+
+class Replies:
+    """What one call answers, in order: messages, then None or the error that ended it.
+
+    An ack and the pull's message behind it leave as one where both are ready: a small step is one message each way.
+    """
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[tuple[bytes, bool] | Exception | None] = asyncio.Queue(REPLY_QUEUE)
+        self._next: list[tuple[bytes, bool] | Exception | None] = []
+        """What was taken from the queue and is no part of the message before it."""
+
+    async def put(self, message: bytes) -> None:
+        """A message of the pull."""
+        await self._queue.put((message, False))
+
+    async def put_ack(self, ack: data_pb2.PushAck) -> None:
+        """What became of a push."""
+        await self._queue.put((write_reply(ReplyView(ack=ack)), True))
+
+    async def end(self, error: Exception | None) -> None:
+        """Nothing follows."""
+        await self._queue.put(error)
+
+    async def get(self) -> bytes | Exception | None:
+        """The next one; waits for it."""
+        item = self._next.pop() if self._next else await self._queue.get()
+        if not isinstance(item, tuple):
+            return item
+        message, is_ack = item
+        if is_ack and not self._queue.empty():
+            following = self._queue.get_nowait()
+            if isinstance(following, tuple) and not following[1] and len(following[0]) <= JOINED_BYTES:
+                # Fields of one message, in any order. Behind, it leaves a chunk where it lies aligned.
+                return following[0] + message
+            self._next.append(following)
+        return message
+
 
 class PushPullTalk:
-    """Takes the requests of one call; its replies go to `replies`: messages, then None or the error that ended it.
+    """Takes the requests of one call; its replies go to `replies`, then None or the error that ended it.
 
     on_push: told of every push that has ended.
     """
@@ -29,7 +72,7 @@ class PushPullTalk:
         self,
         store: ParameterStore,
         attachments: Attachments,
-        replies: asyncio.Queue[Any],
+        replies: Replies,
         call: OpenCall,
         on_push: Callable[[PushResult], None],
     ) -> None:
@@ -45,9 +88,9 @@ class PushPullTalk:
             async with asyncio.TaskGroup() as group:
                 await self._read(request, group)
         except* Exception as errors:
-            await self._replies.put(first_error(errors))
+            await self._replies.end(first_error(errors))
         else:
-            await self._replies.put(None)
+            await self._replies.end(None)
 
     async def _read(self, request: AsyncIterator[Any], group: asyncio.TaskGroup) -> None:
         """Take the call's requests; a pull runs beside the pushes."""
@@ -72,19 +115,22 @@ class PushPullTalk:
                     if pulls > 1:
                         raise ProtocolError("PushPull carries one pull; this call has sent another before")
                     self._call.of(message.pull.data.task, message.pull.data.incarnation)
-                    if self._is_async(message.pull) and message.pull.WhichOneof("want") == "latest":
+                    if message.pull.WhichOneof("want") == "latest" and self._is_async(message.pull):
                         codec = self._store.configuration.codec if self._store.configuration else "raw"
                         # Answered from the state right after the push that this call brings.
                         shard = self._store.shard(message.pull.data.shard)
                         attachment = attachment_of(self._attachments, message.pull.data)
                         fused, latest = AsyncReply(message.pull, shard, codec, attachment), message.pull
-                    else:
+                    elif message.push is None or message.push.commit is None:
                         group.create_task(self._pull(message.pull))
                 if message.push is not None:
                     result = await receiver.feed(message.push)
                     if result is not None:
                         self._on_push(result)
-                        await self._replies.put(write_reply(ReplyView(ack=result.ack)))
+                        if message.pull is not None and latest is None:
+                            # Of the step that this push was for, mostly: with it, it may be ready at once.
+                            group.create_task(self._pull(message.pull))
+                        await self._replies.put_ack(result.ack)
                         if fused is not None and latest is not None and fused.copied:
                             shard = self._store.shard(latest.data.shard)
                             async for message_out in fused.messages(self._store, shard):

@@ -159,7 +159,7 @@ class PushReceiver:
             if frame.bucket_commit is not None:
                 self._end_bucket(push, frame.bucket_commit)
             if frame.refs:
-                self._refer(push, frame.refs)
+                self._refer(push, frame.refs, last=frame.commit is not None)
         if frame.commit is not None:
             return await self._commit(push, frame.commit)
         return None
@@ -325,8 +325,8 @@ class PushReceiver:
 
     # Referred buckets
 
-    def _refer(self, push: _Push, refs: Sequence[data_pb2.BucketRef]) -> None:
-        """Buckets whose bytes come by the push's attachment, in this order."""
+    def _refer(self, push: _Push, refs: Sequence[data_pb2.BucketRef], *, last: bool) -> None:
+        """Buckets whose bytes come by the push's attachment, in this order. last: the commit comes with them."""
         if push.attachment is None:
             raise ProtocolError("the push refers to bytes elsewhere, but its header names no attachment")
         for ref in refs:
@@ -336,7 +336,8 @@ class PushReceiver:
             slot.moved = not push.attachment.borrowed
             push.referred.append(slot)
         push.more.set()
-        if push.draining is None:
+        # With its commit there is nothing to read beside it.
+        if push.draining is None and not last:
             push.draining = self._spawn(self._drain(push, push.attachment))
 
     async def _drain(self, push: _Push, attachment: Attachment) -> None:
@@ -463,6 +464,8 @@ class PushReceiver:
         try:
             return await self._counted(push, commit)
         finally:
+        elif push.attachment is not None:
+            await self._drain(push, push.attachment)
             if not push.applying:
                 push.release()
 

@@ -33,7 +33,7 @@ from shardline_ps.attachments import Attachments
 from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
 from shardline_ps.calls import OpenCalls
 from shardline_ps.pull_servicer import pull
-from shardline_ps.push_pull_servicer import PushPullTalk, readable
+from shardline_ps.push_pull_servicer import PushPullTalk, Replies, readable
 from shardline_ps.push_servicer import NoRoomError, PushReceiver, PushResult
 from shardline_ps.renewal import Change, Remains
 from shardline_ps.replica_servicer import Replication
@@ -45,8 +45,6 @@ from shardline_ps.vote_servicer import Voters
 from shardline_ps.voting import Ballot, Verdict
 
 log = logging.getLogger("shardline.ps")
-REPLY_QUEUE = 4
-"""Frames a call may have ready before a slow reader holds it back."""
 GRACE_S = 0.25
 """How long calls that were woken have to answer by themselves when their shard is let go of."""
 T = TypeVar("T")
@@ -150,7 +148,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     async def PushPull(self, request: AsyncIterator[Any], context: Any) -> None:
         """Pushes and a pull in full duplex."""
         with self._calls.enter() as call:
-            replies: asyncio.Queue[Any] = asyncio.Queue(REPLY_QUEUE)
+            replies = Replies()
             talk = PushPullTalk(self._store, self._attachments, replies, call, self._on_push)
             task = asyncio.create_task(talk.run(request))
             try:

@@ -33,6 +33,7 @@ from shardline.rpc.data import (
     progress_request,
     ps_stub,
     push_pull_method,
+    single_push_pull_method,
     standing_from_proto,
 )
 from shardline.rpc.errors import from_status
@@ -79,6 +80,7 @@ class ShardCalls:
         self._elements = tuple(elements)
         self._stub = ps_stub(peer)
         self._push_pull = push_pull_method(peer)
+        self._single_push_pull = single_push_pull_method(peer)
         self._lock = threading.Lock()
         self._call: Any = None
         self._cancelled = False
@@ -166,18 +168,19 @@ class ShardCalls:
         sink: Sink,
         *,
         timeout_s: float,
+        single: bool = False,
         fill: Callable[[Arrival], None] = lambda arrival: None,
     ) -> Exchanged:
         """Run one PushPull to its end; see Lane.exchange.
 
+        single: there is one request; it is made, and what follows it on another way is sent, on this thread.
         fill: takes a bucket whose bytes come by the lane's attachment. It and `requests` raise UnreachableError where
         the attachment breaks: then the shard's own words, if any come soon, are what the caller gets.
         """
         talk = _Conversation(sink, self._elements, fill)
         try:
-            call = self._started(self._push_pull(talk.sending(requests), timeout=timeout_s))
-            talk.began(call)
-            for reply in call:
+            begin = self._begin_single if single else self._begin
+            for reply in begin(talk, requests, timeout_s):
                 if not talk.heard(reply):
                     # The pull would wait for a step that can't close without this push.
                     return talk.result()
@@ -194,6 +197,23 @@ class ShardCalls:
                 f"{len(contributions)} acks" + ("" if talk.reader.end else " and without the end of the pull")
             )
         return talk.result()
+
+    def _begin(self, talk: _Conversation, requests: Iterable[RequestView], timeout_s: float) -> Any:
+        """The replies to requests that a thread of gRPC's takes."""
+        call = self._started(self._push_pull(talk.sending(requests), timeout=timeout_s))
+        talk.began(call)
+        call.add_done_callback(talk.over)
+        return call
+
+    def _begin_single(self, talk: _Conversation, requests: Iterable[RequestView], timeout_s: float) -> Any:
+        """The replies to one request, which may have to wait for its payloads first."""
+        end_s = time.monotonic() + timeout_s
+        iterator = iter(requests)
+        request = next(iterator)
+        call = self._started(self._single_push_pull(request, timeout=end_s - time.monotonic()))
+        talk.began(call)
+        talk.follow(iterator)
+        return call
 
 
 class _Conversation:
@@ -215,11 +235,14 @@ class _Conversation:
 
     def began(self, call: Any) -> None:
         """The call runs."""
-        call.add_done_callback(lambda _: self._over.set())
         with self._lock:
             self._call = call
             if self._given_up:
                 call.cancel()
+
+    def over(self, call: Any) -> None:
+        """The call has ended."""
+        self._over.set()
 
     def _give_up(self) -> None:
         """End this call, and no later one of the same lane."""
@@ -237,6 +260,21 @@ class _Conversation:
             if isinstance(error, UnreachableError):
                 self._over.wait(LAST_WORD_S)
             self._give_up()
+
+    def follow(self, requests: Iterator[RequestView]) -> None:
+        """Send what belongs to the only request and travels elsewhere."""
+        try:
+            for _ in requests:
+                raise AssertionError("a second request of what was to be one")
+        except UnreachableError as error:
+            self._await_last_word(error)
+
+    def _await_last_word(self, error: UnreachableError) -> None:
+        """The attachment broke: what the shard says of it is heard for a while."""
+        self.broken.append(error)
+        self._patience = threading.Timer(LAST_WORD_S, self._give_up)
+        self._patience.daemon = True
+        self._patience.start()
 
     def heard(self, reply: ReplyView) -> bool:
         """Take one reply; False = a push was not accepted, so nothing else is worth waiting for."""
@@ -257,10 +295,7 @@ class _Conversation:
         try:
             self._fill(arrival)
         except UnreachableError as error:
-            self.broken.append(error)
-            self._patience = threading.Timer(LAST_WORD_S, self._give_up)
-            self._patience.daemon = True
-            self._patience.start()
+            self._await_last_word(error)
 
     def cause(self, error: grpc.RpcError, peer: str) -> Exception:
         """What the caller is told when the call failed: the shard's own status, unless it was we who gave up."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardline.lanes.base import Contribution, Exchanged, Sender, Sink, Want
 from shardline.lanes.calls import ShardCalls
-from shardline.rpc.data import exchange_requests
+from shardline.rpc.data import exchange_requests, is_small
 
 
 class GrpcLane(ShardCalls):
@@ -20,4 +20,5 @@ class GrpcLane(ShardCalls):
         """Push and pull in full duplex on one stream; see Lane.exchange."""
         self._arm()
         requests = exchange_requests(sender, self._shard, contributions, want)
-        return self._converse(requests, contributions, want, sink, timeout_s=timeout_s)
+        single = len(self._elements) < 2 and is_small(contributions)
+        return self._converse(requests, contributions, want, sink, timeout_s=timeout_s, single=single)

@@ -19,7 +19,7 @@ from shardline.errors import UnreachableError
 from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, LaneUnavailable, Sender, Sink, Want
 from shardline.lanes.calls import NotAdmittedError, ShardCalls
 from shardline.rpc.channel import Peer
-from shardline.rpc.data import Attached, progress_request, referred_requests
+from shardline.rpc.data import Attached, is_small, progress_request, referred_requests
 from shardline.wire import bulk
 
 DIAL_S = 10.0
@@ -73,6 +73,7 @@ class TcpLane(ShardCalls):
                 want,
                 sink,
                 timeout_s=timeout_s,
+                single=is_small(contributions),
                 fill=functools.partial(sockets.receive, sink),
             )
             whole = all(ack.accepted for ack in done.acks)

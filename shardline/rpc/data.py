@@ -26,13 +26,19 @@ from shardline.wire.protobuf import (
 PROTOCOL_MINOR = 1
 CHUNK_BYTES = BUCKET_BYTES
 """A bucket is one message as a rule: what comes in one needs not be put together on the other side."""
+SMALL_BYTES = 64 << 10
+"""A message costs both sides about as much as it takes to send this; a socket's buffers hold it without a reader."""
+PUSH_PULL = "/shardline.rpc.v1.ParameterServer/PushPull"
+
+
+_OUTCOMES: dict[int, Outcome] = {common_pb2.Outcome.Value(f"OUTCOME_{outcome.name}"): outcome for outcome in Outcome}
 
 
 def outcome_from_proto(value: int) -> Outcome:
     """The outcome of the same name; raises ProtocolError for one this version doesn't know."""
     try:
-        return Outcome[common_pb2.Outcome.Name(common_pb2.Outcome.ValueType(value)).removeprefix("OUTCOME_")]
-    except (KeyError, ValueError):
+        return _OUTCOMES[value]
+    except KeyError:
         raise ProtocolError(f"outcome number {value} is unknown to this version; update it") from None
 
 
@@ -107,6 +113,19 @@ def push_commit(push: Contribution, buckets: int, nbytes: int) -> data_pb2.Commi
     )
 
 
+def is_small(contributions: Sequence[Contribution]) -> bool:
+    """Whether what is pushed is worth no message of its own: it waits for its last bucket, and leaves as one.
+
+    True where nothing is pushed.
+    """
+    return len(contributions) < 2 and all(push.payloads.nbytes <= SMALL_BYTES for push in contributions)
+
+
+def gathered(push: Contribution) -> list[BucketPayload]:
+    """All buckets of a push, when the last one is there. Raises what Payloads.batches() raises."""
+    return [item for batch in push.payloads.batches() for item in batch]
+
+
 def push_frames(sender: Sender, shard: int, push: Contribution) -> Iterator[PushFrameView]:
     """One frame per chunk; head and end of a bucket ride with its first and last chunk. Payloads are views."""
     header: data_pb2.PushHeader | None = push_header(sender, shard, push)
@@ -119,6 +138,15 @@ def push_frames(sender: Sender, shard: int, push: Contribution) -> Iterator[Push
             buckets += 1
             total += len(item.data)
     yield PushFrameView(header=header, commit=push_commit(push, buckets, total))
+
+
+def small_push_frames(sender: Sender, shard: int, push: Contribution) -> list[PushFrameView]:
+    """The same of a small push, in as few frames as there are buckets: its head and end ride with the outer ones."""
+    items = gathered(push)
+    made = [frame for item in items for frame in _bucket_frames(item)] or [PushFrameView()]
+    made[0].header = push_header(sender, shard, push)
+    made[-1].commit = push_commit(push, len(items), sum(len(item.data) for item in items))
+    return made
 
 
 def _bucket_frames(item: BucketPayload) -> Iterator[PushFrameView]:
@@ -153,17 +181,30 @@ def referred_requests(
 
     place(payload): called before its reference is sent; returns its offset in the segment (shm). after(batch): called
     when the references of a batch are sent, on the same thread: a bulk socket sends the bytes then (tcp).
+    What is_small() is one request.
     """
-    if want is not None:
-        yield RequestView(pull=pull_request(sender, shard, want, attached))
+
+    def refer(batch: Sequence[BucketPayload]) -> list[data_pb2.BucketRef]:
+        return [
+            data_pb2.BucketRef(bucket=bucket_header(item), offset=place(item), digest=item.digest) for item in batch
+        ]
+
+    pull = pull_request(sender, shard, want, attached) if want is not None else None
+    if contributions and is_small(contributions):
+        push = contributions[0]
+        items = gathered(push)
+        frame = PushFrameView(header=push_header(sender, shard, push, attached), refs=refer(items))
+        frame.commit = push_commit(push, len(items), sum(len(item.data) for item in items))
+        yield RequestView(pull=pull, push=frame)
+        after(items)
+        return
+    if pull is not None:
+        yield RequestView(pull=pull)
     for push in contributions:
         header: data_pb2.PushHeader | None = push_header(sender, shard, push, attached)
         buckets = total = 0
         for batch in push.payloads.batches():
-            refs = [
-                data_pb2.BucketRef(bucket=bucket_header(item), offset=place(item), digest=item.digest) for item in batch
-            ]
-            yield RequestView(push=PushFrameView(header=header, refs=refs))
+            yield RequestView(push=PushFrameView(header=header, refs=refer(batch)))
             header = None
             after(batch)
             buckets += len(batch)
@@ -190,9 +231,18 @@ def pull_request(sender: Sender, shard: int, want: Want, attached: Attached = ON
 def exchange_requests(
     sender: Sender, shard: int, contributions: Sequence[Contribution], want: Want | None
 ) -> Iterator[RequestView]:
-    """Requests of one PushPull. The pull goes first, so that buckets are answered while others are still sent."""
-    if want is not None:
-        yield RequestView(pull=pull_request(sender, shard, want))
+    """Requests of one PushPull. The pull goes first, so that buckets are answered while others are still sent.
+
+    What is_small() is one request for each bucket.
+    """
+    pull = pull_request(sender, shard, want) if want is not None else None
+    if contributions and is_small(contributions):
+        for frame in small_push_frames(sender, shard, contributions[0]):
+            yield RequestView(pull=pull, push=frame)
+            pull = None
+        return
+    if pull is not None:
+        yield RequestView(pull=pull)
     for push in contributions:
         for frame in push_frames(sender, shard, push):
             yield RequestView(push=frame)
@@ -201,9 +251,15 @@ def exchange_requests(
 def push_pull_method(peer: Peer) -> Callable[..., Any]:
     """PushPull with hand-written frames: takes an iterator of RequestView, gives ReplyViews."""
     method: Callable[..., Any] = peer.channel.stream_stream(
-        "/shardline.rpc.v1.ParameterServer/PushPull",
-        request_serializer=write_request,
-        response_deserializer=read_reply,
+        PUSH_PULL, request_serializer=write_request, response_deserializer=read_reply
+    )
+    return method
+
+
+def single_push_pull_method(peer: Peer) -> Callable[..., Any]:
+    """The same of one RequestView: on the wire a stream with one message, here without a thread that feeds it."""
+    method: Callable[..., Any] = peer.channel.unary_stream(
+        PUSH_PULL, request_serializer=write_request, response_deserializer=read_reply
     )
     return method
 

@@ -456,6 +456,9 @@ from shardline.lanes.base import Contribution
 from tests.contract.lanes import *
 
 class Stuck(Whole):
+    # No small one, which would wait for its last bucket.
+    nbytes = 1 << 20
+
     def batches(self):
         yield [payload(floats([1.0] * 12))]
         print("sent", flush=True)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from shardline.rpc import data
+
 
 @pytest.fixture(autouse=True)
 def one_thread_per_replica() -> Iterator[None]:
@@ -15,3 +17,9 @@ def one_thread_per_replica() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_push_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of tests are: here they stand for larger ones, whose buckets leave one by one."""
+    monkeypatch.setattr(data, "SMALL_BYTES", 0)

@@ -34,6 +34,7 @@ from tests.integration.test_asynchronous import plain_torch
 from tests.integration.test_deaths import received, wait_for
 from tests.integration.test_equivalence import data_with_a_nan
 
+pytestmark = pytest.mark.usefixtures("no_push_is_small")
 SMALL_BUCKETS = 256
 
 

@@ -29,6 +29,7 @@ from tests.integration.jobs import make_job
 from tests.integration.overlap import Layers, LosingLane, Middle, OverlapWorker
 from tests.integration.test_deaths import wait_for
 
+pytestmark = pytest.mark.usefixtures("no_push_is_small")
 SMALL_BUCKETS = 256
 
 

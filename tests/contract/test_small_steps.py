@@ -1,0 +1,141 @@
+"""Small pushes: one message each way, by every lane and from a plain client, and all promises kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from shardline.consistency.decision import Outcome
+from shardline.errors import UnreachableError
+from shardline.lanes.base import BucketPayload, Contribution, Want, Whole
+from shardline.lanes.grpc import GrpcLane
+from shardline.reduce import Block
+from shardline.rpc.channel import Peer
+from shardline.rpc.v1 import common_pb2, data_pb2
+from shardline_ps.shared import publish
+from tests.contract.lanes import TIMEOUTS, Bench, ShmBench, TcpBench, floats, gradient, payload
+from tests.contract.plain_client import DEADLINE_S, ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient
+from tests.integration.cluster import Ps
+
+AFTER_ONE = tuple(value - RATE for value in FIRST_W)
+
+
+class GrpcBench(Bench[GrpcLane]):
+    """The stream's own lane, told that the shard has one bucket: what it sends has no more than one."""
+
+    def __init__(self, ps: Ps) -> None:
+        self.ps = ps
+        self.peer = Peer(ps.task, ps.address, TIMEOUTS)
+        self.lane = GrpcLane(self.peer, 0, [ELEMENTS])
+
+    def close(self) -> None:
+        self.lane.close()
+        self.peer.close()
+
+
+def at_once(frames: Sequence[data_pb2.PushFrame], pull: data_pb2.PullRequest | None) -> data_pb2.PushPullRequest:
+    """A push of one chunk, and a pull, as one message."""
+    whole = data_pb2.PushFrame()
+    for frame in frames:
+        whole.MergeFrom(frame)
+    return data_pb2.PushPullRequest(push=whole, pull=pull)
+
+
+def test_a_plain_client_gets_one_message_for_one(client: PlainClient) -> None:
+    client.start()
+    request = at_once(client.gradient(chunk_bytes=1 << 20), client.pull_request(exact_step=1, have_step=0, buckets=[0]))
+    replies = list(client.stub.PushPull(iter([request]), timeout=DEADLINE_S))
+    assert len(replies) == 1
+    assert replies[0].ack.outcome == common_pb2.OUTCOME_COUNTED
+    assert replies[0].pull.bucket.step == 1 and replies[0].pull.chunk.payload[: 4 * 12] == floats(AFTER_ONE)[: 4 * 12]
+    assert replies[0].pull.end.outcome == common_pb2.OUTCOME_SERVED
+
+
+def test_the_ack_of_a_step_that_waits_for_others_does_not_wait(client: PlainClient) -> None:
+    client.start(replicas=2)
+    request = at_once(client.gradient(chunk_bytes=1 << 20), client.pull_request(exact_step=1, wait_s=15.0))
+    replies = client.stub.PushPull(iter([request]), timeout=DEADLINE_S)
+    first = next(replies)
+    assert first.ack.outcome == common_pb2.OUTCOME_COUNTED and not first.HasField("pull")
+    assert client.push(client.gradient(block=(1, 1))).outcome == common_pb2.OUTCOME_COUNTED
+    rest = list(replies)
+    assert not any(reply.HasField("ack") for reply in rest)
+    assert rest[-1].pull.end.outcome == common_pb2.OUTCOME_SERVED
+
+
+def test_a_pull_that_came_with_the_first_push_waits_for_the_second_of_its_call(client: PlainClient) -> None:
+    client.start(replicas=2)
+    requests = [
+        at_once(client.gradient(chunk_bytes=1 << 20), client.pull_request(exact_step=1, wait_s=15.0)),
+        at_once(client.gradient(block=(1, 1), chunk_bytes=1 << 20), None),
+    ]
+    replies = list(client.stub.PushPull(iter(requests), timeout=DEADLINE_S))
+    acks = [reply.ack.outcome for reply in replies if reply.HasField("ack")]
+    assert acks == [common_pb2.OUTCOME_COUNTED] * 2
+    ends = [reply.pull.end.outcome for reply in replies if reply.pull.HasField("end")]
+    assert ends == [common_pb2.OUTCOME_SERVED]
+    assert client.weights() == AFTER_ONE
+
+
+@pytest.fixture(params=[ShmBench, TcpBench, GrpcBench])
+def bench(request: pytest.FixtureRequest, ps: Ps, client: PlainClient) -> Iterator[Any]:
+    if request.param is ShmBench:
+        ps.store.make_publication = publish
+    client.start()
+    made = request.param(ps)
+    yield made
+    made.close()
+
+
+def test_a_small_exchange_needs_no_stream(bench: Any) -> None:
+    asked: list[Any] = []
+    single = bench.lane._single_push_pull
+    bench.lane._push_pull = None
+    bench.lane._single_push_pull = lambda request, timeout: asked.append(request) or single(request, timeout=timeout)
+    sink = bench.sink()
+    want = Want(step=1, buckets=[0], wait_s=5.0)
+    done = bench.exchange(gradient(), want, sink=sink)
+    assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
+    assert done.end is not None and done.end.outcome is Outcome.SERVED
+    assert sink.weights() == AFTER_ONE and len(asked) == 1
+    # Once more: it was counted, and is told so.
+    again = bench.exchange(gradient())
+    assert [ack.outcome for ack in again.acks] == [Outcome.DUPLICATE]
+
+
+class Late(Whole):
+    """Payloads that come when they are let."""
+
+    def __init__(self) -> None:
+        super().__init__([payload(floats([1.0] * 12))], (FROZEN, STATS))
+        object.__setattr__(self, "asked", threading.Event())
+        object.__setattr__(self, "go_on", threading.Event())
+
+    asked: threading.Event
+    go_on: threading.Event
+
+    def batches(self) -> Iterator[Sequence[BucketPayload]]:
+        self.asked.set()
+        assert self.go_on.wait(10.0)
+        yield from super().batches()
+
+
+def test_a_small_push_that_is_given_up_before_its_gradients_come_never_leaves(bench: Any, client: PlainClient) -> None:
+    late = Late()
+    push = Contribution(payloads=late, step=0, block=Block(0, 1))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(bench.exchange, push)
+        assert late.asked.wait(5.0)
+        bench.lane.cancel()
+        late.go_on.set()
+        with pytest.raises(UnreachableError):
+            running.result(5.0)
+    # Not counted: the step is still open, and the same push completes it.
+    assert client.progress(0).replicas[0].step == 0
+    done = bench.exchange(gradient())
+    assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
+    assert client.weights() == AFTER_ONE
