@@ -11,10 +11,12 @@ from shardline_ps.attachments import Attachment, Attachments, Holder
 from shardline_ps.authority import unknown_features
 from shardline_ps.store import ParameterStore
 
+_TO_PROTO = {outcome: common_pb2.Outcome.Value(f"OUTCOME_{outcome.name}") for outcome in Outcome}
+
 
 def outcome_to_proto(outcome: Outcome) -> common_pb2.Outcome.ValueType:
     """The proto value of the same name."""
-    return common_pb2.Outcome.Value(f"OUTCOME_{outcome.name}")
+    return _TO_PROTO[outcome]
 
 
 def outcome_name(outcome: int) -> str:
@@ -30,9 +32,12 @@ LANES = {
 }
 
 
+_LANE_NAMES: dict[int, str] = {int(number): name for number, name in LANES.items()}
+
+
 def lane_name(lane: int) -> str | None:
     """Name of a lane; None for one of a later version."""
-    return next((name for number, name in LANES.items() if number == lane), None)
+    return _LANE_NAMES.get(lane)
 
 
 def attachment_of(attachments: Attachments, data: common_pb2.DataHeader) -> Attachment | None:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from shardline.consistency.decision import Decision, Outcome
@@ -23,6 +24,7 @@ from shardline.wire.protobuf import ChunkView, PushFrameView
 from shardline_ps.admission_servicer import admit_data, attachment_of, drop_named, lane_name, outcome_to_proto
 from shardline_ps.attachments import Attachment, Attachments
 from shardline_ps.calls import all_ended
+from shardline_ps.quick import is_quick, release_all
 from shardline_ps.shard import Gradient, Shard
 from shardline_ps.slots import Slot, opened, slot_bytes
 from shardline_ps.staging import AsyncPush, Lease, worker_index
@@ -73,8 +75,7 @@ class _Push:
 
     def release(self) -> None:
         """Give back all room in staging. May be called twice."""
-        for slot in self.slots:
-            slot.release()
+        release_all(self.slots)
 
     done: set[int] = field(default_factory=set)
     decisions: dict[int, Decision] = field(default_factory=dict)
@@ -326,7 +327,7 @@ class PushReceiver:
     # Referred buckets
 
     def _refer(self, push: _Push, refs: Sequence[data_pb2.BucketRef], *, last: bool) -> None:
-        """Buckets whose bytes come by the push's attachment, in this order. last: the commit comes with them."""
+        """Buckets whose bytes come by the push's attachment, in this order. last: nothing is to be read beside them."""
         if push.attachment is None:
             raise ProtocolError("the push refers to bytes elsewhere, but its header names no attachment")
         for ref in refs:
@@ -336,7 +337,6 @@ class PushReceiver:
             slot.moved = not push.attachment.borrowed
             push.referred.append(slot)
         push.more.set()
-        # With its commit there is nothing to read beside it.
         if push.draining is None and not last:
             push.draining = self._spawn(self._drain(push, push.attachment))
 
@@ -384,27 +384,27 @@ class PushReceiver:
     # Whole buckets
 
     def _take_slots(self, push: _Push, slots: Sequence[Slot]) -> None:
-        """Check and decode whole buckets in the pool, and hand them on from there; a few on each of its threads."""
+        """Check and decode whole buckets, and hand them on; in the pool, a few on each of its threads."""
         if push.header.kind != data_pb2.PUSH_KIND_INIT and not push.shard.is_sync:
             push.running.append(asyncio.create_task(self._stage(push, slots)))
             return
+        if is_quick(push.shard, slots):
+            self._count_all(push, slots)
+            return
         threads = min(len(slots), self._store.pool_threads)
-        for first in range(threads):
-            push.running.append(asyncio.create_task(self._count_slots(push, slots[first::threads])))
+        for part in (slots[first::threads] for first in range(threads)):
+            counting = self._store.work_whole(partial(self._count_all, push, part), partial(release_all, part))
+            push.running.append(asyncio.create_task(counting))
 
-    async def _count_slots(self, push: _Push, slots: Sequence[Slot]) -> None:
-        def count() -> None:
+    def _count_all(self, push: _Push, slots: Sequence[Slot]) -> None:
+        """Count whole buckets, and give back the room of all, also where one has an error."""
+        try:
             for slot in slots:
                 gradient = opened(slot, self._store.buffers.take)
                 push.decisions[slot.number] = self._count(push, slot.number, gradient, slot.nonfinite)
                 slot.release()
-
-        def release() -> None:
-            # Ended by the error of one, or never begun: none keeps its room.
-            for slot in slots:
-                slot.release()
-
-        await self._store.work_whole(count, release)
+        finally:
+            release_all(slots)
 
     async def _stage(self, push: _Push, slots: Sequence[Slot]) -> None:
         def stage() -> None:
@@ -460,12 +460,12 @@ class PushReceiver:
         push.more.set()
         if push.draining is not None:
             await push.draining
+        elif push.attachment is not None:
+            await self._drain(push, push.attachment)
         self._push = None
         try:
             return await self._counted(push, commit)
         finally:
-        elif push.attachment is not None:
-            await self._drain(push, push.attachment)
             if not push.applying:
                 push.release()
 

@@ -15,6 +15,9 @@ class Signal:
 
     def notify(self) -> None:
         """Wake everybody who waits now; nothing where the loop is closed, since nobody waits on it then."""
+        if not self._waiters:
+            # Whoever arms after this sees the change itself.
+            return
         # The loop may close between a check and the call, so asking is_closed() first would not do.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._wake)

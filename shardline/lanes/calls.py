@@ -210,6 +210,9 @@ class ShardCalls:
         end_s = time.monotonic() + timeout_s
         iterator = iter(requests)
         request = next(iterator)
+        if self._cancelled:
+            # While it waited. What has not left is not to be counted either.
+            raise UnreachableError(f"{self._peer}: the exchange was given up before it began")
         call = self._started(self._single_push_pull(request, timeout=end_s - time.monotonic()))
         talk.began(call)
         talk.follow(iterator)

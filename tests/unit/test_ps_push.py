@@ -20,6 +20,7 @@ from shardline.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.update import rule
 from shardline.wire.codecs import codec_for
 from shardline.wire.protobuf import ChunkView, PushFrameView, read_push
+from shardline_ps import quick
 from shardline_ps.attachments import Attachments, Holder, Opening
 from shardline_ps.push_servicer import NoRoomError, PushReceiver, PushResult
 from shardline_ps.shared import ShmTicket
@@ -168,7 +169,11 @@ def test_a_synchronous_push_that_lacks_a_bucket_gives_its_room_back() -> None:
     run(main)
 
 
-def test_a_call_cancelled_while_its_buckets_wait_for_the_pool_gives_their_room_back() -> None:
+def test_a_call_cancelled_while_its_buckets_wait_for_the_pool_gives_their_room_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quick, "QUICK_BYTES", 0)
+
     async def main() -> None:
         store = make_store(buckets=2, threads=1)
         gate, asked = threading.Event(), asyncio.Event()
@@ -188,6 +193,39 @@ def test_a_call_cancelled_while_its_buckets_wait_for_the_pool_gives_their_room_b
         gate.set()
         with pytest.raises(asyncio.CancelledError):
             await task
+        await nothing_is_left(store)
+        store.close()
+
+    run(main)
+
+
+def test_a_small_bucket_is_counted_without_the_pool() -> None:
+    async def main() -> None:
+        store = make_store(replicas=1, buckets=2, threads=1)
+        gate = threading.Event()
+        store.pool.submit(gate.wait, 20.0)
+        result = await asyncio.wait_for(push(store, push_frames(store)), 5.0)
+        assert result is not None and result.ack.outcome == common_pb2.OUTCOME_COUNTED
+        assert [bucket.step for bucket in store.shards[0].buckets] == [1, 1]
+        await nothing_is_left(store)
+        gate.set()
+        store.close()
+
+    run(main)
+
+
+def test_a_small_bucket_that_somebody_is_at_holds_up_no_other_call() -> None:
+    async def main() -> None:
+        store = make_store(replicas=1, threads=1)
+        bucket = store.shards[0].buckets[0]
+        with bucket.lock:
+            task = asyncio.create_task(push(store, push_frames(store)))
+            # The loop runs on, and the push waits in the pool.
+            for _ in range(50):
+                await asyncio.sleep(0.001)
+            assert not task.done() and bucket.step == 0
+        result = await asyncio.wait_for(task, 5.0)
+        assert result is not None and result.ack.outcome == common_pb2.OUTCOME_COUNTED
         await nothing_is_left(store)
         store.close()
 
@@ -328,7 +366,9 @@ class SegmentOffer:
         """Nobody comes."""
 
 
-def test_first_values_wait_for_room_until_those_before_are_set() -> None:
+def test_first_values_wait_for_room_until_those_before_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "QUICK_BYTES", 0)
+
     async def main() -> None:
         store = make_store(replicas=1, buckets=3, threads=1, staging=NBYTES)
         gate = threading.Event()
@@ -411,8 +451,10 @@ def test_no_more_first_values_are_on_their_way_than_there_is_room_for(fresh: boo
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize(("codec", "held"), [("raw", 0), ("bf16", NBYTES)])
 def test_what_is_decoded_from_a_workers_memory_is_counted_and_what_is_read_there_is_not(
-    mode: str, codec: str, held: int
+    monkeypatch: pytest.MonkeyPatch, mode: str, codec: str, held: int
 ) -> None:
+    monkeypatch.setattr(quick, "QUICK_BYTES", 0)
+
     async def main() -> None:
         store = make_store(mode, replicas=1, buckets=2, codec=codec)
         raw = encoded(store, 0)
