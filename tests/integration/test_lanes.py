@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 from shardline.client.exchange import Interrupted
 from shardline.config import Timeouts
@@ -22,6 +23,24 @@ LANES = ["grpc", "tcp", "shm"]
 SMALL_BUCKETS = 4096
 
 
+class Hollow(nn.Module):
+    """Tensors without elements: beside others in a bucket, and of a dtype and of kinds that nothing else has."""
+
+    empty_buffer: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(5, 1)
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.nothing_double = nn.Parameter(torch.zeros(4, 0, dtype=torch.float64))
+        self.nothing_frozen = nn.Parameter(torch.zeros(0), requires_grad=False)
+        self.register_buffer("empty_buffer", torch.zeros(0, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.out(x) + self.nothing.sum() + self.nothing_double.sum().float()
+        return value
+
+
 @functools.cache
 def job_of(kind: str) -> Job:
     match kind:
@@ -31,6 +50,8 @@ def job_of(kind: str) -> Job:
             return make_job("adam", model=Rich, steps=4, clip_norm=0.05)
         case "wide":
             return make_job("adam", model=Wide, steps=3)
+        case "hollow":
+            return make_job("adam", model=Hollow, steps=3)
         case other:
             raise ValueError(other)
 
@@ -51,6 +72,17 @@ def test_every_lane_gives_the_bits_of_the_reference(lane: str, kind: str) -> Non
         workers = cluster.train([[0, 2], [1]])
         assert_same_end(cluster.state(), expected(kind))
         assert [lane_names(worker) for worker in workers] == [{lane}, {lane}]
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_tensors_without_elements_travel_on_every_lane(lane: str) -> None:
+    with Cluster(job_of("hollow"), lane=lane) as cluster:
+        empty = [bucket for shard in cluster.plan.shards for bucket in shard.buckets if bucket.nbytes == 0]
+        assert empty
+        workers = cluster.train([[0, 2], [1]])
+        assert_same_end(cluster.state(), expected("hollow"))
+        assert [lane_names(worker) for worker in workers] == [{lane}, {lane}]
+        assert all(host.store.staging.in_use == 0 for host in cluster.hosts)
 
 
 @pytest.mark.parametrize("lane", LANES)
