@@ -110,6 +110,7 @@ class PsProcess:
 def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str, Exception], None]) -> list[LaneOffer]:
     """Lanes besides grpc that this ps offers, as --lane says."""
     found: list[LaneOffer] = []
+    store.lane_bytes = sent_bytes
     if config.lane in ("auto", "tcp"):
         host, _ = parse_address(config.cluster.address(config.task))
         context = config.security.server_context()
@@ -130,13 +131,18 @@ def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str,
 
 
 def reply_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of shared memory for replies made for one worker each: asynchronous ones, and those a codec rounds.
+    """Bytes of replies in shared memory made for one worker each: asynchronous ones, and those a codec rounds.
 
     For as many workers as there are replicas; how many an asynchronous job has, no ps is told, so it counts one.
     """
     if configuration.consistency.mode == "sync" and configuration.codec == RAW.name:
         return 0
     return configuration.replicas * sum(configuration.plan.shards[number].nbytes for number in configuration.shards)
+
+
+def sent_bytes(configuration: PsConfiguration) -> int:
+    """Bytes of replies that are made whole for one worker each, to be sent: asynchronous ones, as in reply_bytes()."""
+    return reply_bytes(configuration) if configuration.consistency.mode != "sync" else 0
 
 
 def run(config: RoleConfig) -> int:

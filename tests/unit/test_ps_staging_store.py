@@ -8,10 +8,13 @@ import logging
 import pytest
 import torch
 
+from shardline.cluster import ClusterSpec
+from shardline.config import RoleConfig
 from shardline.reduce import Block
 from shardline.sharding import Plan, make_plan
 from shardline.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.update import rule
+from shardline_ps.service import offers
 from shardline_ps.shard import Gradient
 from shardline_ps.store import ParameterStore, PsConfiguration
 
@@ -123,4 +126,20 @@ def test_a_voted_total_counts_as_staged_until_its_verdict() -> None:
             assert store.staging.in_use == 0
     finally:
         loop.close()
+        store.close()
+
+
+@pytest.mark.parametrize("lane", ["grpc", "tcp", "auto"])
+def test_the_copies_of_which_asynchronous_workers_are_answered_are_part_of_the_sum_on_every_lane(lane: str) -> None:
+    store = ParameterStore(device=torch.device("cpu"), pool_threads=1)
+    cluster = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:0",)})
+    made = offers(RoleConfig(role="ps", index=0, cluster=cluster, lane=lane), store, lambda method, error: None)
+    try:
+        one = plan().shards[0].nbytes
+        copied = configuration(consistency=ConsistencySpec(mode="async"), replicas=1)
+        assert store.memory_plan(copied)["lanes"] == one
+        assert store.memory_plan(configuration())["lanes"] == 0
+    finally:
+        for offer in made:
+            offer.close()
         store.close()
