@@ -19,6 +19,7 @@ from shardline.testing import ReferenceResult, reference
 from tests.integration.cluster import PATIENCE_S, Cluster, Worker, assert_same_end
 from tests.integration.jobs import Rich, make_job
 
+pytestmark = pytest.mark.usefixtures("no_push_is_small")
 SMALL_BUCKETS = 512
 
 
