@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
+import grpc.experimental
 import tenacity
 
 from shardline.cluster import parse_address
@@ -24,6 +25,9 @@ log = logging.getLogger("shardline.rpc")
 T = TypeVar("T")
 
 RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+ONE_THREAD = grpc.experimental.ChannelOptions.SingleThreadedUnaryStream
+"""The replies to one message are taken by the thread that asked, not handed to it by one of gRPC's."""
 
 
 def channel_options(timeouts: Timeouts) -> Sequence[tuple[str, int]]:
@@ -122,7 +126,8 @@ def with_metadata(details: Any, more: Sequence[tuple[str, str]]) -> _Details:
 
 def open_channel(address: str, timeouts: Timeouts, security: Security = PLAIN) -> grpc.Channel:
     """A channel with a connection of its own; TLS and tokens as `security` has them."""
-    credentials, options = security.channel_credentials(), channel_options(timeouts)
+    credentials = security.channel_credentials()
+    options = (*channel_options(timeouts), (ONE_THREAD, 1))
     if credentials is None:
         channel = grpc.insecure_channel(address, options=options)
     else:
