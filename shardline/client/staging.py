@@ -10,6 +10,7 @@ import torch
 
 from shardline.client.arrivals import Key
 from shardline.client.device import HostPath
+from shardline.client.hands import Hands
 from shardline.client.layout import fill_bucket, present_bits, tensor_piece
 from shardline.contributions import Contributions, Partial
 from shardline.lanes.base import BucketPayload, Contribution, Payloads, Whole
@@ -60,6 +61,7 @@ class Staging:
         self._codec = codec
         self._allocate = allocate
         self._host = host
+        self._hands = Hands()
         self._free: dict[Key, list[torch.Tensor]] = {}
         self._lent: dict[Key, list[torch.Tensor]] = {}
         self._asked: set[Key] = set()
@@ -90,7 +92,8 @@ class Staging:
         self.extras = StepExtras()
 
     def close(self) -> None:
-        """Free all memory."""
+        """Free all memory, end its threads."""
+        self._hands.close()
         self.clear()
         self._free.clear()
 
@@ -141,21 +144,18 @@ class Staging:
 
         See add_bucket. Returns the names of gradients that are not finite, each once, in the plan's order.
         """
-        bad: set[int] = set()
         after = [self._host.mark()] if self._host is not None else ()
-        for key in self.keys:
+
+        def add(key: Key) -> list[int]:
             is_buffer = self._spec(key).kind is TensorKind.BUFFER
-            # Buffers go back to what they were before the push has left, so these are copied always.
-            bad.update(
-                self.add_bucket(
-                    key,
-                    replica,
-                    buffers if is_buffer else gradients,
-                    presum=presum,
-                    keep=keep and not is_buffer,
-                    after=after,
-                )
-            )
+            source = buffers if is_buffer else gradients
+            with torch.no_grad():
+                # Buffers go back to what they were before the push has left, so these are copied always.
+                return self.add_bucket(key, replica, source, presum=presum, keep=keep and not is_buffer, after=after)
+
+        # A GPU's copies go one after another anyway.
+        nbytes = sum(gradient.nbytes for gradient in gradients.values()) if self._host is None else 0
+        bad = {number for found in self._hands.each(add, self.keys, nbytes) for number in found}
         return [self._plan.tensors[number].name for number in sorted(bad)]
 
     def add_bucket(
