@@ -178,7 +178,10 @@ class Incoming(_Direction[TcpTicket]):
         while True:
             ticket = self._first()
             if ticket is None:
-                self._rest(sock)
+                self._thread.unguard(self)
+                if budget == TURN_BYTES:
+                    # More has come than is expected. Until then the socket stays watched: the next bucket is near.
+                    self._thread.unwatch(sock)
                 return
             try:
                 count = sock.recv_into(ticket.memory[ticket.filled :])

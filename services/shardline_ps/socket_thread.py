@@ -46,6 +46,8 @@ class SocketThread:
         self._ended = False
         self._guarded: set[Line] = set()
         self._look_s = 0.0
+        self._watched: dict[socket.socket, tuple[int, Callable[[], None]]] = {}
+        """What the selector knows. Asking it is dear: it names a socket that it lacks in an error, by system calls."""
         self._selector.register(self._listener, READ, self._answer)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -61,18 +63,19 @@ class SocketThread:
 
     def watch(self, sock: socket.socket, events: int, ready: Callable[[], None]) -> None:
         """Call `ready` whenever the socket can be read or written."""
-        try:
-            key = self._selector.get_key(sock)
-        except KeyError:
+        wanted = events, ready
+        watched = self._watched.get(sock)
+        if watched is None:
             self._selector.register(sock, events, ready)
-        else:
-            if key.events != events or key.data != ready:
-                self._selector.modify(sock, events, ready)
+        elif watched != wanted:
+            self._selector.modify(sock, events, ready)
+        self._watched[sock] = wanted
 
     def unwatch(self, sock: socket.socket) -> None:
-        """Call back no more. May be called twice."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(sock)
+        """Call back no more. May be called twice; before the socket is closed."""
+        if self._watched.pop(sock, None) is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(sock)
 
     def guard(self, line: Line) -> None:
         """Tell this line when it doesn't move. May be called twice."""
