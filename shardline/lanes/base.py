@@ -37,6 +37,7 @@ class BucketPayload:
     data: Buffer
     raw_bytes: int
     digest: int
+    """Of `data`; 0 = it was to stay where it lies. Where it travels after all, the lane makes it."""
     nonfinite: Sequence[str] = ()
     """Tensors of the bucket in which the worker found NaN or infinity (policy "skip")."""
     bound: float = 0.0

@@ -13,7 +13,7 @@ from shardline.rpc.channel import Peer
 from shardline.rpc.convert import DTYPE_TO_PROTO, hyper_to_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.sharding import BUCKET_BYTES
-from shardline.wire.frames import copy_bytes
+from shardline.wire.frames import copy_bytes, digest
 from shardline.wire.protobuf import (
     ChunkView,
     PullFrameView,
@@ -149,11 +149,16 @@ def small_push_frames(sender: Sender, shard: int, push: Contribution) -> list[Pu
     return made
 
 
+def _digest(item: BucketPayload) -> int:
+    """Of bytes that travel; made now where they were to stay in place, and their lane has been left for another."""
+    return item.digest or digest(item.data)
+
+
 def _bucket_frames(item: BucketPayload) -> Iterator[PushFrameView]:
     data = memoryview(item.data)
     size = len(data)
     count = -(-size // CHUNK_BYTES)
-    end = data_pb2.BucketCommit(bucket=item.bucket, bytes=size, chunks=count, digest=item.digest)
+    end = data_pb2.BucketCommit(bucket=item.bucket, bytes=size, chunks=count, digest=_digest(item))
     head: data_pb2.BucketHeader | None = bucket_header(item)
     if count == 0:
         yield PushFrameView(bucket=head, bucket_commit=end)
@@ -183,10 +188,14 @@ def referred_requests(
     when the references of a batch are sent, on the same thread: a bulk socket sends the bytes then (tcp).
     What is_small() is one request.
     """
+    stays = attached.lane == "shm"
 
     def refer(batch: Sequence[BucketPayload]) -> list[data_pb2.BucketRef]:
         return [
-            data_pb2.BucketRef(bucket=bucket_header(item), offset=place(item), digest=item.digest) for item in batch
+            data_pb2.BucketRef(
+                bucket=bucket_header(item), offset=place(item), digest=item.digest if stays else _digest(item)
+            )
+            for item in batch
         ]
 
     pull = pull_request(sender, shard, want, attached) if want is not None else None

@@ -12,13 +12,15 @@ from shardline.client import overlap
 from shardline.client.staging import Allocate, Staging, no_memory
 from shardline.consistency.decision import Outcome
 from shardline.errors import NonFiniteError
+from shardline.lanes.base import Contribution, Sender, Whole
 from shardline.reduce import Block
-from shardline.rpc.data import bucket_header
+from shardline.rpc import data
+from shardline.rpc.data import Attached, bucket_header
 from shardline.sharding import BucketSpec, Plan, make_plan
 from shardline.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.update import rule
 from shardline.wire.codecs import RAW, codec_for
-from shardline.wire.frames import fingerprint, tensor_bytes
+from shardline.wire.frames import digest, fingerprint, tensor_bytes
 from shardline_ps import shard as shards
 from shardline_ps.buffers import Buffers
 from shardline_ps.shard import Gradient, Shard, ShardSettings
@@ -194,3 +196,24 @@ def test_gradients_that_are_in_their_place_go_in_one_batch(in_place: bool) -> No
     batches = [len(batch) for batch in payloads.batches()]
     assert sum(batches) == len(sizes)
     assert (len(batches) == 1) is in_place
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_bytes_that_were_to_stay_in_place_and_travel_after_all_have_a_digest(
+    small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "SMALL_BYTES", 64 << 10 if small else 0)
+    _, staging = staged([torch.full((ELEMENTS,), 3.0)], replicas=1, allocate=shared())
+    payload = staging.payload((0, 0), Block(0, 1))
+    push = Contribution(payloads=Whole([payload]))
+    sender = Sender(job="job", timeline=1, plan_id="plan", task="worker/0", incarnation=1)
+
+    def referred(lane: str) -> list[int]:
+        requests = data.referred_requests(sender, 0, [push], None, Attached(lane, 1), place=lambda item: 0)
+        return [ref.digest for request in requests if request.push is not None for ref in request.push.refs]
+
+    on_stream = [request.push for request in data.exchange_requests(sender, 0, [push], None)]
+    ends = [frame.bucket_commit.digest for frame in on_stream if frame is not None and frame.bucket_commit is not None]
+    # A worker whose shared memory can't be used any more makes the same push again, by another lane.
+    assert ends == referred("tcp") == [digest(payload.data)]
+    assert referred("shm") == [0]
