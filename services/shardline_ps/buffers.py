@@ -53,10 +53,11 @@ class Buffers:
             alike = self._idle.get(nbytes)
             octets = alike.pop() if alike else None
             self._idle_bytes -= nbytes if octets is not None else 0
-            self._used_bytes += nbytes
-            self._make_room()
+            self._make_room(nbytes)
             if octets is None:
                 octets = torch.empty(nbytes, dtype=torch.uint8)
+            # Counted once it is there: what the system refuses is nobody's.
+            self._used_bytes += nbytes
         array = octets.numpy()
         # Everything made of this view refers to the array.
         weakref.finalize(array, self._returned.append, octets).atexit = False
@@ -78,9 +79,9 @@ class Buffers:
             self._idle_bytes += nbytes
             self._idle.setdefault(nbytes, []).append(octets)
 
-    def _make_room(self) -> None:
-        """Let idle ones go, of any size, until the others have room. Lock held."""
-        excess = self._idle_bytes + max(self._used_bytes, self._spoken_for()) - self._limit()
+    def _make_room(self, coming: int = 0) -> None:
+        """Let idle ones go, of any size, until the others have room, and bytes that come. Lock held."""
+        excess = self._idle_bytes + max(self._used_bytes + coming, self._spoken_for()) - self._limit()
         if excess <= 0:
             return
         for size, alike in list(self._idle.items()):

@@ -107,7 +107,7 @@ class ParameterStore:
         self.on_complete: Callable[[int, int], None] = lambda shard, step: None
         """(shard, step): all contributions of a voted step are there. Called from pool threads."""
         self.on_failure: Callable[[Exception], None] = lambda error: None
-        """A step can't be applied: the job can't go on. Called from pool threads, with locks held."""
+        """A step can't be applied: the job can't go on. Called from any thread, with locks held: it must not wait."""
         self.on_pulled: Callable[[str, str, str, int, int, float], None] = (
             lambda peer, codec, lane, raw, wire, seconds: None
         )

@@ -203,6 +203,35 @@ def test_a_nan_is_refused_by_name_where_the_job_stops_at_one(ready: PlainClient,
     ready.complete()
 
 
+@pytest.mark.parametrize("bound", [-1.0, NAN, INFINITY, 3e38])
+def test_a_bound_that_says_nothing_is_not_believed(ready: PlainClient, bound: float) -> None:
+    refused(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "shard 0: gradient of 'w' from replicas 0 has NaN or infinity; nothing was changed",
+        lambda: ready.push(edit(BUCKET, bound=bound)(ready.gradient(NAN))),
+    )
+    unchanged(ready)
+    ready.complete()
+
+
+def test_a_fingerprint_is_the_senders_word(client: PlainClient) -> None:
+    client.start(replicas=2)
+    outcomes = []
+    for mark, value in ((5, 1.0), (5, 1.0), (6, 1.0), (0, 1.0), (2**64 - 1, 1.0)):
+        ack = client.push(edit(BUCKET, fingerprint=mark)(client.gradient(value)))
+        outcomes.append((ack.outcome, "sent other bits for step 0" in ack.reason))
+    duplicate = common_pb2.OUTCOME_DUPLICATE
+    # Where nothing is said the shard makes it of the bytes, and they are not those that were named 5.
+    assert outcomes == [
+        (common_pb2.OUTCOME_COUNTED, False),
+        (duplicate, False),
+        (duplicate, True),
+        (duplicate, True),
+        (duplicate, True),
+    ]
+    assert client.status().shards[0].duplicate_mismatches == 3
+
+
 def test_a_frozen_tensor_takes_no_gradient(client: PlainClient) -> None:
     client.start(replicas=2)
     frames = client.frames({W: floats([1.0]), FROZEN: floats([1.0])})

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 
+import pytest
 import torch
 
 from shardline.wire.frames import borrowed_tensor
@@ -97,6 +98,20 @@ def test_what_is_spoken_for_and_taken_here_counts_once() -> None:
         held.append(buffers.take(SIZE))
         assert address(held[-1]) in places
         assert buffers.held_bytes == 4 * SIZE
+
+
+def test_memory_that_the_system_refuses_counts_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    buffers = Buffers(lambda: 2 * SIZE)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            buffers.take(SIZE)
+    held = [buffers.take(SIZE), buffers.take(SIZE)]
+    held.clear()
+    assert buffers.held_bytes == 2 * SIZE and buffers._used_bytes == 0
 
 
 def test_small_memory_and_none_at_all_are_the_allocators() -> None:
