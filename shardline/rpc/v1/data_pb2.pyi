@@ -798,7 +798,9 @@ class PushPullRequest(_message.Message):
     def push(self) -> Global___PushFrame: ...
     @_builtins.property
     def pull(self) -> Global___PullRequest:
-        """May come before the push, so that buckets are answered while others are still sent."""
+        """May come before the push, so that buckets are answered while others are still sent. One per call. In a message that
+        ends a push it is answered after that push, whose ack may then come in one message with the answer's first.
+        """
 
     def __init__(
         self,
