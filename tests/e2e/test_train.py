@@ -188,10 +188,11 @@ def test_cluster_behind_mutual_tls_and_a_token_ends_in_the_same_bits(tmp_path: P
     job = write_job(tmp_path / "job.py", clip_norm=0.5, checkpoint_every=10)
     out = tmp_path / "run"
     command = Command(*train_command(job, out, "--ps", "2", "--steps", "6", *flags))
-    # The chief serves before the others are started, and is there until they are done.
-    spec = wait_until(lambda: served(out), "the chief has its address", while_runs=command)
+    # Its address is known before it listens; it serves before the others are started, until they are done.
+    spec = wait_until(lambda: addressed(out), "the chief has its address", while_runs=command)
     host, port = parse_address(spec.chief)
-    assert "it speaks TLS" in Security().diagnose(host, port)
+    said = wait_until(lambda: Security().diagnose(host, port), "the chief answers", while_runs=command)
+    assert "it speaks TLS" in said
     without_token = {name.replace("-", "_"): tmp_path / name for name in files}
     client = ChiefClient(spec.chief, Timeouts(total_s=10.0), Security(**without_token))
     with pytest.raises(UsageError, match="does not bring this job's token"):
@@ -205,8 +206,8 @@ def test_cluster_behind_mutual_tls_and_a_token_ends_in_the_same_bits(tmp_path: P
     assert written.count("refused a call") == 1, "the one without a token"
 
 
-def served(out: Path) -> ClusterSpec | None:
-    """The cluster as the launcher wrote it when the chief had told its address; None before."""
+def addressed(out: Path) -> ClusterSpec | None:
+    """The cluster as the launcher wrote it with the chief's address; None before."""
     with contextlib.suppress(FileNotFoundError):
         spec = ClusterSpec.from_json((out / "cluster.json").read_text())
         return spec if parse_address(spec.chief)[1] else None
