@@ -24,7 +24,7 @@ from shardline.lanes.base import (
     Standing,
     Want,
 )
-from shardline.rpc.channel import Peer
+from shardline.rpc.channel import Peer, end_call
 from shardline.rpc.data import (
     PullReader,
     ack_from_proto,
@@ -116,9 +116,9 @@ class ShardCalls:
 
     def _ended(self) -> None:
         with self._lock:
-            if self._call is not None:
-                self._call.cancel()
-            self._call = None
+            call, self._call = self._call, None
+        if call is not None:
+            end_call(call)
 
     def _ask(self, method: Any, request: Any, what: str, timeout_s: float) -> Any:
         """One unary call that cancel() ends. Raises the error of rpc.errors.from_status."""

@@ -20,6 +20,7 @@ from shardline_ps.shared import publish
 from tests.contract.lanes import TIMEOUTS, Bench, ShmBench, TcpBench, floats, gradient, payload
 from tests.contract.plain_client import DEADLINE_S, ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient
 from tests.integration.cluster import Ps
+from tests.integration.test_deaths import wait_for
 
 AFTER_ONE = tuple(value - RATE for value in FIRST_W)
 
@@ -105,6 +106,34 @@ def test_a_small_exchange_needs_no_stream(bench: Any) -> None:
     # Once more: it was counted, and is told so.
     again = bench.exchange(gradient())
     assert [ack.outcome for ack in again.acks] == [Outcome.DUPLICATE]
+
+
+def held_by(lane: Any) -> list[Any]:
+    """Calls of small exchanges from now on, as gRPC keeps them."""
+    calls: list[Any] = []
+    single = lane._single_push_pull
+
+    def call(request: Any, timeout: float) -> Any:
+        calls.append(single(request, timeout=timeout))
+        return calls[-1]
+
+    lane._single_push_pull = call
+    return calls
+
+
+def test_a_small_exchange_that_ends_early_leaves_nothing_behind(bench: Any) -> None:
+    calls = held_by(bench.lane)
+    want = Want(step=1, buckets=[0], wait_s=15.0)
+    refused = bench.exchange(gradient(step=7), want)
+    assert [ack.outcome for ack in refused.acks] == [Outcome.REFUSED]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(bench.exchange, None, want)
+        wait_for(lambda: len(calls) == 2, "the pull to be asked for")
+        bench.lane.cancel()
+        with pytest.raises(UnreachableError):
+            waiting.result(10.0)
+    # gRPC frees a call, with all that it holds, when nothing of it is due.
+    assert [sorted(call._state.due) for call in calls] == [[], []]
 
 
 class Late(Whole):
