@@ -12,7 +12,7 @@ import torch
 from shardline.config import Timeouts
 from shardline.errors import CheckpointError, FencedError, ProtocolError
 from shardline.image import BucketImage, WorkerSequence
-from shardline.rpc.channel import Peer
+from shardline.rpc.channel import Peer, end_call
 from shardline.rpc.configuration import Configuration, Placement, configuration_to_proto, placement_to_proto
 from shardline.rpc.convert import (
     ImageAssembler,
@@ -133,8 +133,9 @@ class PsControl:
         self.status()
         start_s = time.monotonic()
         ended = False
+        call = self._stub.GetCut(request, timeout=self._timeouts.total_s * 10 + patience_s)
         try:
-            for frame in self._stub.GetCut(request, timeout=self._timeouts.total_s * 10 + patience_s):
+            for frame in call:
                 pace(len(frame.chunk.payload))
                 header = frame.header if frame.HasField("header") else None
                 chunk = frame.chunk if frame.HasField("chunk") else None
@@ -149,6 +150,9 @@ class PsControl:
         except grpc.RpcError as error:
             waited_s = time.monotonic() - start_s
             raise from_status(error, peer=str(self.peer), what=f"GetCut of step {step}", waited_s=waited_s) from error
+        finally:
+            # Whoever asked may have had enough.
+            end_call(call)
         if not ended or not assembler.idle:
             raise ProtocolError(f"{self.peer}: the cut of shard {shard} at step {step} ended early")
 

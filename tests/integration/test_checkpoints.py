@@ -6,6 +6,9 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from shardline.checkpoint import CheckpointStore
 from shardline.checkpoint.files import Files
@@ -108,6 +111,25 @@ def test_a_disk_that_hangs_stops_neither_training_nor_answers_and_cuts_are_left_
             for name, value in {**expected.params, **expected.buffers}.items():
                 assert bool((checkpoint.tensor(name) == value).all()), (step, name)
         assert_same_end(cluster.state(), reference(job, 14))
+
+
+def test_a_fetch_that_is_given_up_half_way_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Cluster(make_job("adam", model=Rich), bucket_bytes=512) as cluster:
+        control = cluster.controls[0]
+        control.cut(cluster.timeline, 0)
+        calls: list[Any] = []
+        method = control._stub.GetCut
+
+        def get_cut(request: Any, timeout: float) -> Any:
+            calls.append(method(request, timeout=timeout))
+            return calls[-1]
+
+        monkeypatch.setattr(control._stub, "GetCut", get_cut)
+        images = control.get_cut(cluster.timeline, 0, 0, max_bytes=1 << 20)
+        next(images)
+        images.close()
+        # gRPC frees a call, with all that it holds, when nothing of it is due.
+        assert len(calls) == 1 and not calls[0]._state.due
 
 
 def test_a_capped_fetch_of_a_real_server_takes_its_bytes_at_the_capped_rate_unless_somebody_waits_for_it() -> None:
