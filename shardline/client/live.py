@@ -35,8 +35,10 @@ class LivePayloads:
         prepare: Callable[[int], BucketPayload],
         *,
         nbytes: int,
+        in_place: bool = False,
         interrupted: Callable[[], Exception | None] = lambda: None,
     ) -> None:
+        self.in_place = in_place
         self._queue = queue
         self._prepare = prepare
         self._nbytes = nbytes

@@ -330,10 +330,15 @@ def filled_payloads(
     # Nothing more can overtake, so a few large batches do: the shard begins with the first while others are encoded.
     # Where all bytes are in their place one is enough. Of many workers' pushes the shard then takes one after another,
     # where with small batches its threads met at the same buckets again and again.
-    window = credit_bytes or (spec.nbytes if staging.in_place(shard) else max(default_credit(spec), spec.nbytes // 4))
+    in_place = staging.in_place(shard)
+    window = credit_bytes or (spec.nbytes if in_place else max(default_credit(spec), spec.nbytes // 4))
     queue = SendQueue(ranks, [bucket.nbytes for bucket in spec.buckets], window)
     payloads = LivePayloads(
-        queue, lambda bucket: staging.payload((shard, bucket), block), nbytes=spec.nbytes, interrupted=interrupted
+        queue,
+        lambda bucket: staging.payload((shard, bucket), block),
+        nbytes=spec.nbytes,
+        in_place=in_place,
+        interrupted=interrupted,
     )
     empty = [bucket for bucket in range(len(spec.buckets)) if staging.is_empty((shard, bucket), block)]
     for bucket in range(len(spec.buckets)):

@@ -62,6 +62,11 @@ class Payloads(Protocol):
         """Buckets to which the push adds nothing; known when batches() has ended."""
         ...
 
+    @property
+    def in_place(self) -> bool:
+        """Whether all of them are made, and lie where the shard reads them as long as the lane shares memory."""
+        ...
+
     def batches(self) -> Iterator[Sequence[BucketPayload]]:
         """What is ready, in the order to send it; waits for more until all have come. Ends early by raising."""
         ...
@@ -73,6 +78,7 @@ class Whole:
 
     items: Sequence[BucketPayload] = ()
     empty: Sequence[int] = ()
+    in_place: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, LaneUnavailable, Sender, Sink, Want
 from shardline.lanes.calls import NotAdmittedError, Opened, ShardCalls
 from shardline.rpc.channel import Peer
-from shardline.rpc.data import Attached, is_small, progress_request, referred_requests
+from shardline.rpc.data import Attached, is_one_message, progress_request, referred_requests
 from shardline.segments import Segment, SegmentError
 from shardline.sharding import ShardSpec
 from shardline.wire.frames import copy_bytes
@@ -143,7 +143,7 @@ class ShmLane(ShardCalls):
                 want,
                 sink,
                 timeout_s=timeout_s,
-                single=is_small(contributions),
+                single=is_one_message(contributions, mapped.attached),
                 fill=functools.partial(_fill, mapped, sink),
             )
             whole = all(ack.accepted for ack in done.acks)

@@ -121,6 +121,12 @@ def is_small(contributions: Sequence[Contribution]) -> bool:
     return len(contributions) < 2 and all(push.payloads.nbytes <= SMALL_BYTES for push in contributions)
 
 
+def is_one_message(contributions: Sequence[Contribution], attached: Attached) -> bool:
+    """Whether a push whose bytes travel by an attachment is one request: a small one, or one that need not travel."""
+    in_place = attached.lane == "shm" and all(push.payloads.in_place for push in contributions)
+    return is_small(contributions) or (len(contributions) < 2 and in_place)
+
+
 def gathered(push: Contribution) -> list[BucketPayload]:
     """All buckets of a push, when the last one is there. Raises what Payloads.batches() raises."""
     return [item for batch in push.payloads.batches() for item in batch]
@@ -186,7 +192,7 @@ def referred_requests(
 
     place(payload): called before its reference is sent; returns its offset in the segment (shm). after(batch): called
     when the references of a batch are sent, on the same thread: a bulk socket sends the bytes then (tcp).
-    What is_small() is one request.
+    What is_one_message() is one request.
     """
     stays = attached.lane == "shm"
 
@@ -199,7 +205,7 @@ def referred_requests(
         ]
 
     pull = pull_request(sender, shard, want, attached) if want is not None else None
-    if contributions and is_small(contributions):
+    if contributions and is_one_message(contributions, attached):
         push = contributions[0]
         items = gathered(push)
         frame = PushFrameView(header=push_header(sender, shard, push, attached), refs=refer(items))

@@ -12,9 +12,10 @@ from shardline.client import overlap
 from shardline.client.staging import Allocate, Staging, no_memory
 from shardline.consistency.decision import Outcome
 from shardline.errors import NonFiniteError
-from shardline.lanes.base import Contribution, Sender, Whole
+from shardline.lanes.base import BucketPayload, Contribution, Sender, Want, Whole
 from shardline.reduce import Block
 from shardline.rpc import data
+from shardline.rpc import data as data_messages
 from shardline.rpc.data import Attached, bucket_header
 from shardline.sharding import BucketSpec, Plan, make_plan
 from shardline.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
@@ -217,3 +218,26 @@ def test_bytes_that_were_to_stay_in_place_and_travel_after_all_have_a_digest(
     # A worker whose shared memory can't be used any more makes the same push again, by another lane.
     assert ends == referred("tcp") == [digest(payload.data)]
     assert referred("shm") == [0]
+
+
+@pytest.mark.parametrize(("lane", "in_place", "requests"), [("shm", True, 1), ("shm", False, 3), ("tcp", True, 3)])
+def test_a_push_that_need_not_travel_is_one_request_whatever_its_size(lane: str, in_place: bool, requests: int) -> None:
+    data = bytes(data_messages.SMALL_BYTES + 4)
+    item = BucketPayload(
+        bucket=0, dtype="uint8", elements=len(data), present=b"", data=data, raw_bytes=len(data), digest=0
+    )
+    push = Contribution(payloads=Whole([item], in_place=in_place), block=Block(0, 1))
+    made = list(
+        data_messages.referred_requests(
+            Sender(job="j", timeline=1, plan_id="p", task="worker/0", incarnation=1),
+            0,
+            [push],
+            Want(step=1),
+            data_messages.Attached(lane, 1),
+            place=lambda payload: 0,
+        )
+    )
+    # The pull, the bucket and the commit.
+    assert len(made) == requests
+    assert [len(request.push.refs) for request in made if request.push is not None and request.push.refs] == [1]
+    assert made[0].pull is not None and made[-1].push is not None and made[-1].push.commit is not None
