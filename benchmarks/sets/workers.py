@@ -13,9 +13,9 @@ COUNTS = (2, 4)
 BAR = 1.3
 
 
-def ours(workers: int) -> str:
+def ours(workers: int, *, zero_copy: bool = False) -> str:
     """Name of our contender."""
-    return f"{workers} workers, automatic lane"
+    return f"{workers} workers, automatic lane" + (", tensors of the session" if zero_copy else "")
 
 
 def measure(bench: Bench) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
@@ -23,6 +23,7 @@ def measure(bench: Bench) -> tuple[dict[str, list[dict[str, Any]]], dict[str, st
     contenders: list[Contender] = []
     for count in COUNTS:
         contenders.append(bench.ours(ours(count), workers=count))
+        contenders.append(bench.ours(ours(count, zero_copy=True), workers=count, zero_copy=True))
         if bench.scale.peers:
             contenders.append(gloo(count).contender(bench, bench.scale.megabytes))
     return collect(contenders, bench.scale.repeats, bench.say)
@@ -30,4 +31,5 @@ def measure(bench: Bench) -> tuple[dict[str, list[dict[str, Any]]], dict[str, st
 
 def rows(samples: Samples) -> list[Row]:
     """Steps per second over gloo's."""
-    return [speed_row(samples, ours(count), ours(count), [gloo(count).name], BAR) for count in COUNTS]
+    names = [(count, ours(count, zero_copy=zero_copy)) for count in COUNTS for zero_copy in (False, True)]
+    return [speed_row(samples, name, name, [gloo(count).name], BAR) for count, name in names]
