@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shardline.contributions import Partial, Present
-from shardline.reduce import bucket_square_sums, is_finite, quantum_key, stays_finite
+from shardline.reduce import bucket_square_sums, is_finite, magnitude, quantum_key, stays_finite
 from shardline.sharding import BucketSpec, Plan
 
 
@@ -60,6 +60,11 @@ def all_finite(gradients: Collection[Gradient]) -> bool:
         gradient.values is None or is_bounded(gradient, gradient.values) or is_finite(gradient.values)
         for gradient in gradients
     )
+
+
+def largest(gradient: Gradient, values: torch.Tensor) -> float:
+    """The largest magnitude: what its sender has seen, or what is seen now; not finite where an element isn't."""
+    return gradient.bound if is_bounded(gradient, values) else magnitude(values)
 
 
 def is_bounded(gradient: Gradient, values: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from shardline_ps.attachments import Attachments
 from shardline_ps.calls import OpenCall
 from shardline_ps.pull_servicer import SHARED_CALL, AsyncReply, pull
 from shardline_ps.push_servicer import PushReceiver, PushResult
+from shardline_ps.quick import QUICK_BYTES
 from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore
 
@@ -121,13 +122,13 @@ class PushPullTalk:
                         shard = self._store.shard(message.pull.data.shard)
                         attachment = attachment_of(self._attachments, message.pull.data)
                         fused, latest = AsyncReply(message.pull, shard, codec, attachment), message.pull
-                    elif message.push is None or message.push.commit is None:
+                    elif not is_soon_whole(message.push):
                         group.create_task(self._pull(message.pull))
                 if message.push is not None:
                     result = await receiver.feed(message.push)
                     if result is not None:
                         self._on_push(result)
-                        if message.pull is not None and latest is None:
+                        if message.pull is not None and latest is None and is_soon_whole(message.push):
                             # Of the step that this push was for, mostly: with it, it may be ready at once.
                             group.create_task(self._pull(message.pull))
                         await self._replies.put_ack(result.ack)
@@ -159,6 +160,16 @@ def first_error(errors: BaseExceptionGroup[Any]) -> Exception:
         if isinstance(error, Exception):
             return error
     return RuntimeError(str(errors))
+
+
+def is_soon_whole(push: PushFrameView | None) -> bool:
+    """Whether a frame ends a push, of so little that what it leads to had better be answered all at once.
+
+    Of more the first buckets are answered while the last are counted.
+    """
+    if push is None or push.commit is None:
+        return False
+    return sum(ref.bucket.payload_bytes for ref in push.refs) <= QUICK_BYTES
 
 
 def readable(frame: PushFrameView | None, error: ProtocolError | None) -> PushFrameView:

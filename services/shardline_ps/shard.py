@@ -15,7 +15,7 @@ from shardline.consistency.decision import Decision, Outcome
 from shardline.contributions import Partial, mean
 from shardline.errors import NonFiniteError, TensorError
 from shardline.image import BucketImage, WorkerSequence
-from shardline.reduce import Block, is_finite, magnitude, stays_finite
+from shardline.reduce import Block, is_finite, stays_finite
 from shardline.rpc.records import Applied, AppliedPush
 from shardline.spec import TensorKind
 from shardline_ps.bucket import Bucket
@@ -25,7 +25,7 @@ from shardline_ps.gradients import (
     ShardVote,
     Staged,
     all_finite,
-    is_bounded,
+    largest,
     nonfinite_names,
     norm_parts,
     on_device,
@@ -343,9 +343,7 @@ class Shard:
             return math.inf
         if self.settings.consistency.nan_policy != "stop":
             return math.inf
-        if is_bounded(gradient, values):
-            return gradient.bound
-        bound = magnitude(values)
+        bound = largest(gradient, values)
         if not math.isfinite(bound):
             names = nonfinite_names(held.names, held.spec, values)
             raise NonFiniteError(

@@ -13,6 +13,7 @@ from shardline.client.device import HostPath
 from shardline.client.hands import Hands
 from shardline.client.layout import fill_bucket, present_bits, tensor_piece
 from shardline.contributions import Contributions, Partial
+from shardline.errors import JobError
 from shardline.lanes.base import BucketPayload, Contribution, Payloads, Whole
 from shardline.reduce import Block, is_finite, magnitude
 from shardline.segments import Segment
@@ -142,8 +143,16 @@ class Staging:
     ) -> list[str]:
         """Take one replica's gradients and (replica 0's) changed buffers, by tensor number, into every bucket.
 
-        See add_bucket. Returns the names of gradients that are not finite, each once, in the plan's order.
+        See add_bucket. Returns the names of gradients that are not finite, each once, in the plan's order. Raises
+        JobError naming a tensor whose gradient is sparse.
         """
+        for number, gradient in gradients.items():
+            if gradient.layout != torch.strided:
+                raise JobError(
+                    f"the gradient of {self._plan.tensors[number].name!r} has layout {gradient.layout}; Shardline sums "
+                    f"dense ones: make its layer with sparse=False (nn.Embedding, nn.EmbeddingBag), or hand over its "
+                    f"to_dense()"
+                )
         after = [self._host.mark()] if self._host is not None else ()
 
         def add(key: Key) -> list[int]:

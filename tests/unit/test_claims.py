@@ -11,19 +11,22 @@ import torch
 from shardline.client import overlap
 from shardline.client.staging import Allocate, Staging, no_memory
 from shardline.consistency.decision import Outcome
-from shardline.errors import NonFiniteError
+from shardline.errors import JobError, NonFiniteError
 from shardline.lanes.base import BucketPayload, Contribution, Sender, Want, Whole
 from shardline.reduce import Block
 from shardline.rpc import data
-from shardline.rpc import data as data_messages
 from shardline.rpc.data import Attached, bucket_header
+from shardline.rpc.v1 import data_pb2
 from shardline.sharding import BucketSpec, Plan, make_plan
 from shardline.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.update import rule
 from shardline.wire.codecs import RAW, codec_for
 from shardline.wire.frames import digest, fingerprint, tensor_bytes
-from shardline_ps import shard as shards
+from shardline.wire.protobuf import PushFrameView
+from shardline_ps import gradients
 from shardline_ps.buffers import Buffers
+from shardline_ps.push_pull_servicer import is_soon_whole
+from shardline_ps.quick import QUICK_BYTES
 from shardline_ps.shard import Gradient, Shard, ShardSettings
 from shardline_ps.slots import Slot, opened
 
@@ -48,13 +51,13 @@ def make_shard(*, replicas: int = 1, mode: str = "sync", nan_policy: str = "stop
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Elements of each gradient that a shard looks through, from now on."""
     seen: list[int] = []
-    true = shards.magnitude
+    true = gradients.magnitude
 
     def magnitude(values: torch.Tensor) -> float:
         seen.append(values.numel())
         return true(values)
 
-    monkeypatch.setattr(shards, "magnitude", magnitude)
+    monkeypatch.setattr(gradients, "magnitude", magnitude)
     return seen
 
 
@@ -199,6 +202,16 @@ def test_gradients_that_are_in_their_place_go_in_one_batch(in_place: bool) -> No
     assert (len(batches) == 1) is in_place
 
 
+def test_a_sparse_gradient_is_refused_with_its_tensor_and_what_to_do() -> None:
+    table = torch.nn.Embedding(ELEMENTS // 4, 4, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    assert table.weight.grad is not None
+    with pytest.raises(
+        JobError, match=r"the gradient of 'w' has layout torch.sparse_coo; .*make its layer with sparse"
+    ):
+        staged([table.weight.grad], replicas=1)
+
+
 @pytest.mark.parametrize("small", [True, False])
 def test_bytes_that_were_to_stay_in_place_and_travel_after_all_have_a_digest(
     small: bool, monkeypatch: pytest.MonkeyPatch
@@ -222,18 +235,18 @@ def test_bytes_that_were_to_stay_in_place_and_travel_after_all_have_a_digest(
 
 @pytest.mark.parametrize(("lane", "in_place", "requests"), [("shm", True, 1), ("shm", False, 3), ("tcp", True, 3)])
 def test_a_push_that_need_not_travel_is_one_request_whatever_its_size(lane: str, in_place: bool, requests: int) -> None:
-    data = bytes(data_messages.SMALL_BYTES + 4)
+    size = data.SMALL_BYTES + 4
     item = BucketPayload(
-        bucket=0, dtype="uint8", elements=len(data), present=b"", data=data, raw_bytes=len(data), digest=0
+        bucket=0, dtype="uint8", elements=size, present=b"", data=bytes(size), raw_bytes=size, digest=0
     )
     push = Contribution(payloads=Whole([item], in_place=in_place), block=Block(0, 1))
     made = list(
-        data_messages.referred_requests(
+        data.referred_requests(
             Sender(job="j", timeline=1, plan_id="p", task="worker/0", incarnation=1),
             0,
             [push],
             Want(step=1),
-            data_messages.Attached(lane, 1),
+            data.Attached(lane, 1),
             place=lambda payload: 0,
         )
     )
@@ -241,3 +254,16 @@ def test_a_push_that_need_not_travel_is_one_request_whatever_its_size(lane: str,
     assert len(made) == requests
     assert [len(request.push.refs) for request in made if request.push is not None and request.push.refs] == [1]
     assert made[0].pull is not None and made[-1].push is not None and made[-1].push.commit is not None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ends", "soon"),
+    [([], True, True), ([QUICK_BYTES], True, True), ([QUICK_BYTES, 1], True, False), ([8], False, False)],
+)
+def test_a_pull_waits_for_the_push_that_it_came_with_where_that_is_over_at_once(
+    sizes: list[int], ends: bool, soon: bool
+) -> None:
+    refs = [data_pb2.BucketRef(bucket=data_pb2.BucketHeader(payload_bytes=size)) for size in sizes]
+    frame = PushFrameView(refs=refs, commit=data_pb2.Commit() if ends else None)
+    assert is_soon_whole(frame) is soon
+    assert not is_soon_whole(None)

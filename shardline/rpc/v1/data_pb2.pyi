@@ -799,7 +799,7 @@ class PushPullRequest(_message.Message):
     @_builtins.property
     def pull(self) -> Global___PullRequest:
         """May come before the push, so that buckets are answered while others are still sent. One per call. In a message that
-        ends a push it is answered after that push, whose ack may then come in one message with the answer's first.
+        ends a small push it is answered after that push, whose ack may then come in one message with the answer's first.
         """
 
     def __init__(
