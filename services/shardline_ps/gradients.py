@@ -62,7 +62,7 @@ def all_finite(gradients: Collection[Gradient]) -> bool:
     )
 
 
-def largest(gradient: Gradient, values: torch.Tensor) -> float:
+def peak(gradient: Gradient, values: torch.Tensor) -> float:
     """The largest magnitude: what its sender has seen, or what is seen now; not finite where an element isn't."""
     return gradient.bound if is_bounded(gradient, values) else magnitude(values)
 

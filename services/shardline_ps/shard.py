@@ -20,16 +20,7 @@ from shardline.rpc.records import Applied, AppliedPush
 from shardline.spec import TensorKind
 from shardline_ps.bucket import Bucket
 from shardline_ps.cuts import CutBook, check_images
-from shardline_ps.gradients import (
-    Gradient,
-    ShardVote,
-    Staged,
-    all_finite,
-    largest,
-    nonfinite_names,
-    norm_parts,
-    on_device,
-)
+from shardline_ps.gradients import Gradient, ShardVote, Staged, all_finite, nonfinite_names, norm_parts, on_device, peak
 from shardline_ps.held import factor_of, hold_bucket, hold_verdict, record_push, totals_of
 from shardline_ps.publication import PlainPublication, Publication, areas
 from shardline_ps.replication import ReplicaLog
@@ -343,7 +334,7 @@ class Shard:
             return math.inf
         if self.settings.consistency.nan_policy != "stop":
             return math.inf
-        bound = largest(gradient, values)
+        bound = peak(gradient, values)
         if not math.isfinite(bound):
             names = nonfinite_names(held.names, held.spec, values)
             raise NonFiniteError(
