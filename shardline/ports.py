@@ -18,12 +18,14 @@ def held_port(host: str = "127.0.0.1") -> socket.socket:
     bound and listened at by whoever names it and sets SO_REUSEADDR, as gRPC and asyncio do, by one process at a time,
     and again after that has died; see CAN_HOLD. Raises UsageError where the host is not this machine's.
     """
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    held: socket.socket | None = None
     try:
+        held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, 0))
     except OSError as error:
-        held.close()
+        if held is not None:
+            held.close()
         raise UsageError(
             f"no port of {host} can be taken: {error.strerror}; is that an address of this host?"
         ) from None

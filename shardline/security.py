@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import hmac
 import ipaddress
+import logging
 import re
 import socket
 from collections.abc import Iterable
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     import ssl
 
     import grpc
+    from cryptography import x509
+
+log = logging.getLogger("shardline.security")
 
 FILE_LIMIT_BYTES = 4 << 20
 """Nobody's certificates are larger; a wrong path (a checkpoint, a device) is refused before it fills the memory."""
@@ -342,9 +346,10 @@ def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
 
 
 def _check_dates(path: Path) -> None:
-    """Raise UsageError where a certificate of this task's own is not valid now.
+    """Raise UsageError where this task's own certificate is not valid now; warn of those above it in the file.
 
-    Whoever is shown it says so to its own log at most; this side would only see that it is hung up on.
+    Whoever is shown it says so to its own log at most; this side would only see that it is hung up on. One above it may
+    be there for peers that know no better, and the others have another way to their CA.
     """
     from cryptography import x509
 
@@ -353,19 +358,26 @@ def _check_dates(path: Path) -> None:
     except ValueError:
         # OpenSSL, which has read it, is the judge of its form.
         return
+    for number, certificate in enumerate(chain, 1):
+        wrong = _wrong_dates(certificate)
+        if wrong and number == 1:
+            raise UsageError(f"--tls-cert {path} {wrong}")
+        if wrong:
+            log.warning("--tls-cert %s: certificate %d in it %s", path, number, wrong)
+
+
+def _wrong_dates(certificate: x509.Certificate) -> str:
+    """What is wrong with the dates of a certificate now, and what to do; empty where nothing is."""
     now = datetime.datetime.now(datetime.UTC)
     clock = f"by this machine's clock it is {_moment(now)}"
-    for number, certificate in enumerate(chain, 1):
-        what = f"--tls-cert {path}" + (f": certificate {number} in it" if number > 1 else "")
-        if now > certificate.not_valid_after_utc:
-            raise UsageError(
-                f"{what} expired on {_moment(certificate.not_valid_after_utc)}, and {clock}; give a newer one with its "
-                "--tls-key (shardline certs makes some), or set the clock"
-            )
-        if now < certificate.not_valid_before_utc:
-            raise UsageError(
-                f"{what} is valid from {_moment(certificate.not_valid_before_utc)} on, and {clock}; is the clock right?"
-            )
+    if now > certificate.not_valid_after_utc:
+        return (
+            f"expired on {_moment(certificate.not_valid_after_utc)}, and {clock}; give a newer one with its "
+            "--tls-key (shardline certs makes some), or set the clock"
+        )
+    if now < certificate.not_valid_before_utc:
+        return f"is valid from {_moment(certificate.not_valid_before_utc)} on, and {clock}; is the clock right?"
+    return ""
 
 
 def _moment(at: datetime.datetime) -> str:
