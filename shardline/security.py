@@ -5,12 +5,14 @@ The default, Security(), is plain: no TLS and no token. Nothing here imports ssl
 With a CA both sides show a certificate and check the other's (mutual TLS). With a certificate and no CA only the
 server shows one, and clients check it against the system's own CAs. The job token is every task's: whoever knows it
 may call. The admin token is the chief's and the parameter servers': what changes the cluster itself (rpc/rights.py)
-needs it as well. Where there is no admin token, the job token is every right.
+needs proof of it as well; it never travels (rpc/access.py). Where there is no admin token, the job token is every
+right.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import hmac
 import ipaddress
 import logging
@@ -38,7 +40,7 @@ TOKEN_LIMITS = (16, 4096)
 TOKEN_KEY = "authorization"
 """Metadata of a call that bring the token, as `Bearer TOKEN`."""
 ADMIN_KEY = "shardline-admin"
-"""The same for the admin token, beside the job's."""
+"""Metadata of a call that prove the admin token, beside the job's; see rpc/access.py."""
 LOOPBACK_NAMES = ("localhost",)
 PROBE_S = 1.0
 
@@ -175,14 +177,9 @@ class Security:
         """Whether a call's metadata bring the job token."""
         return self.check(_bearer(metadata, TOKEN_KEY))
 
-    def check_admin(self, metadata: Metadata) -> bool:
-        """Whether a call's metadata bring the admin token; True where none is set."""
-        return _same(_bearer(metadata, ADMIN_KEY), self.admin_token)
-
-    def metadata(self, *, admin: bool = False) -> tuple[tuple[str, str], ...]:
-        """What a call brings along; empty where there is no token. admin: a call that needs the admin token too."""
-        held = ((TOKEN_KEY, self.token), (ADMIN_KEY, self.admin_token if admin else b""))
-        return tuple((key, f"Bearer {token.decode()}") for key, token in held if token)
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call brings along; empty where there is no token."""
+        return ((TOKEN_KEY, f"Bearer {self.token.decode()}"),) if self.token else ()
 
     # When nobody answers
 
@@ -253,6 +250,16 @@ def _same(given: bytes | str | None, token: bytes) -> bool:
     if not token:
         return True
     return hmac.compare_digest(given.encode(errors="replace") if isinstance(given, str) else given or b"", token)
+
+
+def key_of(secret: bytes) -> bytes:
+    """What others keep to know a secret of 32 random bytes by, without being able to use it."""
+    return hashlib.sha256(secret).digest()
+
+
+def holds(secret: bytes, key: bytes) -> bool:
+    """Whether this is the secret of a key (see key_of); True where there is no key."""
+    return not key or hmac.compare_digest(key_of(secret), key)
 
 
 def is_loopback(host: str) -> bool:

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, UnreachableError, UsageError
-from shardline.rpc.channel import Peer, open_aio_channel, open_channel
+from shardline.rpc.channel import AioPeer, Peer, open_channel
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
@@ -175,9 +175,14 @@ def test_calls_of_every_kind_work_over_mutual_tls_with_the_token(mutual: RpcServ
 
 def test_calls_made_on_a_loop_work_over_mutual_tls_with_the_token(mutual: RpcServer, files: Files) -> None:
     async def vote() -> bytes:
-        async with open_aio_channel(mutual.address, TIMEOUTS, files.mutual(token_file=files.token)) as channel:
-            answer: bytes = await channel.unary_unary(f"/{SERVICE}/unary_unary")(b"vote", timeout=5.0)
+        peer = AioPeer(mutual.address, TIMEOUTS, files.mutual(token_file=files.token))
+        try:
+            method = f"/{SERVICE}/unary_unary"
+            call = peer.channel.unary_unary(method)
+            answer: bytes = await call(b"vote", metadata=await peer.metadata(method), timeout=5.0)
             return answer
+        finally:
+            await peer.close()
 
     assert asyncio.run(vote()) == b"vote"
 
