@@ -16,8 +16,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from shardline import files
 from shardline.errors import UsageError
 from shardline.rpc.rights import ROLE_URI
+from shardline.security import FILE_LIMIT_BYTES
 
 HERE = ("localhost", "127.0.0.1", "::1")
 """In every certificate, so that a task can be asked from its own machine, and tasks of one machine each other."""
@@ -63,8 +65,8 @@ def make_certificates(
         folder.mkdir(parents=True, exist_ok=True)
         if not found:
             _write(ca_files, *_make_ca(now, until))
-        ca = x509.load_pem_x509_certificate(ca_files[0].read_bytes())
-        ca_key = serialization.load_pem_private_key(ca_files[1].read_bytes(), None)
+        ca = x509.load_pem_x509_certificate(files.read_bytes(ca_files[0], FILE_LIMIT_BYTES))
+        ca_key = serialization.load_pem_private_key(files.read_bytes(ca_files[1], FILE_LIMIT_BYTES), None)
         for name, host in hosts.items():
             _write(
                 pairs[name],

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardline import files
 from shardline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardline.security")
 
 FILE_LIMIT_BYTES = 4 << 20
-"""Nobody's certificates are larger; a wrong path (a checkpoint, a device) is refused before it fills the memory."""
+"""Nobody's certificates are larger; a wrong path (a checkpoint) is refused before it fills the memory."""
 TOKEN_LIMITS = (16, 4096)
 """Characters. A shorter token can be guessed; a longer one doesn't fit into a call's metadata."""
 TOKEN_KEY = "authorization"
@@ -293,13 +294,9 @@ def _refused(how: str) -> str:
 
 def _read(path: Path, flag: str) -> bytes:
     try:
-        with path.open("rb") as file:
-            data = file.read(FILE_LIMIT_BYTES + 1)
+        return files.read_bytes(path, FILE_LIMIT_BYTES)
     except OSError as error:
         raise UsageError(f"{flag} {path} can't be read: {error.strerror}") from None
-    if len(data) > FILE_LIMIT_BYTES:
-        raise UsageError(f"{flag} {path} has more than {FILE_LIMIT_BYTES >> 20} MB; is it the right file?")
-    return data
 
 
 def _read_token(path: Path, flag: str) -> bytes:
@@ -341,7 +338,9 @@ def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
     _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cert, "--tls-cert")
     _read(key, "--tls-key")
     try:
-        context.load_cert_chain(cert, key, password=passphrase)
+        # OpenSSL opens them by name once more.
+        with files.pinned(cert) as pinned_cert, files.pinned(key) as pinned_key:
+            context.load_cert_chain(pinned_cert, pinned_key, password=passphrase)
     except _Encrypted:
         raise UsageError(
             f"--tls-key {key} is encrypted; give one without a passphrase that only you can read"

@@ -392,14 +392,14 @@ def test_unusable_tls_files_are_named_with_their_flag(files: Files, tmp_path: Pa
         ({"tls_cert": missing, "tls_key": key}, f"--tls-cert {missing} can't be read: No such file"),
         ({"tls_cert": cert, "tls_key": missing}, f"--tls-key {missing} can't be read: No such file"),
         ({"tls_ca": missing}, f"--tls-ca {missing} can't be read: No such file"),
-        ({"tls_ca": tmp_path}, f"--tls-ca {tmp_path} can't be read: Is a directory"),
+        ({"tls_ca": tmp_path}, f"--tls-ca {tmp_path} can't be read: it is a folder, not a regular file"),
         ({"tls_ca": junk}, f"--tls-ca {junk} holds no certificate in PEM form"),
         ({"tls_ca": broken}, f"--tls-ca {broken} holds no certificate in PEM form"),
         ({"tls_cert": junk, "tls_key": key}, f"--tls-cert {junk} holds no certificate in PEM form"),
         ({"tls_cert": cert, "tls_key": junk}, f"--tls-key {junk} holds no private key in PEM form"),
         ({"tls_cert": cert, "tls_key": files.stranger[1]}, f"--tls-key {files.stranger[1]} is not the private key of"),
         ({"token_file": missing}, f"--token-file {missing} can't be read: No such file"),
-        ({"tls_ca": Path("/dev/zero")}, "--tls-ca /dev/zero has more than 4 MB; is it the right file?"),
+        ({"tls_ca": Path("/dev/zero")}, "--tls-ca /dev/zero can't be read: it is a device, not a regular file"),
     ]
     for settings, says in cases:
         with pytest.raises(UsageError) as caught:
