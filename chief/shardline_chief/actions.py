@@ -49,6 +49,13 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tell:
+    """A sentence for the chief's own log alone, since it comes again and again: how long a wait still goes on."""
+
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Say:
     """A sentence for the event log. level: "info", "warning" or "error"."""
 
@@ -237,4 +244,4 @@ class Finish:
     """Another chief leads: leave everything to it, and go."""
 
 
-Action = Answer | Say | Record | Command | Save | Hurry | Find | MarkBest | Finish
+Action = Answer | Say | Tell | Record | Command | Save | Hurry | Find | MarkBest | Finish

@@ -39,6 +39,7 @@ from shardline_chief.actions import (
     Save,
     Saved,
     Say,
+    Tell,
 )
 from shardline_chief.checkpointer import Checkpointer, ResumePoint, parameters_digest
 from shardline_chief.commands import Commander
@@ -313,6 +314,8 @@ class Control:
                 _settle(action.ticket, action.value)
             case Say():
                 self._say(action)
+            case Tell():
+                log.info("%s", action.sentence)
             case Record():
                 """Done already, before all others."""
             case Command():

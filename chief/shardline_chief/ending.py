@@ -286,7 +286,7 @@ class Ending:
         state = self.state
         self.stage = Stage.SCORE
         state.final_step = state.checkpoint_step
-        self._deadline_s = now_s + state.timeouts.join_s
+        self._deadline_s = now_s + state.timeouts.lost_s
         self._score(now_s)
 
     def _score(self, now_s: float) -> None:
@@ -298,7 +298,7 @@ class Ending:
         if evaluators and not scored:
             state.say(
                 "evaluator",
-                f"{evaluators[0].task} did not score the last checkpoint within {state.timeouts.join_s:g} s",
+                f"{evaluators[0].task} did not score the last checkpoint within {state.timeouts.lost_s:g} s",
                 "warning",
             )
         self.stage = Stage.FIGURES

@@ -96,14 +96,14 @@ class Program:
         self._admitted(ticket, join, member, decision.replaced, now_s)
 
     def place(self, role: str, address: str, now_s: float) -> PlaceAnswer:
-        """An index for a task that is about to join from this address, kept for it for the time to join."""
+        """An index for a task that is about to join from this address, kept for it for --timeout."""
         state = self.state
         refused = admission.place_refusal(role)
         if refused is None and state.ended and state.exit_code:
             refused = Refused(reason=f"the job has ended: {state.reason}", retry=True)
         if refused is None:
             found = state.members.place(
-                now_s, role, address, limit=admission.limit(state, role), keep_s=state.timeouts.join_s
+                now_s, role, address, limit=admission.limit(state, role), keep_s=state.timeouts.lost_s
             )
             if not isinstance(found, Refused):
                 return PlaceAnswer(task=f"{role}/{found}")

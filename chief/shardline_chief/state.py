@@ -19,6 +19,7 @@ from shardline.rpc.link import Phase
 from shardline.rpc.status import ShardStatus, Traffic
 from shardline.sharding import Plan
 from shardline.spec import JobSpec
+from shardline.waiting import Waiting
 from shardline_chief.actions import (
     Action,
     Answer,
@@ -34,6 +35,7 @@ from shardline_chief.actions import (
     Release,
     Resume,
     Say,
+    Tell,
 )
 from shardline_chief.cuts import CutLedger
 from shardline_chief.leases import Leases
@@ -155,6 +157,8 @@ class State:
         self._orders: dict[int, tuple[Order, Then | None, int]] = {}
         self._commands = 0
         self._asking = False
+        self._waiting: Waiting | None = None
+        """What was told of the wait for tasks; the next one of a job begins where it stopped."""
 
     # Questions
 
@@ -224,7 +228,25 @@ class State:
             return 0.0
         return (now_s if self.training_end_s is None else self.training_end_s) - self.running_s
 
+    def awaited(self) -> list[str]:
+        """Tasks of the cluster spec that are not there, evaluators aside: nothing waits for those."""
+        settings = self.settings
+        found = [ps_at(index, settings.ps[index]) for index in self.missing_ps()]
+        trainers = {member.task for member in self.trainers()}
+        names = [*(["chief/0"] if settings.chief_trains else []), *(f"worker/{n}" for n in range(settings.workers))]
+        # A worker beyond the cluster spec may have come in the place of one that is in it.
+        lacking = max(0, settings.trainers - len(trainers))
+        return found + [name for name in names if name not in trainers][:lacking]
+
     # Acts
+
+    def tell_wait(self, now_s: float, deadline_s: float, whom: str) -> None:
+        """Say in the chief's log for whom it waits and how long still, as often as is of use."""
+        if self._waiting is None:
+            self._waiting = Waiting(now_s, deadline_s)
+        self._waiting.deadline_s = deadline_s
+        if sentence := self._waiting.sentence(now_s, whom):
+            self.actions.append(Tell(sentence=sentence))
 
     def say(self, kind: str, sentence: str, level: str = "info", **fields: Any) -> None:
         """Tell the person."""
@@ -367,6 +389,11 @@ class State:
         if held is None or held != held:
             return True
         return value < held if lowest else value > held
+
+
+def ps_at(index: int, address: str) -> str:
+    """A ps that never joined, for sentences. Port 0: it would have told its address at its Join."""
+    return f"ps/{index} (address not known yet)" if address.endswith(":0") else f"ps/{index} at {address}"
 
 
 def filled_shards(plan: Plan) -> int:

@@ -92,7 +92,7 @@ class Workers:
         return "; ".join(phrases)
 
     def _waits(self) -> str:
-        wait = f"waiting {self.state.timeouts.join_s:g} s for a task to join"
+        wait = f"waiting {self.state.timeouts.lost_s:g} s for a task to join"
         there = len(self.state.trainers())
         if not there:
             return f"nobody is left to train: {wait}"
@@ -111,14 +111,14 @@ class Workers:
             return
         if state.alone_since_s is None:
             state.alone_since_s = now_s
-        if now_s - state.alone_since_s >= state.timeouts.join_s:
+        if now_s - state.alone_since_s >= state.timeouts.lost_s:
             who = "every task that trains"
             if state.script:
                 who = "a worker that a script needs"
             elif state.trainers():
                 who = f"{self._gone()} ({len(state.trainers())} of at least {state.settings.min_workers} train)"
             self.ending.begin(
-                f"{who} is gone and none came within {state.timeouts.join_s:g} s. {state.what_remains()}",
+                f"{who} is gone and none came within {state.timeouts.lost_s:g} s. {state.what_remains()}",
                 now_s,
                 exit_code=TaskLostError.exit_code,
             )
@@ -138,7 +138,7 @@ class Workers:
             self._uneven_since_s = now_s
         # Who is neither done nor waiting may be saving its results: it has time for that.
         undecided = len(state.working()) > len(ahead)
-        if undecided and now_s - self._uneven_since_s < state.timeouts.join_s:
+        if undecided and now_s - self._uneven_since_s < state.timeouts.lost_s:
             return
         done = ", ".join(f"{task} finished at step {state.steps.get(task, 0)}" for task in sorted(state.finished))
         sentence = (

@@ -128,7 +128,8 @@ def task_command(options: LaunchOptions, task: str, *, ready_fd: int | None, lif
     device = options.ps_device if role == "ps" else options.device
     # -P: the working directory's own modules (a person's queue.py) must not hide the standard library's.
     command = [sys.executable, "-P", "-m", "shardline", role, "--cluster", str(cluster_path(options.out))]
-    command += ["--task", task, "--out", str(options.out), "--timeout", str(options.timeouts.total_s)]
+    command += ["--task", task, "--out", str(options.out)]
+    command += ["--timeout", str(options.timeouts.total_s), "--join-timeout", str(options.timeouts.join_s)]
     command += ["--device", device, "--host", "127.0.0.1", "--metrics-port", "0", "--life-fd", str(life_fd)]
     if not options.script:
         command += ["--job", str(options.job)]
@@ -182,6 +183,7 @@ def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: M
         settings["SHARDLINE_CLUSTER"] = str(cluster_path(options.out))
         settings["SHARDLINE_TASK"] = task
         settings["SHARDLINE_TIMEOUT"] = str(options.timeouts.total_s)
+        settings["SHARDLINE_JOIN_TIMEOUT"] = str(options.timeouts.join_s)
         settings["SHARDLINE_DEVICE"] = options.device
         settings["SHARDLINE_LANE"] = options.lane
         settings["SHARDLINE_OVERLAP"] = "1" if options.overlap else "0"

@@ -46,6 +46,7 @@ role_options = options.together(
     options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Checkpoints, logs and metrics."),
     options.resume,
     options.timeout,
+    options.join_timeout,
     options.device,
     options.gpu_memory_fraction,
     options.option("--metrics-port", type=click.IntRange(0, 65_535), default=0, help="0 = a free one."),

@@ -65,6 +65,7 @@ EPILOG = "What follows -- is passed on: to the script, or to the job file as SHA
 @options.admin
 @options.insecure_bind
 @options.timeout
+@options.join_timeout
 @click.option("--restart/--no-restart", default=True, help="Start tasks that died again, 3 times each.  [default: on]")
 def train(**flags: Any) -> int:
     """Train JOB.py on a cluster of separate processes on this machine.
@@ -115,7 +116,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         evaluators=flags["evaluators"],
         overrides=options.overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
         resume=flags["resume"],
-        timeouts=Timeouts(total_s=flags["timeout"]),
+        timeouts=options.timeouts(flags),
         device=flags["device"],
         ps_device=flags["ps_device"],
         gpu_memory_fraction=flags["gpu_memory_fraction"],

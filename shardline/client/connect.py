@@ -50,7 +50,10 @@ def connect(
 
     Raises ClusterSpecError, UsageError.
     """
-    timeouts = Timeouts(total_s=timeout_s if timeout_s is not None else _number("timeout", 60.0))
+    timeouts = Timeouts(
+        total_s=timeout_s if timeout_s is not None else _number("timeout", Timeouts.total_s),
+        join_s=_number("join_timeout", Timeouts.join_s),
+    )
     place = locate(
         "worker",
         cluster=cluster or environment("cluster"),

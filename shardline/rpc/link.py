@@ -25,6 +25,7 @@ from shardline.rpc.convert import job_to_proto
 from shardline.rpc.v1 import chief_pb2, common_pb2, parameter_server_pb2
 from shardline.security import PLAIN, Security
 from shardline.spec import JobSpec
+from shardline.waiting import Waiting
 
 log = logging.getLogger("shardline.link")
 T = TypeVar("T")
@@ -186,12 +187,13 @@ class ChiefLink:
         self._join_wake.set()
 
     def join(self) -> bool:
-        """Join, asking again while the chief isn't there or says so, until the join deadline.
+        """Join, asking again while the chief isn't there or says so, until the join deadline; tells who waits for whom.
 
         Returns False where the process was asked to end meanwhile (`cancelled`). Raises UnreachableError,
         MismatchError (refused for good) or FencedError.
         """
-        deadline_s = time.monotonic() + self.timeouts.join_s
+        start_s = time.monotonic()
+        waiting = Waiting(start_s, start_s + self.timeouts.join_s)
         request = chief_pb2.JoinRequest(
             hello=common_pb2.Hello(
                 protocol_minor=PROTOCOL_MINOR,
@@ -213,17 +215,16 @@ class ChiefLink:
             return False
         reason = ""
         while True:
-            left_s = deadline_s - time.monotonic()
+            left_s = waiting.deadline_s - time.monotonic()
             if left_s <= 0 or self._closed.is_set():
                 raise UnreachableError(
                     f"{self.task}: {self.client.peer} did not admit this task within "
                     f"{self.timeouts.join_s:.0f} s: {reason}"
                 )
             try:
-                reply = self._ask_to_join(request, left_s)
+                reply = self._ask_to_join(request, waiting)
             except _Away as away:
                 reason = str(away)
-                log.info("%s: not admitted yet: %s", self.task, reason)
             else:
                 if reply is None:
                     return False
@@ -232,7 +233,7 @@ class ChiefLink:
                 reason = reply.reason
                 if not reply.retry:
                     raise MismatchError(f"{self.task}: the chief refused this task: {reply.reason}")
-                log.info("%s: not admitted yet: %s", self.task, reason)
+            self._tell(waiting, reason)
             if self._join_wake.wait(min(0.2 + 0.3 * random.random(), max(0.0, left_s))) and self._cancelled.is_set():
                 return False
             self._join_wake.clear()
@@ -243,18 +244,25 @@ class ChiefLink:
         self._thread.start()
         return True
 
-    def _ask_to_join(self, request: chief_pb2.JoinRequest, left_s: float) -> chief_pb2.JoinReply | None:
+    def _tell(self, waiting: Waiting, why: str) -> None:
+        if sentence := waiting.sentence(time.monotonic(), str(self.client.peer), why):
+            log.info("%s", sentence)
+
+    def _ask_to_join(self, request: chief_pb2.JoinRequest, waiting: Waiting) -> chief_pb2.JoinReply | None:
         """One Join, waiting for a chief that isn't there yet; None where the process was asked to end meanwhile."""
         start_s = time.monotonic()
+        left_s = max(0.0, waiting.deadline_s - start_s)
         call = self.client.stub.Join.future(request, timeout=left_s, wait_for_ready=True)
         call.add_done_callback(lambda _: self._join_wake.set())
         while not call.done():
             # Bounded by the call's own deadline.
-            self._join_wake.wait(left_s + 1.0)
+            self._join_wake.wait(waiting.pause_s(time.monotonic()) or 1.0)
             self._join_wake.clear()
             if self._cancelled.is_set() and not call.done():
                 call.cancel()
                 return None
+            if not call.done() and waiting.pause_s(time.monotonic()) <= 0.0:
+                self._tell(waiting, self.client.peer.obstacle())
         try:
             reply: chief_pb2.JoinReply = call.result()
         except grpc.RpcError as error:

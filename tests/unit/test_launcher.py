@@ -84,7 +84,8 @@ def fake_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     roles = {"chief": "chief", "ps": "other", "worker": "other", "evaluator": "other"}
     lines = [f"{role} = fake_roles:{function}" for role, function in roles.items()]
     (info / "entry_points.txt").write_text("[shardline.roles]\n" + "\n".join(lines) + "\n")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    # Before whatever else the children are to find, such as this very tree.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.delenv("TF_CONFIG", raising=False)
     return folder
 
