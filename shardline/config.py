@@ -12,6 +12,8 @@ from shardline.security import PLAIN, Security, check_bind, is_loopback
 
 LANES = ("auto", "grpc", "tcp", "shm")
 """How tensor bytes may travel; auto = the best that the two tasks can do."""
+DEFAULT_OUT = Path("out")
+"""Where a chief writes that was not told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,8 @@ class RoleConfig:
     """Job fields given on the command line: ("steps", "200"), ("consistency", "async"), ("seed", "3")."""
     ready_fd: int | None = None
     """Inherited file descriptor to which the bound address is written as one line, for launchers."""
+    lock_fd: int | None = None
+    """Descriptor that holds the lock of --out; the chief takes the lock itself where it has none."""
     life_fd: int | None = None
     """Inherited pipe; the process ends when its other end closes (the launcher died)."""
     min_workers: int = 1

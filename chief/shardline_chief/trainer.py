@@ -94,6 +94,7 @@ class Trainer:
             cluster=config.cluster.with_address("chief/0", chief_address),
             metrics_port=0,
             ready_fd=None,
+            lock_fd=None,
             life_fd=self._life_read,
             resume=False,
         )

@@ -34,6 +34,7 @@ from shardline.cluster import ClusterSpec, parse_task
 from shardline.config import Timeouts, check_standbys
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError, exit_code_name
 from shardline.ports import CAN_HOLD, held_port
+from shardline.run_lock import RunLock
 from shardline.security import PLAIN, Security
 
 START_FLOOR_S = 60.0
@@ -120,7 +121,9 @@ class LaunchOptions:
         return ClusterSpec({"chief": (chief,), **tasks})
 
 
-def task_command(options: LaunchOptions, task: str, *, ready_fd: int | None, life_fd: int) -> list[str]:
+def task_command(
+    options: LaunchOptions, task: str, *, ready_fd: int | None, life_fd: int, lock_fd: int | None = None
+) -> list[str]:
     """Command line of a task."""
     role, _ = parse_task(task)
     if options.script and role == "worker":
@@ -137,6 +140,8 @@ def task_command(options: LaunchOptions, task: str, *, ready_fd: int | None, lif
         command += ["--gpu-memory-fraction", str(options.gpu_memory_fraction)]
     if ready_fd is not None:
         command += ["--ready-fd", str(ready_fd)]
+    if lock_fd is not None:
+        command += ["--lock-fd", str(lock_fd)]
     if role == "chief" and options.resume:
         command.append("--resume")
     if role == "chief" and options.min_workers > 1:
@@ -263,6 +268,8 @@ class LocalCluster:
 
     def __init__(self, options: LaunchOptions) -> None:
         self.options = options
+        self.lock: RunLock | None = None
+        """Of --out, from before the first byte is written there until every process has ended."""
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.chief_address = ""
         self._lock = threading.RLock()
@@ -294,6 +301,7 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start the chief, learn its address, start the others. Raises LaunchError where the chief ends instead."""
+        self.lock = RunLock.take(self.options.out / "chief")
         try:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
             self._write_spec(self.options.spec(self._hold_port()))
@@ -352,7 +360,8 @@ class LocalCluster:
 
     def _spawn(self, task: str, *, ready_fd: int | None = None) -> None:
         life_fd = self._life_read
-        command = task_command(self.options, task, ready_fd=ready_fd, life_fd=life_fd)
+        lock_fd = self.lock.fd if self.lock is not None and task == "chief/0" else None
+        command = task_command(self.options, task, ready_fd=ready_fd, life_fd=life_fd, lock_fd=lock_fd)
         with self._undisturbed(), self._lock, self.log_path(task).open("ab") as log:
             if self._stopping:
                 return
@@ -362,7 +371,7 @@ class LocalCluster:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=task_environment(self.options, task, life_fd=life_fd, base=os.environ),
-                pass_fds=[fd for fd in (life_fd, ready_fd) if fd is not None],
+                pass_fds=[fd for fd in (life_fd, ready_fd, lock_fd) if fd is not None],
                 start_new_session=True,
             )
             child = _Child(process)
@@ -545,6 +554,8 @@ class LocalCluster:
         with self._lock:
             if self._chief_port is not None:
                 self._chief_port.close()
+            if self.lock is not None:
+                self.lock.close()
             for fd in (self._life_read, self._life_write):
                 if fd >= 0:
                     os.close(fd)

@@ -294,6 +294,7 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
         inexact=flags["inexact"],
         overrides=overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
         ready_fd=flags["ready_fd"],
+        lock_fd=flags["lock_fd"],
         life_fd=flags["life_fd"],
         security=secured_by,
         bind=flags["bind"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import logging
 from collections.abc import Callable
@@ -13,8 +14,9 @@ import click
 from shardline import lifeline, log
 from shardline.cli import options
 from shardline.cluster import ROLES, wants_place
-from shardline.config import RoleConfig
+from shardline.config import DEFAULT_OUT, RoleConfig
 from shardline.errors import UsageError
+from shardline.run_lock import RunLock
 
 ENTRY_POINTS = "shardline.roles"
 
@@ -68,6 +70,7 @@ role_options = options.together(
     options.admin,
     options.insecure_bind,
     click.option("--ready-fd", type=int, hidden=True),
+    click.option("--lock-fd", type=int, hidden=True),
     click.option("--life-fd", type=int, hidden=True),
 )
 
@@ -89,6 +92,8 @@ def run_role(role: str, flags: dict[str, Any]) -> int:
     config = options.role_config(role, flags)
     if config.life_fd is not None:
         lifeline.watch(config.life_fd)
+    if role == "chief":
+        config = _locked(config)
     json_path = config.out / "logs" / f"{role}-{config.index}.jsonl" if config.out is not None else None
     log.setup(config.task, json_path=json_path)
     for caution in config.cautions():
@@ -100,6 +105,13 @@ def run_role(role: str, flags: dict[str, Any]) -> int:
     tune_allocator()
     wait_for_own_name(config)
     return find_role(role)(config)
+
+
+def _locked(config: RoleConfig) -> RoleConfig:
+    """The settings of a chief that holds the lock of its folder; nothing is written there before it does."""
+    if config.lock_fd is not None:
+        return config
+    return dataclasses.replace(config, lock_fd=RunLock.take((config.out or DEFAULT_OUT).absolute() / "chief").fd)
 
 
 def role_command(role: str) -> click.Command:

@@ -26,6 +26,7 @@ from shardline.cli import options
 from shardline.cli.launcher import Ended, LaunchError, LaunchOptions, LocalCluster, describe_code
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, UsageError, exit_code_name
+from shardline.run_lock import ever_begun
 from shardline.security import Security
 
 if TYPE_CHECKING:
@@ -80,15 +81,15 @@ def train(**flags: Any) -> int:
 
 
 def check_summary(path: Path) -> None:
-    """Refuse, before anything is trained, a place for the summary's copy that can't be written."""
+    """Refuse, before anything is written or trained, a place for the summary's copy that can't be written."""
+    # Its folder is made at the end: a command that is refused leaves none.
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
     reason = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or str(error)
     if path.is_dir():
         reason = "Is a directory"
-    elif not reason and not os.access(path if path.exists() else path.parent, os.W_OK):
+    elif there != path and not there.is_dir():
+        reason = "Not a directory"
+    elif not os.access(there, os.W_OK):
         reason = "Permission denied"
     if reason:
         raise UsageError(f"--summary {path} can't be written: {reason}; name a file in a folder that you may write to")
@@ -103,7 +104,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         if flags["resume"]:
             raise UsageError("--resume needs --out, the folder of the run to go on with")
         out = Path("runs") / f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    used = (out / "chief").is_dir()
+    used = ever_begun(out)
     if used and not flags["resume"]:
         raise UsageError(f"--out {out} holds an earlier run; go on with it by --resume, or use another folder")
     if flags["resume"] and not used:
@@ -367,6 +368,7 @@ class _Run:
         if found is not None and summary is not None:
             own = summary_path(self._cluster.options.out)
             try:
+                summary.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(own, summary)
             except OSError as error:
                 raise UsageError(f"--summary {summary} can't be written: {error.strerror}; {own} holds it") from None

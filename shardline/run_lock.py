@@ -1,0 +1,76 @@
+"""One run at a time in a folder: who writes to --out holds its lock, from before the first byte until its end.
+
+The lock is flock's, on OUT/chief/.lock, so it goes with the processes that hold it, however they end. It belongs to the
+open file: `shardline train` takes it, and each chief that it starts inherits the descriptor and holds it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+from shardline.errors import UsageError
+
+NAME = ".lock"
+
+
+class RunLock:
+    """A lock that is held; close() lets it go, unless another process inherited it."""
+
+    def __init__(self, fd: int) -> None:
+        """fd: a descriptor that holds the lock, inherited or of take()."""
+        self.fd = fd
+        os.set_inheritable(fd, False)
+
+    @classmethod
+    def take(cls, folder: Path) -> RunLock:
+        """Take the lock of `folder`, OUT/chief, which is made where it is not there.
+
+        Raises UsageError where another run holds it, having changed nothing, or where the folder can't be written.
+        """
+        path = folder / NAME
+        try:
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                folder.mkdir(parents=True, exist_ok=True)
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                os.close(fd)
+                raise UsageError(
+                    f"{folder.parent} is in use by another run (process {holder}); wait for its end, stop it, or "
+                    "choose another --out"
+                ) from None
+            lock = cls(fd)
+            lock.sign()
+        except OSError as error:
+            raise UsageError(
+                f"--out {folder.parent} can't be written: {error.strerror}; name a folder that you may write to, on a "
+                "disk with room"
+            ) from error
+        return lock
+
+    def sign(self) -> None:
+        """Leave this process's id for those who find the lock taken. Raises OSError."""
+        name = str(os.getpid()).encode()
+        # Never shorter than a name in between: a reader finds this one or the one before.
+        os.pwrite(self.fd, name, 0)
+        os.ftruncate(self.fd, len(name))
+
+    def close(self) -> None:
+        """Close the descriptor; may be called twice."""
+        if self.fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self.fd)
+            self.fd = -1
+
+
+def ever_begun(out: Path) -> bool:
+    """Whether OUT is the folder of a run; the lock alone is left by a start that came to nothing."""
+    folder = out / "chief"
+    return folder.is_dir() and os.listdir(folder) != [NAME]
