@@ -249,6 +249,8 @@ class Program:
         state = self.state
         if beat.task.startswith("evaluator/"):
             state.say("evaluator", f"{beat.task}: {beat.failure}; training goes on without it", "warning")
+            # It ends with that, and nothing waits for its word any more.
+            state.members.leave(beat.task)
             return
         code = beat.failure_code or InternalError.exit_code
         self.ending.begin(f"{beat.task}: {beat.failure}", now_s, exit_code=code)

@@ -87,6 +87,14 @@ def test_a_start_that_came_to_nothing_makes_no_run_of_its_folder(tmp_path: Path)
 
 def test_commands_in_the_folder_of_a_run_that_lives_change_no_byte(tmp_path: Path, fake_roles: Path) -> None:
     process = start_train(tmp_path)
+    try:
+        change_no_byte(tmp_path, process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+
+
+def change_no_byte(tmp_path: Path, process: subprocess.Popen[str]) -> None:
     wait_for_start(process)
     out = tmp_path / "run"
     wait_for_words(out / "logs" / "ps-0.log", out / "logs" / "worker-0.log")
@@ -109,8 +117,6 @@ def test_commands_in_the_folder_of_a_run_that_lives_change_no_byte(tmp_path: Pat
         assert state_of(tmp_path) == before, command
     assert "holds an earlier run" in refused("train", job, "--out", out, "--summary", summary)
     assert state_of(tmp_path) == before
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
 
 
 def test_train_is_refused_where_a_chief_was_started_by_hand(tmp_path: Path, fake_roles: Path) -> None:
