@@ -14,6 +14,8 @@ from pathlib import Path
 from shardline.errors import UsageError
 
 NAME = ".lock"
+ROOM = 1 << 18
+"""Bytes without which a run need not begin: its journal and its logs would be all that there is."""
 
 
 class RunLock:
@@ -49,10 +51,7 @@ class RunLock:
             lock = cls(fd)
             lock.sign()
         except OSError as error:
-            raise UsageError(
-                f"--out {folder.parent} can't be written: {error.strerror}; name a folder that you may write to, on a "
-                "disk with room"
-            ) from error
+            raise unwritable(folder.parent, error) from error
         return lock
 
     def sign(self) -> None:
@@ -68,6 +67,27 @@ class RunLock:
             with contextlib.suppress(OSError):
                 os.close(self.fd)
             self.fd = -1
+
+
+def check_room(folder: Path) -> None:
+    """Raise UsageError where the disk of OUT/chief has no room even for the beginning of a run."""
+    path = folder / ".room"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.posix_fallocate(fd, 0, ROOM)
+        finally:
+            path.unlink()
+            os.close(fd)
+    except OSError as error:
+        raise unwritable(folder.parent, error) from error
+
+
+def unwritable(out: Path, error: OSError) -> UsageError:
+    """The sentence about an --out in which nothing can be written."""
+    return UsageError(
+        f"--out {out} can't be written: {error.strerror}; name a folder that you may write to, on a disk with room"
+    )
 
 
 def ever_begun(out: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FIRST_S = 1.0
-"""A wait that is over sooner says nothing."""
+"""A wait that is over sooner says nothing, where it need not be."""
 EVERY_S = 10.0
 
 
@@ -16,9 +16,9 @@ def duration(seconds: float) -> str:
 class Waiting:
     """One wait, from now_s to deadline_s."""
 
-    def __init__(self, now_s: float, deadline_s: float) -> None:
+    def __init__(self, now_s: float, deadline_s: float, *, first_s: float = FIRST_S) -> None:
         self.deadline_s = deadline_s
-        self._next_s = now_s + FIRST_S
+        self._next_s = now_s + first_s
         self._told_why = False
 
     def sentence(self, now_s: float, whom: str, why: str = "") -> str:

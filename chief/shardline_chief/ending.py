@@ -277,7 +277,7 @@ class Ending:
         state.say("no_last_checkpoint", f"no checkpoint at the end: {why}. {state.what_remains()}", "error")
         if not self._exit_code:
             self._exit_code = CheckpointError.exit_code
-            state.reason = f"{state.reason}; no checkpoint at the end: {why}"
+            state.reason = f"{state.reason}; no checkpoint at the end: {why}. {state.what_remains()}"
         self._score_next(now_s)
 
     # The last word

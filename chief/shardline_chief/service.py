@@ -18,7 +18,7 @@ from shardline.job import load_job
 from shardline.metrics import Metrics
 from shardline.process import Termination, tell_ready
 from shardline.rpc.server import RpcServer
-from shardline.run_lock import RunLock
+from shardline.run_lock import RunLock, unwritable
 from shardline.spec import JobSpec
 from shardline_chief.checkpointer import Checkpointer, ResumePoint
 from shardline_chief.commands import Commander
@@ -64,13 +64,16 @@ def run(config: RoleConfig) -> int:
             # Another job's checkpoint is refused here, before the other tasks are there for nothing.
             resume.compatible(spec)
         settings = dataclasses.replace(settings, term=journal.begin_term(), chief_uuid=uuid.uuid4().hex)
-        journal.write(
-            "chief",
-            uuid=settings.chief_uuid,
-            resume=resume.step if resume is not None else None,
-            takes_over=remembered.term if remembered is not None else None,
-            page=page.address if page is not None else "",
-        )
+        try:
+            journal.write(
+                "chief",
+                uuid=settings.chief_uuid,
+                resume=resume.step if resume is not None else None,
+                takes_over=remembered.term if remembered is not None else None,
+                page=page.address if page is not None else "",
+            )
+        except OSError as error:
+            raise unwritable(out, error) from error
         process = ChiefProcess(config, out, journal, spec, resume, settings, remembered=remembered, page=page)
         try:
             code = process.run(termination)

@@ -135,6 +135,10 @@ class State:
         self.stop_step = 0
         self.checkpoint_step = -1
         self.checkpoint_path = ""
+        self.faults: dict[str, str] = {}
+        """What fails at present while the job goes on, by what it is: "checkpoint", "journal"."""
+        self.failed_saves = 0
+        """Checkpoints that could not be written since the last good one."""
         self.least_interval = 0
         """Steps that must lie between checkpoints at least, see pacing.py; 0 while that isn't known."""
         self.final_step = -1
@@ -349,6 +353,12 @@ class State:
         self.exit_code, self.reason = FencedError.exit_code, reason
         self.say("resigned", reason, "error", exit_code=self.exit_code)
         self.actions.append(Finish(exit_code=self.exit_code, reason=reason, resigned=True))
+
+    def last_good(self) -> str:
+        """The newest checkpoint, as a phrase."""
+        if self.checkpoint_step < 0:
+            return "there is no checkpoint yet"
+        return f"the last good checkpoint is of step {self.checkpoint_step}: {self.checkpoint_path}"
 
     def what_remains(self) -> str:
         """Where to go on from after a loss."""

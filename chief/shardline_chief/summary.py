@@ -130,6 +130,7 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         dead_s=state.timeouts.dead_s,
         shard_bytes=tuple(shard.nbytes for shard in state.plan.shards) if state.plan is not None else (),
         page=page,
+        faults=tuple(fault for fault in (*state.faults.values(), reporter.failure) if fault),
     )
 
 

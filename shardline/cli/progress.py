@@ -22,7 +22,8 @@ OTHER_COLUMNS = 72
 def waiting_text(status: ChiefStatus) -> str:
     """What the job does while it takes no steps, such as "waiting for ps/1"; empty where it trains."""
     if status.phase == "waiting":
-        missing = [task.task for task in status.tasks if task.state not in ("alive", "left")]
+        lost = [task.task for task in status.tasks if task.state not in ("alive", "left")]
+        missing = [*status.missing, *lost]
         return f"waiting for {', '.join(missing)}" if missing else "waiting for tasks"
     return {"init": "setting parameters", "stopping": "stopping", "ended": "ended"}.get(status.phase, "")
 

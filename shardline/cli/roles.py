@@ -16,7 +16,8 @@ from shardline.cli import options
 from shardline.cluster import ROLES, wants_place
 from shardline.config import DEFAULT_OUT, RoleConfig
 from shardline.errors import UsageError
-from shardline.run_lock import RunLock
+from shardline.lossy import protect_output
+from shardline.run_lock import RunLock, check_room
 
 ENTRY_POINTS = "shardline.roles"
 
@@ -86,6 +87,7 @@ def find_role(role: str) -> Run:
 
 def run_role(role: str, flags: dict[str, Any]) -> int:
     """Run one task until the job ends; returns its exit code."""
+    protect_output()
     if wants_place(flags["task"]):
         # Until its index is known, it tells what it waits for by its role.
         log.setup(role)
@@ -111,7 +113,10 @@ def _locked(config: RoleConfig) -> RoleConfig:
     """The settings of a chief that holds the lock of its folder; nothing is written there before it does."""
     if config.lock_fd is not None:
         return config
-    return dataclasses.replace(config, lock_fd=RunLock.take((config.out or DEFAULT_OUT).absolute() / "chief").fd)
+    folder = (config.out or DEFAULT_OUT).absolute() / "chief"
+    lock = RunLock.take(folder)
+    check_room(folder)
+    return dataclasses.replace(config, lock_fd=lock.fd)
 
 
 def role_command(role: str) -> click.Command:

@@ -390,13 +390,13 @@ def test_train_ends_at_once_with_the_words_of_workers_that_can_not_start(tmp_pat
 def test_as_long_as_one_worker_is_there_somebody_trains(tmp_path: Path, fake_roles: Path) -> None:
     with LocalCluster(launch(tmp_path, job=job_file(tmp_path, **{"worker/0": 2}))) as cluster:
         assert next_end(cluster).task == "worker/0"
-        assert not cluster.nobody_trains()
+        assert cluster.lacking(begun=True) == ""
         cluster.kill("worker/1", restart=False)
-        assert cluster.nobody_trains()
+        assert cluster.lacking(begun=True) == "nobody is left to train"
     with LocalCluster(launch(tmp_path, out=tmp_path / "second", workers=1)) as cluster:
         cluster.kill("worker/0")
         assert next_end(cluster).restarted
-        assert not cluster.nobody_trains()
+        assert cluster.lacking(begun=True) == ""
 
 
 def test_signal_at_the_birth_of_a_process_leaves_none_behind(
