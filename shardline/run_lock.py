@@ -7,6 +7,7 @@ open file: `shardline train` takes it, and each chief that it starts inherits th
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -30,26 +31,25 @@ class RunLock:
     def take(cls, folder: Path) -> RunLock:
         """Take the lock of `folder`, OUT/chief, which is made where it is not there.
 
-        Raises UsageError where another run holds it, having changed nothing, or where the folder can't be written.
+        Raises UsageError where another run holds it, or its disk has no room for the beginning of a run; nothing is
+        changed then. Also where the folder can't be written at all.
         """
-        path = folder / NAME
         try:
+            lock = cls(_opened(folder))
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            except FileNotFoundError:
-                folder.mkdir(parents=True, exist_ok=True)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _find_room(folder)
+                lock.sign()
             except BlockingIOError:
-                holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-                os.close(fd)
+                holder = os.pread(lock.fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                lock.close()
                 raise UsageError(
                     f"{folder.parent} is in use by another run (process {holder}); wait for its end, stop it, or "
                     "choose another --out"
                 ) from None
-            lock = cls(fd)
-            lock.sign()
+            except OSError:
+                lock.close()
+                raise
         except OSError as error:
             raise unwritable(folder.parent, error) from error
         return lock
@@ -69,18 +69,28 @@ class RunLock:
             self.fd = -1
 
 
-def check_room(folder: Path) -> None:
-    """Raise UsageError where the disk of OUT/chief has no room even for the beginning of a run."""
+def _opened(folder: Path) -> int:
+    """The lock's file, made only where it is not there."""
+    path = folder / NAME
+    with contextlib.suppress(FileNotFoundError):
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    folder.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _find_room(folder: Path) -> None:
+    """Raise OSError where the disk has no room for the beginning of a run; leaves nothing."""
     path = folder / ".room"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            os.posix_fallocate(fd, 0, ROOM)
-        finally:
-            path.unlink()
-            os.close(fd)
+        os.posix_fallocate(fd, 0, ROOM)
     except OSError as error:
-        raise unwritable(folder.parent, error) from error
+        # A file system that can't be asked.
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    finally:
+        path.unlink()
+        os.close(fd)
 
 
 def unwritable(out: Path, error: OSError) -> UsageError:

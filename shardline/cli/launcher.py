@@ -36,7 +36,7 @@ from shardline.cluster import ClusterSpec, parse_task
 from shardline.config import Timeouts, check_standbys
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError
 from shardline.ports import CAN_HOLD, held_port
-from shardline.run_lock import RunLock, check_room, unwritable
+from shardline.run_lock import RunLock, unwritable
 from shardline.security import PLAIN, Security
 from shardline.waiting import EVERY_S, Waiting
 
@@ -263,7 +263,6 @@ class LocalCluster:
     def start(self) -> None:
         """Start the chief, learn its address, start the others. Raises LaunchError where the chief ends instead."""
         self.lock = RunLock.take(self.options.out / "chief")
-        check_room(self.options.out / "chief")
         try:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
             self._write_spec(self.options.spec(self._hold_port()))

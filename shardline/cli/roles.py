@@ -17,7 +17,7 @@ from shardline.cluster import ROLES, wants_place
 from shardline.config import DEFAULT_OUT, RoleConfig
 from shardline.errors import UsageError
 from shardline.lossy import protect_output
-from shardline.run_lock import RunLock, check_room
+from shardline.run_lock import RunLock
 
 ENTRY_POINTS = "shardline.roles"
 
@@ -113,10 +113,7 @@ def _locked(config: RoleConfig) -> RoleConfig:
     """The settings of a chief that holds the lock of its folder; nothing is written there before it does."""
     if config.lock_fd is not None:
         return config
-    folder = (config.out or DEFAULT_OUT).absolute() / "chief"
-    lock = RunLock.take(folder)
-    check_room(folder)
-    return dataclasses.replace(config, lock_fd=lock.fd)
+    return dataclasses.replace(config, lock_fd=RunLock.take((config.out or DEFAULT_OUT).absolute() / "chief").fd)
 
 
 def role_command(role: str) -> click.Command:

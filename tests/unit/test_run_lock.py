@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ import pytest
 
 from shardline.cli.launcher import LocalCluster
 from shardline.errors import UsageError
-from shardline.run_lock import RunLock, ever_begun
+from shardline.run_lock import ROOM, RunLock, ever_begun
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_launcher import fake_roles as fake_roles
@@ -74,6 +75,25 @@ def test_a_lock_lives_on_in_the_process_that_inherited_it(tmp_path: Path) -> Non
     with pytest.raises(UsageError, match="is in use"):
         RunLock.take(tmp_path / "chief")
     heir.communicate(timeout=10)
+    RunLock.take(tmp_path / "chief").close()
+
+
+def test_a_disk_without_room_for_a_run_is_named_at_once_and_the_lock_is_free_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunLock.take(tmp_path / "chief").close()
+    (tmp_path / "chief" / ".lock").write_text("12345678")
+    before = {name: value[2] for name, value in state_of(tmp_path).items()}
+
+    def full(fd: int, offset: int, length: int) -> None:
+        assert length == ROOM
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(UsageError, match=r"--out .* can't be written: No space left on device; name a folder"):
+            RunLock.take(tmp_path / "chief")
+    assert {name: value[2] for name, value in state_of(tmp_path).items()} == before
     RunLock.take(tmp_path / "chief").close()
 
 
