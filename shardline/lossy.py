@@ -49,7 +49,7 @@ def lossy_text(file: str | int, *, on_loss: Callable[[OSError], None] = unheard)
     """A text stream over a LossyFile, each write passed on at once."""
     raw = LossyFile(file, on_loss=on_loss)
     # A raw file has all that is asked of a buffer here.
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def protect_output() -> None:

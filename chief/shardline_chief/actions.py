@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,8 +35,11 @@ class Resume(Protocol):
         """Version of each shard of the plan it was written with."""
         ...
 
-    def check(self, job: JobSpec) -> None:
-        """Raise CheckpointError where it is of another job, with the difference named."""
+    def check(self, job: JobSpec) -> Sequence[str]:
+        """What the job does otherwise than the one it is of, a phrase each.
+
+        Raises CheckpointError where it is of another job, with the difference named.
+        """
         ...
 
 

@@ -131,6 +131,8 @@ class Program:
                 state.machine = dict(join.machine)
                 state.record("machine", facts=state.machine)
             state.alone_since_s = None
+        if member.role == "evaluator":
+            state.lost_scores = ""
         state.finished.discard(member.task)
         state.say(
             "joined",
@@ -250,6 +252,7 @@ class Program:
         if beat.task.startswith("evaluator/"):
             state.say("evaluator", f"{beat.task}: {beat.failure}; training goes on without it", "warning")
             # It ends with that, and nothing waits for its word any more.
+            state.lost_scores = beat.failure
             state.members.leave(beat.task)
             return
         code = beat.failure_code or InternalError.exit_code
@@ -376,6 +379,8 @@ class Program:
                 f"{task} incarnation {incarnation:#x} is not admitted; what it reports of step {step} changes nothing"
             )
         best = False
+        if not metrics:
+            state.unscored[step] = failure or "the job has no `evaluate`"
         if failure:
             state.say(
                 "evaluation_failed", f"{task} could not score step {step}: {failure}; training goes on", "warning"

@@ -78,8 +78,9 @@ class Setup:
         job = state.job
         assert job is not None
         try:
-            if state.resume is not None:
-                state.resume.check(job)
+            if state.resume is not None and (changed := state.resume.check(job)):
+                others = f"with other settings than the checkpoint's: {'; '.join(changed)}"
+                state.say("resume", f"going on from step {state.resume.step} {others}", "warning")
             plan = make_plan(job.tensors, len(state.settings.ps))
             if not job.script and job.steps < 1:
                 raise JobError(f"job {job.name!r} has {job.steps} steps; nothing would be trained")

@@ -144,6 +144,10 @@ class State:
         self.final_step = -1
         self.metrics: dict[int, Mapping[str, float]] = {}
         self.best: tuple[int, Mapping[str, float]] | None = None
+        self.unscored: dict[int, str] = {}
+        """Why the evaluator gave a checkpoint no score, by step."""
+        self.lost_scores = ""
+        """Why there is no evaluator any more."""
         self.exit_code = 0
         self.reason = ""
         self.actions: list[Action] = []
@@ -354,17 +358,23 @@ class State:
         self.say("resigned", reason, "error", exit_code=self.exit_code)
         self.actions.append(Finish(exit_code=self.exit_code, reason=reason, resigned=True))
 
+    def newest(self) -> tuple[int, str]:
+        """Step and folder of the newest checkpoint; (-1, "") where there is none yet."""
+        if self.checkpoint_step < 0 and self.resume is not None:
+            return self.resume.step, self.resume.path
+        return self.checkpoint_step, self.checkpoint_path
+
     def last_good(self) -> str:
         """The newest checkpoint, as a phrase."""
-        if self.checkpoint_step < 0:
-            return "there is no checkpoint yet"
-        return f"the last good checkpoint is of step {self.checkpoint_step}: {self.checkpoint_path}"
+        step, path = self.newest()
+        return f"the last good checkpoint is of step {step}: {path}" if step >= 0 else "there is no checkpoint yet"
 
     def what_remains(self) -> str:
         """Where to go on from after a loss."""
-        if self.checkpoint_step < 0:
+        step, path = self.newest()
+        if step < 0:
             return "There is no checkpoint yet; start the job again."
-        return f"Go on with --resume from step {self.checkpoint_step}: {self.checkpoint_path}"
+        return f"Go on with --resume from step {step}: {path}"
 
     def _command_failed(self, order: Order, errors: Mapping[str, ShardlineError], now_s: float) -> None:
         """Some ps did not do what it was told. One that doesn't answer is lost; else nothing is certain any more."""

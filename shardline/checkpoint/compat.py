@@ -25,12 +25,17 @@ def resume_notes(stored: JobSpec, job: JobSpec, where: str) -> list[str]:
             f"{where} is of another job ({stored.name!r}), so {job.name!r} can't resume from it: {shown}. "
             "Give it another --out, or the job the checkpoint was made by"
         )
+    return list(resume_changes(stored, job).values())
+
+
+def resume_changes(stored: JobSpec, job: JobSpec) -> dict[str, str]:
+    """How `job` differs from the checkpoint's `stored`: a phrase by the path of each setting, such as "steps"."""
     before, after = _flat(job_to_json(stored)), _flat(job_to_json(job))
-    return [
-        f"{path}: {after.get(path, 'absent')} in the job, {before.get(path, 'absent')} in the checkpoint"
+    return {
+        path: f"{path}: {after.get(path, 'absent')} in the job, {before.get(path, 'absent')} in the checkpoint"
         for path in [*before, *(path for path in after if path not in before)]
         if before.get(path, "absent") != after.get(path, "absent")
-    ]
+    }
 
 
 def _tensor_differences(stored: JobSpec, job: JobSpec) -> list[str]:

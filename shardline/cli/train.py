@@ -439,7 +439,7 @@ class _Run:
             except OSError as error:
                 raise UsageError(f"--summary {summary} can't be written: {error.strerror}; {own} holds it") from None
         if code == 0:
-            for text in report(self._cluster.options.out, found, self._last, unscored=self._unscored()):
+            for text in report(self._cluster.options.out, found, self._last):
                 print(text)
         return code
 
@@ -449,13 +449,6 @@ class _Run:
         if last is not None and last.phase == "ended" and last.exit_code:
             return last.reason
         return self._cluster.last_words("chief/0")
-
-    def _unscored(self) -> str:
-        """Why there may be no score though there was an evaluator; empty without one."""
-        if not self._cluster.options.evaluators:
-            return ""
-        said = self._cluster.last_words("evaluator/0") or "has the job `evaluate`?"
-        return f"{said}; see {self._cluster.log_path('evaluator/0')}"
 
 
 def started(tasks: Sequence[str]) -> str:
@@ -493,11 +486,8 @@ def read_summary(out: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | None, *, unscored: str = "") -> list[str]:
-    """What a finished run prints: how it went and where its results are.
-
-    unscored: what to say where there are no metrics; empty = nothing.
-    """
+def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | None) -> list[str]:
+    """What a finished run prints: how it went and where its results are."""
     found = dict(summary or {})
     lines = []
     if "steps" in found and "seconds" in found:
@@ -510,8 +500,10 @@ def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | Non
         shown = (f"{name} {math.nan if value is None else value:.4f}" for name, value in sorted(metrics.items()))
         at = f" at step {scored['step']}" if "step" in scored else ""
         lines.append(f"evaluation{at}: {', '.join(shown)}")
-    elif unscored:
-        lines.append(f"evaluation: none was scored: {unscored}")
+    if unscored := found.get("unscored"):
+        step = found.get("checkpoint_step")
+        what = f"step {step} was not scored" if metrics else "none was scored"
+        lines.append(f"evaluation: {what}: {unscored}")
     places = {
         "checkpoint": found.get("checkpoint") or (last.checkpoint_path if last is not None else ""),
         "logs": out / "logs",

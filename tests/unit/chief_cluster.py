@@ -69,10 +69,12 @@ class FakeResume:
     cursor: dict[str, Any] = field(default_factory=dict)
     versions: tuple[int, ...] = (40, 40)
     refuses: str = ""
+    notes: tuple[str, ...] = ()
 
-    def check(self, job: JobSpec) -> None:
+    def check(self, job: JobSpec) -> tuple[str, ...]:
         if self.refuses:
             raise CheckpointError(self.refuses)
+        return self.notes
 
 
 @dataclass
