@@ -95,9 +95,8 @@ def _find_room(folder: Path) -> None:
 
 def unwritable(out: Path, error: OSError) -> UsageError:
     """The sentence about an --out in which nothing can be written."""
-    return UsageError(
-        f"--out {out} can't be written: {error.strerror}; name a folder that you may write to, on a disk with room"
-    )
+    what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return UsageError(f"--out {out} can't be written: {what}; name a folder that you may write to, on a disk with room")
 
 
 def ever_begun(out: Path) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 FIRST_S = 1.0
 """A wait that is over sooner says nothing, where it need not be."""
 EVERY_S = 10.0
@@ -14,9 +16,9 @@ def duration(seconds: float) -> str:
 
 
 class Waiting:
-    """One wait, from now_s to deadline_s."""
+    """One wait, from now_s to deadline_s; infinity = others decide how long."""
 
-    def __init__(self, now_s: float, deadline_s: float, *, first_s: float = FIRST_S) -> None:
+    def __init__(self, now_s: float, deadline_s: float = math.inf, *, first_s: float = FIRST_S) -> None:
         self.deadline_s = deadline_s
         self._next_s = now_s + first_s
         self._told_why = False
@@ -26,8 +28,10 @@ class Waiting:
         if now_s < self._next_s and (self._told_why or not why):
             return ""
         self._next_s, self._told_why = now_s + EVERY_S, bool(why)
-        left = f"waiting for {whom}, {duration(self.deadline_s - now_s)} left"
-        return f"{left}: {why}" if why else left
+        text = f"waiting for {whom}"
+        if self.deadline_s < math.inf:
+            text += f", {duration(self.deadline_s - now_s)} left"
+        return f"{text}: {why}" if why else text
 
     def pause_s(self, now_s: float) -> float:
         """Until the next sentence is due, or the deadline."""

@@ -282,7 +282,7 @@ class Program:
             return
         state.members.leave(task)
         if member.trains and state.table_sent:
-            self.workers.lost(member, f"{task} leaves as it was asked to", now_s)
+            self.workers.lost(member, f"{task} leaves as it was asked to", now_s, level="info")
         else:
             state.say("left", f"{task} leaves as it was asked to")
 
@@ -436,7 +436,13 @@ class Program:
             final_step=state.final_step,
             workers=len(state.trainers()),
             first_step=state.base_step,
+            awaited=tuple(state.awaited()) if state.phase in (Phase.WAITING, Phase.INIT) and self._at_start else (),
         )
+
+    @property
+    def _at_start(self) -> bool:
+        """Whether training has never begun: later it waits for those that were lost, which events tell."""
+        return self.state.running_s is None and not self.setup.done_before
 
     def rows(self, now_s: float) -> tuple[TaskStatus, ...]:
         """The tasks, for `shardline status`."""

@@ -62,11 +62,11 @@ class Workers:
                 self.lost(member, f"{sentence}, and the others do", now_s)
             return
 
-    def lost(self, member: Member, sentence: str, now_s: float) -> None:
+    def lost(self, member: Member, sentence: str, now_s: float, *, level: str = "warning") -> None:
         """A task that trains is gone: fence it on every ps, then give its work to the living."""
         state = self.state
         if self.setup.trainer_lost(member):
-            state.say("life", sentence, "warning", task=member.task, state=member.state.value)
+            state.say("life", sentence, level, task=member.task, state=member.state.value)
             return
 
         def fenced(result: CommandResult, at_s: float) -> None:
@@ -75,7 +75,8 @@ class Workers:
             moved = self.take_back(member.incarnation)
             few = not state.trainers() or state.too_few()
             rest = self._waits() if few else moved or "nothing of its work is lost"
-            state.say("life", f"{sentence}; {rest}", "warning", task=member.task, state=member.state.value)
+            worst = "warning" if few else level
+            state.say("life", f"{sentence}; {rest}", worst, task=member.task, state=member.state.value)
 
         state.publish_members(fenced)
 

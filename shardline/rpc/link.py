@@ -71,6 +71,8 @@ class Orders:
     workers: int = 0
     first_step: int = 0
     fenced: bool = False
+    awaited: tuple[str, ...] = ()
+    """Before training begins: tasks that it waits for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,8 @@ class ChiefLink:
         self._traffic = traffic
         self._lock = threading.Condition()
         self._orders = Orders()
+        self._waiting: Waiting | None = None
+        """What was told of the wait for other tasks."""
         self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
         self._unanswered: deque[list[StepReport]] = deque()
         """Reports of beats that the chief may not have got, oldest beat first."""
@@ -413,6 +417,7 @@ class ChiefLink:
             )
             for item in self._take_reports(ended)
         ]
+        self._tell_awaited()
         timeline, suspects = self._suspects
         beat = chief_pb2.Beat(
             task=self.task,
@@ -440,6 +445,14 @@ class ChiefLink:
                 )
             )
         return beat
+
+    def _tell_awaited(self) -> None:
+        """Say for whom the job waits, as often as is of use; how long still the chief says."""
+        if self._orders.awaited:
+            now_s = time.monotonic()
+            self._waiting = self._waiting or Waiting(now_s)
+            if sentence := self._waiting.sentence(now_s, ", ".join(self._orders.awaited)):
+                log.info("%s", sentence)
 
     def _beat_forever(self) -> None:
         while not self._closed.is_set():
@@ -546,4 +559,5 @@ def _orders_from_proto(message: chief_pb2.Orders) -> Orders:
         workers=message.workers,
         first_step=message.first_step,
         fenced=message.fenced,
+        awaited=tuple(message.awaited),
     )

@@ -52,6 +52,19 @@ def test_the_chief_says_every_ten_seconds_who_is_missing_and_how_long_it_still_w
     assert "waiting for worker/0" not in cluster.text()
 
 
+def test_a_task_that_has_joined_is_told_for_whom_the_job_waits_until_it_begins() -> None:
+    cluster = Cluster(job=make_job())
+    cluster.join("ps", 0)
+    cluster.join("worker", 1)
+    assert cluster.orders("ps/0").awaited == ("ps/1 at host1:1", "worker/0")
+    cluster.join("ps", 1)
+    cluster.join("worker", 0)
+    assert cluster.orders("worker/1").awaited == ()
+    cluster.initialize()
+    cluster.tick(T / 3 + 1, silent=("worker/1",))
+    assert cluster.orders("worker/0").awaited == ()
+
+
 def test_the_wait_for_the_last_workers_is_short_and_begins_when_all_others_are_there() -> None:
     cluster = Cluster(job=make_job())
     for index in (0, 1):
@@ -109,3 +122,4 @@ def test_a_wait_says_nothing_at_first_then_every_ten_seconds_and_its_first_reaso
     assert waiting.sentence(106.0, "chief/0", "it is away (2.0 s)") == ""
     assert waiting.sentence(115.0, "chief/0", "it is away (11.0 s)").endswith(": it is away (11.0 s)")
     assert waiting.pause_s(116.0) == 9.0 and waiting.pause_s(130.0) == 0.0
+    assert Waiting(0.0).sentence(2.0, "ps/1, worker/0") == "waiting for ps/1, worker/0"
