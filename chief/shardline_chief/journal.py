@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from shardline.errors import UsageError
-from shardline.run_lock import RunLock, unwritable
+from shardline.run_lock import RunLock
 
 _TERM = re.compile(r"^term-(\d+)$")
 
@@ -56,7 +56,7 @@ class Journal:
             except FileExistsError:
                 term += 1
             except OSError as error:
-                raise unwritable(self.folder.parent, error) from error
+                raise UsageError(f"the chief can't write to {self.folder}: {error.strerror}") from error
         os.fsync(handle)
         os.close(handle)
         if self._file is not None:
