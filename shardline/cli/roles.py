@@ -110,10 +110,12 @@ def run_role(role: str, flags: dict[str, Any]) -> int:
 
 
 def _locked(config: RoleConfig) -> RoleConfig:
-    """The settings of a chief that holds the lock of its folder; nothing is written there before it does."""
-    if config.lock_fd is not None:
+    """The settings of a chief that holds the lock of its folder; nothing is written where another may, before."""
+    folder = (config.out or DEFAULT_OUT).absolute() / "chief"
+    # Where no chief ever was there is no run to protect: what is refused before this one begins leaves no folder.
+    if config.lock_fd is not None or not folder.exists():
         return config
-    return dataclasses.replace(config, lock_fd=RunLock.take((config.out or DEFAULT_OUT).absolute() / "chief").fd)
+    return dataclasses.replace(config, lock_fd=RunLock.take(folder).fd)
 
 
 def role_command(role: str) -> click.Command:
