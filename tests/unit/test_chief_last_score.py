@@ -12,6 +12,7 @@ import pytest
 from shardline.checkpoint.compat import resume_notes
 from shardline.cli.train import report
 from shardline.errors import CheckpointError
+from shardline.spec import RuleSpec
 from shardline_chief.checkpointer import ResumePoint
 from shardline_chief.summary import summary
 
@@ -151,6 +152,19 @@ def test_other_arguments_of_the_rule_are_told_and_more_steps_go_without_saying()
     assert point.check(make_job(steps=300, checkpoint_every=7, checkpoint_keep=1, name="n")) == []
     with pytest.raises(CheckpointError, match="the rule is Adam in the job, SGD in the checkpoint"):
         point.check(make_job(rule=dataclasses.replace(stored.rule, name="Adam")))
+
+
+def test_arguments_under_which_the_rule_keeps_another_state_are_refused_and_named() -> None:
+    stored = make_job(rule=RuleSpec(name="Adam", groups=({"lr": 0.1, "amsgrad": True},)))
+    plain = make_job(rule=RuleSpec(name="Adam", groups=({"lr": 0.5, "amsgrad": False},)))
+    says = "the rule's state is step, exp_avg, exp_avg_sq in the job, step, exp_avg, exp_avg_sq, max_exp_avg_sq in the"
+    with pytest.raises(CheckpointError, match=says):
+        resume_notes(stored, plain, "/out/step-40")
+    # Momentum may begin, and end, at any step.
+    for before, after in ((0.0, 0.9), (0.9, 0.0)):
+        rules = [RuleSpec(name="SGD", groups=({"lr": 0.1, "momentum": value},)) for value in (before, after)]
+        notes = resume_notes(make_job(rule=rules[0]), make_job(rule=rules[1]), "/out/step-40")
+        assert notes == [f"rule.groups[0].momentum: {after} in the job, {before} in the checkpoint"]
 
 
 @pytest.mark.parametrize("phase", ["waiting", "training"])
