@@ -83,7 +83,8 @@ def _find_room(folder: Path) -> None:
     path = folder / ".room"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        os.posix_fallocate(fd, 0, ROOM)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, ROOM)
     except OSError as error:
         # A file system that can't be asked.
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):

@@ -291,6 +291,8 @@ class _Run:
 
     def _loop(self, display: Display) -> int | None:
         """Until the chief has ended: its code. None where the person, the deadline or nobody to train ends it."""
+        from shardline.cli.top_frame import clean
+
         while True:
             deadline_s = min(self._deadline_s, self._hopeless.deadline_s if self._hopeless else float("inf"))
             try:
@@ -322,7 +324,7 @@ class _Run:
                 self._last = event.status
                 display.update(event.status)
                 for sentence in self._news.of(event.status, time.monotonic()):
-                    display.say(sentence)
+                    display.say(clean(sentence))
                 self._tell_quiet(event.status, display)
                 if self._hopeless is not None:
                     self._hopeless.polls += 1
@@ -426,9 +428,10 @@ class _Run:
         self._cluster.stop()
         if late:
             self._console.print(f"ended {', '.join(late)}, still there after the chief's end", highlight=False)
-        if code == 0 and self._ended_for is not None:
-            return self._fail_for(self._ended_for)
-        if code != 0:
+        failed = self._ended_for if code == 0 else None
+        if failed is not None:
+            code = self._fail_for(failed)
+        elif code != 0:
             _show_failure(self._cluster, self._last_words(), code)
         found = read_summary(self._cluster.options.out)
         if found is not None and summary is not None:
