@@ -28,7 +28,7 @@ from shardline.cli.launcher import (
 )
 from shardline.cli.train import run
 from shardline.config import Timeouts
-from shardline.errors import ShardlineError, UsageError
+from shardline.errors import ShardlineError, TaskLostError, UsageError
 from shardline.security import Security
 
 # Stand-ins for the roles. The chief obeys lines sent to its address ("exit 4"); the others end when it does, as real
@@ -38,6 +38,8 @@ import json, os, signal, socket, sys
 
 def chief(config):
     settings = json.loads(config.job.read_text())
+    if settings.get("busy"):
+        signal.pause()
     if "chief" in settings:
         print("shardline: " + settings["chief"], file=sys.stderr, flush=True)
         return 6
@@ -288,6 +290,19 @@ def test_chief_that_fails_at_start_ends_the_launch_with_its_sentence(tmp_path: P
         pass
     assert caught.value.code == 6
     assert cluster.running() == ()
+
+
+def test_a_chief_that_takes_long_to_start_is_waited_for_as_long_as_joining_may_take_and_that_is_said(
+    tmp_path: Path, fake_roles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardline.cli.launcher.EVERY_S", 0.5)
+    options = launch(tmp_path, job=job_file(tmp_path, busy=True), timeouts=Timeouts(total_s=1.0, join_s=2.0))
+    cluster = LocalCluster(options)
+    said: list[str] = []
+    cluster.say = said.append
+    with pytest.raises(TaskLostError, match=r"chief/0 told no address within 2 s; see .*chief-0\.log"), cluster:
+        pass
+    assert said == ["waiting for chief/0 to start, 1 s left"]
 
 
 def test_the_chiefs_port_is_its_own_while_it_is_being_started_again(tmp_path: Path, fake_roles: Path) -> None:
