@@ -66,6 +66,6 @@ WORKDIR /tmp
 # Services, metrics.
 EXPOSE 2222 9464
 # The standard gRPC health service of the task; SHARDLINE_HEALTH_ADDRESS where it does not listen on port 2222.
-HEALTHCHECK --interval=5s --timeout=10s --start-period=60s --retries=3 CMD ["shardline", "health"]
+HEALTHCHECK --interval=5s --timeout=10s --start-period=600s --retries=3 CMD ["shardline", "health"]
 ENTRYPOINT ["shardline"]
 CMD ["--help"]

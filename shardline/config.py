@@ -12,17 +12,23 @@ from shardline.security import PLAIN, Security, check_bind, is_loopback
 
 LANES = ("auto", "grpc", "tcp", "shm")
 """How tensor bytes may travel; auto = the best that the two tasks can do."""
+DEFAULT_OUT = Path("out")
+"""Where a chief writes that was not told."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """All durations, in seconds, derived from the one --timeout T."""
+    """All durations, in seconds: how long joining may take at the start, and what derives from --timeout T."""
 
     total_s: float = 60.0
+    join_s: float = 600.0
+    """How long a task tries to join its cluster, and a chief that starts waits for its tasks; apart from T, since tasks
+    are started by hand, one after another, and a busy machine needs minutes to import torch."""
 
     def __post_init__(self) -> None:
-        if not 1.0 <= self.total_s <= 86_400.0:
-            raise UsageError(f"--timeout is {self.total_s}; it must be between 1 and 86400 seconds")
+        for flag, value in (("--timeout", self.total_s), ("--join-timeout", self.join_s)):
+            if not 1.0 <= value <= 86_400.0:
+                raise UsageError(f"{flag} is {value}; it must be between 1 and 86400 seconds")
 
     @property
     def rpc_s(self) -> float:
@@ -45,8 +51,8 @@ class Timeouts:
         return self.total_s / 3
 
     @property
-    def join_s(self) -> float:
-        """How long a task waits for its cluster at start, and the cluster for a lost task."""
+    def lost_s(self) -> float:
+        """How long the cluster waits for a lost task, a task for a lost chief, and the end for the last score."""
         return self.total_s
 
     @property
@@ -86,10 +92,12 @@ class RoleConfig:
     """Job fields given on the command line: ("steps", "200"), ("consistency", "async"), ("seed", "3")."""
     ready_fd: int | None = None
     """Inherited file descriptor to which the bound address is written as one line, for launchers."""
+    lock_fd: int | None = None
+    """Descriptor that holds the lock of --out; the chief takes the lock itself where it has none."""
     life_fd: int | None = None
     """Inherited pipe; the process ends when its other end closes (the launcher died)."""
     min_workers: int = 1
-    """With fewer tasks that train the job stands still, for as long as a task may take to join, and then ends."""
+    """With fewer tasks that train the job stands still, and ends when none came for --timeout."""
     max_workers: int = 64
     """Workers that may take part, those beyond the cluster spec included."""
     security: Security = PLAIN

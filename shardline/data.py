@@ -15,7 +15,9 @@ import bisect
 import functools
 import hashlib
 import random
+import signal
 import struct
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,12 +31,13 @@ import torch
 from torch import nn
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from shardline.errors import JobError, ShardlineError
+from shardline.errors import JobError, JobExitError, ShardlineError
 
 if TYPE_CHECKING:
     from shardline.job import Job
 
-_LIBRARY = str(Path(__file__).parent)
+_OTHERS = (str(Path(__file__).parent), sysconfig.get_paths()["stdlib"], "<")
+"""Files whose lines are no person's own: this library, Python's, and what has no file."""
 
 Batch = Any
 """What a job's collate makes of samples; only its loss function knows."""
@@ -43,15 +46,35 @@ Batch = Any
 @contextmanager
 def calling(what: str) -> Iterator[None]:
     """Turn what a person's code raises into a JobError that names it and the line; the original stays its cause."""
+    with staying(what):
+        try:
+            yield
+        except ShardlineError:
+            raise
+        except Exception as error:
+            raise JobError(f"{what} raised {type(error).__name__}: {error}{where_raised(error)}") from error
+
+
+@contextmanager
+def staying(what: str) -> Iterator[None]:
+    """Turn an end of the process by a person's code, such as sys.exit(), into a JobExitError that names the line."""
     try:
         yield
-    except ShardlineError:
-        raise
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = [f for f in frames if not f.filename.startswith(_LIBRARY) and "site-packages" not in f.filename]
-        where = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
-        raise JobError(f"{what} raised {type(error).__name__}: {error}{where}") from error
+    except SystemExit as error:
+        code = "" if error.code is None else repr(error.code)
+        raise JobExitError(f"{what} called sys.exit({code}){where_raised(error)}") from error
+    except KeyboardInterrupt as error:
+        # Tasks handle the signal themselves; elsewhere it is a person's Ctrl-C.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise
+        raise JobExitError(f"{what} raised KeyboardInterrupt{where_raised(error)}") from error
+
+
+def where_raised(error: BaseException) -> str:
+    """The innermost line of a person's own code, such as " (job.py, line 41)"; empty where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith(_OTHERS) and "site-packages" not in f.filename]
+    return f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
 
 
 def derive(seed: int, *numbers: int) -> int:
@@ -187,7 +210,9 @@ class _Indexed:
 
     def batch(self, step: int, replica: int, microbatch: int) -> Batch:
         epoch = self.order.epoch(step)
-        return self.collate([self._sample(epoch, int(i)) for i in self.order.indices(step, replica, microbatch)])
+        samples = [self._sample(epoch, int(i)) for i in self.order.indices(step, replica, microbatch)]
+        with calling("collate(samples)"):
+            return self.collate(samples)
 
     def _sample(self, epoch: int, index: int) -> Any:
         seed_everything(derive(self.order.seed, epoch, index))
@@ -249,14 +274,17 @@ class _Streamed:
             self._open(known)
         while self._next < first:
             self._read()
-        return self._collate([self._read() for _ in range(job.batch_size)])
+        samples = [self._read() for _ in range(job.batch_size)]
+        with calling("collate(samples)"):
+            return self._collate(samples)
 
     def _open(self, epoch: int) -> None:
         self._epoch, self._next = epoch, self._starts[epoch]
         seed_everything(derive(self._job.seed, epoch))
         data = self._job.one_pass()
         if hasattr(data, "set_epoch"):
-            data.set_epoch(epoch)
+            with calling(f"set_epoch({epoch}) of the data set"):
+                data.set_epoch(epoch)
         with calling("iter(dataset)"):
             self._samples = iter(data)
 
@@ -335,7 +363,9 @@ def replica_gradients(
     samples = job.batch_size * job.accumulate
     total = 0.0
     for microbatch in range(job.accumulate):
-        batch = to_device(source.batch(step, replica, microbatch), device)
+        batch = source.batch(step, replica, microbatch)
+        with calling(f"moving a batch to {device}"):
+            batch = to_device(batch, device)
         # After the batch, whose fetching uses the same generators.
         seed_everything(derive(job.seed, step, replica, microbatch))
         with calling(f"loss(model, batch), in step {step} of replica {replica},"), watch.forward():
@@ -343,7 +373,8 @@ def replica_gradients(
         _check_loss(loss)
         if microbatch == job.accumulate - 1:
             watch.backward(functools.partial(_mean, total, loss, job.accumulate), samples)
-        (loss / job.accumulate).backward()  # type: ignore[no-untyped-call]
+        with staying(f"backward(), in step {step} of replica {replica},"):
+            (loss / job.accumulate).backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     return total / job.accumulate, samples
 

@@ -3,6 +3,7 @@
 ShardlineError                    exit  gRPC status
   UsageError                         2  INVALID_ARGUMENT     flags, cluster spec, TF_CONFIG
     JobError                         2  INVALID_ARGUMENT     the job file or script
+      JobExitError                   2  INVALID_ARGUMENT     the job's code called sys.exit()
     ClusterSpecError                 2  INVALID_ARGUMENT
     ForbiddenError                   2  PERMISSION_DENIED    credentials that don't allow what was asked
   MismatchError                      2  FAILED_PRECONDITION  a task's job differs from the cluster's
@@ -38,6 +39,10 @@ class UsageError(ShardlineError):
 
 class JobError(UsageError):
     """The job file or training script can't be used."""
+
+
+class JobExitError(JobError):
+    """The job's own code ended the process: sys.exit() in a function of the job file."""
 
 
 class ClusterSpecError(UsageError):

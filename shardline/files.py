@@ -80,12 +80,19 @@ def pinned(path: Path) -> Iterator[Path]:
         os.close(fd)
 
 
-def open_append(path: Path) -> TextIO:
-    """A text file to write on, made where there is none. Raises OSError where there is something else; never waits."""
+def append_fd(path: Path) -> int:
+    """Descriptor of a file to append to, made where there is none. Raises OSError where there is something else; never
+    waits.
+    """
     with contextlib.suppress(FileNotFoundError):
         _check_regular(path, os.stat(path))
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
-    return os.fdopen(_regular(path, fd), "a", encoding="utf-8")
+    return _regular(path, fd)
+
+
+def open_append(path: Path) -> TextIO:
+    """The same as a text file."""
+    return os.fdopen(append_fd(path), "a", encoding="utf-8")
 
 
 def replace(path: Path, content: bytes, *, durable: bool = True) -> None:

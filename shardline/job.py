@@ -162,14 +162,19 @@ class Job:
         data = self.data
         if not _is_map_style(data):
             return 0
-        if len(data) == 0:
+        with calling("len(dataset)"):
+            count = len(data)
+        if count == 0:
             raise JobError(f"the data set ({type(data).__name__}) has no samples; its len() is 0")
-        return len(data)
+        return count
 
     def one_pass(self) -> Iterable[Any]:
         """The iterable data set, ready to be read from its start; what a generator function makes is made anew."""
         data = self.data
-        return self.dataset() if _is_one_shot(data) else data  # type: ignore[no-any-return]
+        if not _is_one_shot(data):
+            return data  # type: ignore[no-any-return]
+        with calling("dataset()"):
+            return self.dataset()  # type: ignore[no-any-return]
 
     def data_order(self) -> DataOrder:
         """Order of a map-style data set; JobError where it is too small for one step."""

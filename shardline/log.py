@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from shardline import files
 from shardline.errors import UsageError
+from shardline.lossy import lossy_text
 
 LOGGERS = ("shardline", "shardline_ps", "shardline_worker", "shardline_chief", "shardline_evaluator")
 """Package loggers that setup() configures; the roles' packages are named, not imported."""
@@ -75,10 +75,15 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(event, default=str)
 
 
-class _FileHandler(logging.FileHandler):
-    def _open(self) -> Any:
-        # A FIFO at that name would hold the task up until somebody reads it.
-        return files.open_append(Path(self.baseFilename))
+class _File(logging.FileHandler):
+    """Appends to a file; lines that its disk does not take are lost, and that is said once, on stderr."""
+
+    def _open(self) -> TextIO:  # type: ignore[override]
+        def lost(error: OSError) -> None:
+            text = f"the log {self.baseFilename} can't be written: {error.strerror}; lines are lost until it can"
+            print(f"shardline: {text}", file=sys.stderr)
+
+        return lossy_text(self.baseFilename, on_loss=lost)
 
 
 def setup(task: str, *, json_path: Path | None = None, level: int = logging.INFO, stream: TextIO | None = None) -> None:
@@ -91,7 +96,7 @@ def setup(task: str, *, json_path: Path | None = None, level: int = logging.INFO
     if json_path is not None:
         try:
             json_path.parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(_FileHandler(json_path, encoding="utf-8"))
+            handlers.append(_File(json_path))
         except OSError as error:
             raise UsageError(f"the log {json_path} can't be written: {error.strerror}; use another --out") from None
         handlers[1].setFormatter(JsonFormatter(task))

@@ -182,6 +182,8 @@ class ClusterView:
     """The newest first."""
     events: tuple[EventView, ...]
     """The newest last."""
+    faults: tuple[str, ...]
+    """What fails at present while the job goes on, a sentence each."""
     out_dir: str
     dead_s: float
     """Silence after which a task is dead."""
@@ -224,6 +226,7 @@ def cluster_view(status: ChiefStatus) -> ClusterView:
             for c in sorted(status.checkpoints, key=lambda c: -c.step)
         ),
         events=tuple(EventView(time=e.time, level=e.level, sentence=e.sentence) for e in status.said),
+        faults=status.faults,
         out_dir=status.out_dir,
         dead_s=status.dead_s,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,8 +35,11 @@ class Resume(Protocol):
         """Version of each shard of the plan it was written with."""
         ...
 
-    def check(self, job: JobSpec) -> None:
-        """Raise CheckpointError where it is of another job, with the difference named."""
+    def check(self, job: JobSpec) -> Sequence[str]:
+        """What the job does otherwise than the one it is of, a phrase each.
+
+        Raises CheckpointError where it is of another job, with the difference named.
+        """
         ...
 
 
@@ -46,6 +49,13 @@ class Answer:
 
     ticket: Any
     value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tell:
+    """A sentence for the chief's own log alone, since it comes again and again: how long a wait still goes on."""
+
+    sentence: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,4 +249,4 @@ class Finish:
     """Another chief leads: leave everything to it, and go."""
 
 
-Action = Answer | Say | Record | Command | Save | Hurry | Find | MarkBest | Finish
+Action = Answer | Say | Tell | Record | Command | Save | Hurry | Find | MarkBest | Finish

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from shardline.checkpoint import Checkpoint, CheckpointStore, Cut
+from shardline.checkpoint.compat import resume_changes
 from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
 from shardline.digest import params_sha256
 from shardline.errors import CheckpointError, ShardlineError
@@ -25,6 +26,9 @@ log = logging.getLogger("shardline_chief.checkpointer")
 
 STATES = 8
 """A bucket's image is at most this many times its values (value, optimizer states in a wider dtype), or refused."""
+
+UNREMARKABLE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "best_metric", "best_is_lowest")
+"""Settings that change nothing of what a step computes: a resumed job may have others without a word."""
 
 Connect = Callable[[str, str], PsControl]
 
@@ -56,10 +60,11 @@ class ResumePoint:
         """Version of each shard of its plan."""
         return tuple(self.checkpoint.manifest.versions)
 
-    def check(self, job: JobSpec) -> None:
-        """Raise CheckpointError where it is of another job."""
-        for note in self.checkpoint.compatible(job):
-            log.warning("resuming with another setting: %s", note)
+    def check(self, job: JobSpec) -> Sequence[str]:
+        """What the job does otherwise than the one it is of, a phrase each; raises CheckpointError for another job."""
+        self.checkpoint.compatible(job)
+        changes = resume_changes(self.checkpoint.job, job)
+        return [phrase for path, phrase in changes.items() if path not in UNREMARKABLE]
 
 
 class Checkpointer:

@@ -47,6 +47,7 @@ from shardline_chief.actions import (
     Save,
     Saved,
     Say,
+    Tell,
 )
 from shardline_chief.checkpointer import Checkpointer, ResumePoint, parameters_digest
 from shardline_chief.commands import Commander
@@ -215,9 +216,14 @@ class Control:
 
     def trainer_ended(self, code: int) -> None:
         """The chief's own training process has gone; what it did is taken over like any dead worker's."""
-        if code:
-            sentence = f"the chief's training process ended with exit code {code} ({exit_code_name(code)})"
-            self.post(lambda now_s: self.program.state.say("trainer", sentence, "error"))
+
+        def ended(now_s: float) -> None:
+            state = self.program.state
+            if code or state.phase in (Phase.WAITING, Phase.INIT, Phase.RUNNING):
+                name = exit_code_name(code) if code else "though the job has not ended"
+                state.say("trainer", f"the chief's training process ended with exit code {code} ({name})", "error")
+
+        self.post(ended)
 
     # The thread
 
@@ -342,6 +348,8 @@ class Control:
                 _settle(action.ticket, action.value)
             case Say():
                 self._say(action)
+            case Tell():
+                log.info("%s", action.sentence)
             case Record():
                 """Done already, before all others."""
             case Command():
@@ -365,6 +373,7 @@ class Control:
     def _record(self, records: Sequence[Record], now_s: float) -> None:
         if not records:
             return
+        faults = self.program.state.faults
         try:
             self._journal.write_all((record.kind, record.fields) for record in records)
         except OSError as error:
@@ -372,8 +381,11 @@ class Control:
             if self.program.state.phase in (Phase.WAITING, Phase.INIT):
                 # Nothing has been trained yet, so nothing is lost by not going on without a memory.
                 self.program.fatal(UsageError.exit_code, f"{sentence}; choose another --out", now_s)
-            else:
-                self._reporter.event("journal_failed", f"{sentence}; training goes on", "error", {})
+            elif "journal" not in faults:
+                faults["journal"] = f"{sentence}; training goes on, but no other chief could go on with this job"
+                self._reporter.event("journal_failed", faults["journal"], "error", {})
+        else:
+            faults.pop("journal", None)
 
     def _command(self, command: Command) -> None:
         if isinstance(command.order, Lead):
@@ -490,6 +502,9 @@ class Control:
             write_json(self._out / "summary.json", value)
         except OSError as error:
             self._reporter.event("summary_failed", f"no summary: {self._out}: {error.strerror}", "error", {})
+            # That of an earlier run of this folder would be taken for this one's.
+            with contextlib.suppress(OSError):
+                (self._out / "summary.json").unlink(missing_ok=True)
 
 
 def _wire(traffic: Mapping[str, Traffic]) -> dict[str, tuple[int, int]]:

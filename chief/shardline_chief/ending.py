@@ -7,10 +7,12 @@ Past its deadline the last committed checkpoint stays (PROTOCOL 1.6).
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 from shardline.errors import CheckpointError
 from shardline.rpc.link import Phase
 from shardline_chief.actions import AskStatus, CommandResult, Cut, Hurry, Saved
+from shardline_chief.membership import Member
 from shardline_chief.running import Running
 from shardline_chief.state import State
 
@@ -277,7 +279,7 @@ class Ending:
         state.say("no_last_checkpoint", f"no checkpoint at the end: {why}. {state.what_remains()}", "error")
         if not self._exit_code:
             self._exit_code = CheckpointError.exit_code
-            state.reason = f"{state.reason}; no checkpoint at the end: {why}"
+            state.reason = f"{state.reason}; no checkpoint at the end: {why}. {state.what_remains()}"
         self._score_next(now_s)
 
     # The last word
@@ -286,23 +288,52 @@ class Ending:
         state = self.state
         self.stage = Stage.SCORE
         state.final_step = state.checkpoint_step
-        self._deadline_s = now_s + state.timeouts.join_s
+        self._deadline_s = now_s + state.timeouts.lost_s
+        late = self._late_evaluator()
+        if late and state.final_step >= 0:
+            wait = f"waiting up to {state.timeouts.lost_s:g} s for {late} to join and to score the last checkpoint"
+            state.say("evaluator", wait, "warning")
         self._score(now_s)
+
+    def _late_evaluator(self) -> str:
+        """The evaluator that is still to come when all steps are made; empty where none is, or nobody would wait."""
+        state = self.state
+        if not self.done or self._exit_code or state.script:
+            return ""
+        came = {member.index for member in state.members if member.role == "evaluator"}
+        return next((f"evaluator/{n}" for n in range(state.settings.evaluators) if not came), "")
 
     def _score(self, now_s: float) -> None:
         state = self.state
         evaluators = state.members.living("evaluator")
         scored = state.final_step < 0 or state.final_step in state.metrics
-        if evaluators and not scored and now_s < self._deadline_s:
+        if not scored and now_s < self._deadline_s and (evaluators or self._late_evaluator()):
             return
-        if evaluators and not scored:
-            state.say(
-                "evaluator",
-                f"{evaluators[0].task} did not score the last checkpoint within {state.timeouts.join_s:g} s",
-                "warning",
-            )
+        if not scored:
+            self._tell_unscored(evaluators)
         self.stage = Stage.FIGURES
         state.command(AskStatus(), self._figures)
+
+    def _tell_unscored(self, evaluators: Sequence[Member]) -> None:
+        """Note, and say, why the last checkpoint has no score."""
+        state = self.state
+        limit = f"within {state.timeouts.lost_s:g} s"
+        gone = next((member for member in state.members if member.role == "evaluator" and not member.living), None)
+        if evaluators:
+            why = f"{evaluators[0].task} did not score it {limit}"
+            state.say("evaluator", f"{evaluators[0].task} did not score the last checkpoint {limit}", "warning")
+        elif state.lost_scores:
+            why = state.lost_scores
+        elif gone is not None:
+            why = f"{gone.task} was {gone.state.value}"
+        elif not state.settings.evaluators:
+            return
+        elif late := self._late_evaluator():
+            why = f"{late} did not join {limit} of the last step"
+            state.say("evaluator", f"the last checkpoint was not scored: {why}", "warning")
+        else:
+            why = "evaluator/0 had not joined when the job was stopped"
+        state.unscored[state.final_step] = why
 
     def _figures(self, result: CommandResult, now_s: float) -> None:
         self.state.end(self._exit_code, self.state.reason, now_s)

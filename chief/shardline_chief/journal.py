@@ -1,13 +1,13 @@
 """The chief's durable memory in out/chief: one chief at a time, a term per start, decisions noted before they are done.
 
-`.lock` is held with flock as long as the process lives. `term-N` is created with O_EXCL: no two chiefs share a term.
+The folder's lock (shardline.run_lock) is held as long as the process lives. `term-N` is created with O_EXCL: no two
+chiefs share a term.
 `journal-N.jsonl` has a JSON object per line; a line is on disk (fsync) before the act it describes. A crash may leave
 the last line torn: that act was never begun, so the line is dropped on reading.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -19,8 +19,8 @@ from typing import Any
 
 from shardline import files
 from shardline.errors import UsageError
+from shardline.run_lock import RunLock
 
-PID_BYTES = 64
 LINE_BYTES = 256 << 20
 """Of an entry: that of a plan has as much to say as a checkpoint's manifest."""
 _TERM = re.compile(r"^term-(\d+)$")
@@ -29,28 +29,13 @@ _TERM = re.compile(r"^term-(\d+)$")
 class Journal:
     """Open with a folder; every act goes through write() first."""
 
-    def __init__(self, folder: Path) -> None:
-        """Take the folder's lock. Raises UsageError where another chief holds it or the folder can't be written."""
+    def __init__(self, folder: Path, lock: RunLock | None = None) -> None:
+        """lock: the folder's, where it is held already; else it is taken, which raises UsageError where it can't be."""
         self.folder = folder
         self.term = 0
         self._file: int | None = None
         self._torn = False
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = files.open_append(folder / ".lock")
-        except OSError as error:
-            raise UsageError(f"the chief can't write to {folder}: {error.strerror}; choose another --out") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            holder = files.read_text(folder / ".lock", PID_BYTES).strip() or "unknown"
-            raise UsageError(
-                f"another chief (process {holder}) uses {folder.parent}; stop it, or choose another --out"
-            ) from error
-        self._lock.truncate(0)
-        self._lock.write(str(os.getpid()))
-        self._lock.flush()
+        self._lock = lock or RunLock.take(folder)
 
     def __enter__(self) -> Journal:
         return self

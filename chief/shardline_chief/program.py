@@ -98,14 +98,14 @@ class Program:
         self._admitted(ticket, join, member, decision.replaced, now_s)
 
     def place(self, role: str, address: str, now_s: float) -> PlaceAnswer:
-        """An index for a task that is about to join from this address, kept for it for the time to join."""
+        """An index for a task that is about to join from this address, kept for it for --timeout."""
         state = self.state
         refused = admission.place_refusal(role)
         if refused is None and state.ended and state.exit_code:
             refused = Refused(reason=f"the job has ended: {state.reason}", retry=True)
         if refused is None:
             found = state.members.place(
-                now_s, role, address, limit=admission.limit(state, role), keep_s=state.timeouts.join_s
+                now_s, role, address, limit=admission.limit(state, role), keep_s=state.timeouts.lost_s
             )
             if not isinstance(found, Refused):
                 return PlaceAnswer(task=f"{role}/{found}")
@@ -133,6 +133,8 @@ class Program:
                 state.machine = dict(join.machine)
                 state.record("machine", facts=state.machine)
             state.alone_since_s = None
+        if member.role == "evaluator":
+            state.lost_scores = ""
         state.finished.discard(member.task)
         state.say(
             "joined",
@@ -255,6 +257,9 @@ class Program:
         state = self.state
         if beat.task.startswith("evaluator/"):
             state.say("evaluator", f"{beat.task}: {beat.failure}; training goes on without it", "warning")
+            # It ends with that, and nothing waits for its word any more.
+            state.lost_scores = beat.failure
+            state.members.leave(beat.task)
             return
         code = beat.failure_code or InternalError.exit_code
         self.ending.begin(f"{beat.task}: {beat.failure}", now_s, exit_code=code)
@@ -283,7 +288,7 @@ class Program:
             return
         state.members.leave(task)
         if member.trains and state.table_sent:
-            self.workers.lost(member, f"{task} leaves as it was asked to", now_s)
+            self.workers.lost(member, f"{task} leaves as it was asked to", now_s, level="info")
         else:
             state.say("left", f"{task} leaves as it was asked to")
 
@@ -380,6 +385,8 @@ class Program:
                 f"{task} incarnation {incarnation:#x} is not admitted; what it reports of step {step} changes nothing"
             )
         best = False
+        if not metrics:
+            state.unscored[step] = failure or "the job has no `evaluate`"
         if failure:
             state.say(
                 "evaluation_failed", f"{task} could not score step {step}: {failure}; training goes on", "warning"
@@ -435,7 +442,13 @@ class Program:
             final_step=state.final_step,
             workers=len(state.trainers()),
             first_step=state.base_step,
+            awaited=tuple(state.awaited()) if state.phase in (Phase.WAITING, Phase.INIT) and self._at_start else (),
         )
+
+    @property
+    def _at_start(self) -> bool:
+        """Whether training has never begun: later it waits for those that were lost, which events tell."""
+        return self.state.running_s is None and not self.setup.done_before
 
     def rows(self, now_s: float) -> tuple[TaskStatus, ...]:
         """The tasks, for `shardline status`."""

@@ -126,7 +126,7 @@ class Recovery:
         self._begin(task, now_s, member.last_heard_s if member is not None else now_s)
         wait = f"waiting {state.timeouts.dead_s:g} s for it to come back, before its shards move"
         if not state.members.living("ps"):
-            wait = f"waiting {state.timeouts.join_s:g} s for it to come back"
+            wait = f"waiting {state.timeouts.lost_s:g} s for it to come back"
         rest = self._goes_back() if back else f"{self._goes_back()}; {wait}"
         state.say("ps_lost", f"{sentence}; {rest}", "warning", task=task, shards=shards)
 
@@ -352,11 +352,11 @@ class Recovery:
         self._lost = {task: at_s for task, at_s in self._lost.items() if task in gone}
         if gone:
             waited_s = now_s - min(self._lost.setdefault(task, now_s) for task in gone)
-            if waited_s >= state.timeouts.join_s and (self._full or not living):
+            if waited_s >= state.timeouts.lost_s and (self._full or not living):
                 full = f"; {self._full}" if self._full else ""
                 state.end(
                     TaskLostError.exit_code,
-                    f"{', '.join(gone)} did not come back within {state.timeouts.join_s:g} s{full}. "
+                    f"{', '.join(gone)} did not come back within {state.timeouts.lost_s:g} s{full}. "
                     f"{state.what_remains()}",
                     now_s,
                 )

@@ -178,6 +178,8 @@ class Reporter:
         self._metrics = metrics
         self._files: dict[str, TextIO] = {}
         self._broken = False
+        self.failure = ""
+        """Why the logs can't be written at present; empty where they can."""
         self._board: Any = None
         self.steps: StepBoard | None = None
         self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
@@ -362,6 +364,8 @@ class Reporter:
         try:
             self._board.add_scalar(name, value, step)
         except OSError as error:
+            # The thread behind it has ended with that.
+            self._board = None
             self._fail(error)
 
     def _write(self, name: str, fields: Mapping[str, Any]) -> None:
@@ -377,13 +381,16 @@ class Reporter:
         try:
             if name in self._files:
                 self._files[name].flush()
+                self.failure = ""
         except OSError as error:
             self._fail(error)
 
     def _fail(self, error: OSError) -> None:
+        why = error.strerror or error
+        self.failure = f"logs under {self._folder} can't be written ({why}); training goes on without them"
         if not self._broken:
             self._broken = True
-            log.error("logs under %s can't be written (%s); training goes on without them", self._folder, error)
+            self.event("logs_failed", self.failure, "error", {})
 
     def close(self) -> None:
         """Write what is open."""

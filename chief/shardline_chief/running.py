@@ -117,11 +117,15 @@ class Running:
         state.saving = None
         self._release(saved.step)
         if saved.error:
-            rest = (
-                f"the last one stays: step {state.checkpoint_step}" if state.checkpoint_step >= 0 else "there is none"
-            )
+            step, _ = state.newest()
+            rest = f"the last one stays: step {step}" if step >= 0 else "there is none"
             state.say("checkpoint_failed", f"no checkpoint at step {saved.step}: {saved.error}; {rest}", "error")
+            state.failed_saves += 1
+            many = f" ({state.failed_saves} in a row failed)" if state.failed_saves > 1 else ""
+            state.faults["checkpoint"] = f"no checkpoint at step {saved.step}{many}: {saved.error}; {state.last_good()}"
             return
+        state.failed_saves = 0
+        state.faults.pop("checkpoint", None)
         state.record("cut", step=saved.step, path=saved.path, timeline=state.timeline)
         state.checkpoint_step = saved.step
         state.checkpoint_path = saved.path

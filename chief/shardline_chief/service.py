@@ -12,13 +12,14 @@ from pathlib import Path
 from shardline.checkpoint import Checkpoint, CheckpointStore, committed_steps
 from shardline.checkpoint.manifest import step_folder
 from shardline.cluster import parse_address
-from shardline.config import RoleConfig, check_standbys
+from shardline.config import DEFAULT_OUT, RoleConfig, check_standbys
 from shardline.errors import UsageError
 from shardline.job import load_job
 from shardline.metrics import Metrics
 from shardline.process import Termination, tell_ready
 from shardline.rpc.access import CHIEF_AUDIENCE, Access
 from shardline.rpc.server import RpcServer
+from shardline.run_lock import RunLock, unwritable
 from shardline.spec import JobSpec
 from shardline_chief.checkpointer import Checkpointer, ResumePoint
 from shardline_chief.commands import Commander
@@ -38,7 +39,6 @@ from shardline_chief.trainer import Trainer
 
 log = logging.getLogger("shardline_chief")
 
-DEFAULT_OUT = Path("out")
 KEEP_ALL = 1 << 30
 
 
@@ -51,7 +51,8 @@ def run(config: RoleConfig) -> int:
     if config.page is not None:
         # Before anything is written.
         check_exposure(config.page, config.security)
-    with Journal(out / "chief") as journal:
+    held = RunLock(config.lock_fd) if config.lock_fd is not None else None
+    with Journal(out / "chief", held) as journal:
         settings = _settings(config)
         known = replay(journal.read())
         remembered = _unfinished(config, out, known, spec, settings)
@@ -64,13 +65,16 @@ def run(config: RoleConfig) -> int:
             # Another job's checkpoint is refused here, before the other tasks are there for nothing.
             resume.compatible(spec)
         settings = dataclasses.replace(settings, term=journal.begin_term(), chief_uuid=uuid.uuid4().hex)
-        journal.write(
-            "chief",
-            uuid=settings.chief_uuid,
-            resume=resume.step if resume is not None else None,
-            takes_over=remembered.term if remembered is not None else None,
-            page=page.address if page is not None else "",
-        )
+        try:
+            journal.write(
+                "chief",
+                uuid=settings.chief_uuid,
+                resume=resume.step if resume is not None else None,
+                takes_over=remembered.term if remembered is not None else None,
+                page=page.address if page is not None else "",
+            )
+        except OSError as error:
+            raise unwritable(out, error) from error
         process = ChiefProcess(config, out, journal, spec, resume, settings, remembered=remembered, page=page)
         try:
             code = process.run(termination)

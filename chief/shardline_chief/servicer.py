@@ -362,5 +362,6 @@ def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
         final_step=orders.final_step,
         workers=orders.workers,
         first_step=orders.first_step,
+        awaited=orders.awaited,
         fenced=orders.fenced,
     )

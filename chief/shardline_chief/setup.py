@@ -20,7 +20,7 @@ from shardline_chief.cuts import CutLedger
 from shardline_chief.leases import Leases
 from shardline_chief.membership import Member
 from shardline_chief.standbys import protected
-from shardline_chief.state import State, as_in_cluster, filled_shards
+from shardline_chief.state import State, as_in_cluster, filled_shards, ps_at
 
 
 class Setup:
@@ -35,6 +35,8 @@ class Setup:
         self.values_there = False
         self.cut_asked_s: float | None = None
         self.active = False
+        self.able_s: float | None = None
+        """Since when training could begin, with the tasks that are there; it waits for the others, but not for long."""
         self.on_running: Callable[[float], None] = lambda now_s: None
         """(now): training begins, or goes on."""
         self.stays = False
@@ -76,8 +78,9 @@ class Setup:
         job = state.job
         assert job is not None
         try:
-            if state.resume is not None:
-                state.resume.check(job)
+            if state.resume is not None and (changed := state.resume.check(job)):
+                others = f"with other settings than the checkpoint's: {'; '.join(changed)}"
+                state.say("resume", f"going on from step {state.resume.step} {others}", "warning")
             plan = make_plan(job.tensors, len(state.settings.ps))
             if not job.script and job.steps < 1:
                 raise JobError(f"job {job.name!r} has {job.steps} steps; nothing would be trained")
@@ -378,10 +381,11 @@ class Setup:
         trainers = state.trainers()
         missing = state.settings.trainers - len(trainers)
         again = state.running_s is not None
-        late = now_s - state.started_s >= state.timeouts.join_s
+        enough = len(trainers) >= max(1, state.settings.min_workers)
+        self.able_s = (now_s if self.able_s is None else self.able_s) if enough else None
+        late = self.able_s is not None and now_s - self.able_s >= state.timeouts.lost_s
         # Once it has run, who is missing is a matter of what follows a death.
-        wait = len(trainers) < max(1, state.settings.min_workers) or (missing > 0 and (state.script or not late))
-        if wait and not again:
+        if not again and (not enough or (missing > 0 and (state.script or not late))):
             return
         state.phase = Phase.RUNNING
         state.initializer = ""
@@ -395,7 +399,7 @@ class Setup:
             state.say(
                 "late",
                 f"{missing} of {state.settings.trainers} tasks that train did not join within "
-                f"{state.timeouts.join_s:g} s; training starts without them, they may still come",
+                f"{state.timeouts.lost_s:g} s of all others; training starts without them, they may still come",
                 "warning",
             )
         until = f"until step {job.steps}" if job.steps else "until the script ends"
@@ -421,20 +425,34 @@ class Setup:
             self.cut_asked_s = None
             state.say("cut", f"no cut 0 within {state.timeouts.dead_s:g} s; training starts without it", "error")
             self._activate()
-        if now_s - state.started_s >= state.timeouts.join_s and state.running_s is None:
+        if state.running_s is not None or state.returning:
+            return
+        if now_s - state.started_s >= state.timeouts.join_s:
             if self.done_before:
                 state.end(0, self.done_before, now_s)
                 return
             self._too_late(now_s)
-            if self.active and not state.ended:
-                self._maybe_run(now_s)
+        if not state.ended:
+            self._wait(now_s)
+
+    def _wait(self, now_s: float) -> None:
+        """Begin where enough tasks are there, else tell who is not."""
+        state = self.state
+        if self.active:
+            self._maybe_run(now_s)
+        deadline_s = state.started_s + state.timeouts.join_s
+        if self.able_s is not None and not state.script:
+            deadline_s = self.able_s + state.timeouts.lost_s
+        whom = self._to_come() if self.done_before else ", ".join(state.awaited())
+        if whom and state.phase is not Phase.RUNNING:
+            state.tell_wait(now_s, deadline_s, whom)
 
     def _too_late(self, now_s: float) -> None:
         state = self.state
         settings = state.settings
         waited = f"within {state.timeouts.join_s:g} s"
         where = f"is it running, and does it reach the chief at {settings.chief_address}?"
-        missing = [_ps_at(index, settings.ps[index]) for index in state.missing_ps()]
+        missing = [ps_at(index, settings.ps[index]) for index in state.missing_ps()]
         if missing and not self.begun:
             state.end(UnreachableError.exit_code, f"{', '.join(missing)} did not join {waited}; {where}", now_s)
         elif not state.trainers():
@@ -474,11 +492,6 @@ def standbys_of(placement: tuple[Placement, ...]) -> list[list[object]]:
 def heirs_of(promoted: Mapping[int, Heir]) -> list[list[object]]:
     """[shard, task, appointment] of each standby that is to be a primary, for the journal."""
     return [[shard, heir.task, heir.appointment] for shard, heir in sorted(promoted.items())]
-
-
-def _ps_at(index: int, address: str) -> str:
-    """A ps that never joined, for sentences. Port 0: it would have told its address at its Join."""
-    return f"ps/{index} (address not known yet)" if address.endswith(":0") else f"ps/{index} at {address}"
 
 
 def reassign(state: State) -> list[str]:

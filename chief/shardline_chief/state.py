@@ -19,6 +19,7 @@ from shardline.rpc.link import Phase
 from shardline.rpc.status import ShardStatus, Traffic
 from shardline.sharding import Plan
 from shardline.spec import JobSpec
+from shardline.waiting import Waiting
 from shardline_chief.actions import (
     Action,
     Answer,
@@ -34,6 +35,7 @@ from shardline_chief.actions import (
     Release,
     Resume,
     Say,
+    Tell,
 )
 from shardline_chief.cuts import CutLedger
 from shardline_chief.leases import Leases
@@ -133,11 +135,19 @@ class State:
         self.stop_step = 0
         self.checkpoint_step = -1
         self.checkpoint_path = ""
+        self.faults: dict[str, str] = {}
+        """What fails at present while the job goes on, by what it is: "checkpoint", "journal"."""
+        self.failed_saves = 0
+        """Checkpoints that could not be written since the last good one."""
         self.least_interval = 0
         """Steps that must lie between checkpoints at least, see pacing.py; 0 while that isn't known."""
         self.final_step = -1
         self.metrics: dict[int, Mapping[str, float]] = {}
         self.best: tuple[int, Mapping[str, float]] | None = None
+        self.unscored: dict[int, str] = {}
+        """Why the evaluator gave a checkpoint no score, by step."""
+        self.lost_scores = ""
+        """Why there is no evaluator any more."""
         self.exit_code = 0
         self.reason = ""
         self.actions: list[Action] = []
@@ -155,6 +165,8 @@ class State:
         self._orders: dict[int, tuple[Order, Then | None, int]] = {}
         self._commands = 0
         self._asking = False
+        self._waiting: Waiting | None = None
+        """What was told of the wait for tasks; the next one of a job begins where it stopped."""
 
     # Questions
 
@@ -224,7 +236,25 @@ class State:
             return 0.0
         return (now_s if self.training_end_s is None else self.training_end_s) - self.running_s
 
+    def awaited(self) -> list[str]:
+        """Tasks of the cluster spec that are not there, evaluators aside: nothing waits for those."""
+        settings = self.settings
+        found = [ps_at(index, settings.ps[index]) for index in self.missing_ps()]
+        trainers = {member.task for member in self.trainers()}
+        names = [*(["chief/0"] if settings.chief_trains else []), *(f"worker/{n}" for n in range(settings.workers))]
+        # A worker beyond the cluster spec may have come in the place of one that is in it.
+        lacking = max(0, settings.trainers - len(trainers))
+        return found + [name for name in names if name not in trainers][:lacking]
+
     # Acts
+
+    def tell_wait(self, now_s: float, deadline_s: float, whom: str) -> None:
+        """Say in the chief's log for whom it waits and how long still, as often as is of use."""
+        if self._waiting is None:
+            self._waiting = Waiting(now_s, deadline_s)
+        self._waiting.deadline_s = deadline_s
+        if sentence := self._waiting.sentence(now_s, whom):
+            self.actions.append(Tell(sentence=sentence))
 
     def say(self, kind: str, sentence: str, level: str = "info", **fields: Any) -> None:
         """Tell the person."""
@@ -329,11 +359,23 @@ class State:
         self.say("resigned", reason, "error", exit_code=self.exit_code)
         self.actions.append(Finish(exit_code=self.exit_code, reason=reason, resigned=True))
 
+    def newest(self) -> tuple[int, str]:
+        """Step and folder of the newest checkpoint; (-1, "") where there is none yet."""
+        if self.checkpoint_step < 0 and self.resume is not None:
+            return self.resume.step, self.resume.path
+        return self.checkpoint_step, self.checkpoint_path
+
+    def last_good(self) -> str:
+        """The newest checkpoint, as a phrase."""
+        step, path = self.newest()
+        return f"the last good checkpoint is of step {step}: {path}" if step >= 0 else "there is no checkpoint yet"
+
     def what_remains(self) -> str:
         """Where to go on from after a loss."""
-        if self.checkpoint_step < 0:
+        step, path = self.newest()
+        if step < 0:
             return "There is no checkpoint yet; start the job again."
-        return f"Go on with --resume from step {self.checkpoint_step}: {self.checkpoint_path}"
+        return f"Go on with --resume from step {step}: {path}"
 
     def _command_failed(self, order: Order, errors: Mapping[str, ShardlineError], now_s: float) -> None:
         """Some ps did not do what it was told. One that doesn't answer is lost; else nothing is certain any more."""
@@ -368,6 +410,11 @@ class State:
         if held is None or held != held:
             return True
         return value < held if lowest else value > held
+
+
+def ps_at(index: int, address: str) -> str:
+    """A ps that never joined, for sentences. Port 0: it would have told its address at its Join."""
+    return f"ps/{index} (address not known yet)" if address.endswith(":0") else f"ps/{index} at {address}"
 
 
 def filled_shards(plan: Plan) -> int:

@@ -46,6 +46,7 @@ def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[s
             "last": None if last is None else {"step": last, "metrics": _plain(state.metrics[last])},
             "best": None if state.best is None else {"step": state.best[0], "metrics": _plain(state.best[1])},
         },
+        "unscored": state.unscored.get(state.final_step, ""),
         "sha256": sha256,
         "bytes": {
             "push": {"raw": traffic.push_raw_bytes, "wire": traffic.push_wire_bytes},
@@ -124,6 +125,7 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         dead_s=state.timeouts.dead_s,
         shard_bytes=tuple(shard.nbytes for shard in state.plan.shards) if state.plan is not None else (),
         page=page,
+        faults=tuple(fault for fault in (*state.faults.values(), reporter.failure) if fault),
     )
 
 

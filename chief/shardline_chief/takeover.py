@@ -199,13 +199,15 @@ class Takeover:
                 now_s,
             )
             self._over()
-        elif not self._said_few:
+            return False
+        if not self._said_few:
             self._said_few = True
             state.say(
                 "takeover",
                 f"{few}: waiting {state.timeouts.join_s - waited_s:.0f} s for {', '.join(missing)}",
                 "warning",
             )
+        state.tell_wait(now_s, self._began_s + state.timeouts.join_s, ", ".join(missing))
         return False
 
     def _decide(self, now_s: float) -> None:

@@ -49,7 +49,7 @@ def to_json(config: RoleConfig) -> str:
         if field.name not in ("cluster", "timeouts", "security", *PATHS)
     }
     fields["cluster"] = json.loads(config.cluster.to_json())
-    fields["timeout_s"] = config.timeouts.total_s
+    fields["timeouts"] = dataclasses.asdict(config.timeouts)
     for name in PATHS:
         fields[name] = _text(getattr(config, name))
     # Where the secrets are, not what they are.
@@ -61,7 +61,7 @@ def from_json(text: str) -> RoleConfig:
     """Inverse of to_json."""
     fields = json.loads(text)
     fields["cluster"] = TrainerCluster(ClusterSpec.from_mapping(fields["cluster"]).tasks)
-    fields["timeouts"] = Timeouts(total_s=fields.pop("timeout_s"))
+    fields["timeouts"] = Timeouts(**fields["timeouts"])
     for name in PATHS:
         fields[name] = _path(fields[name])
     fields["security"] = Security(**{name: _path(text) for name, text in fields["security"].items()})
@@ -94,6 +94,7 @@ class Trainer:
             cluster=config.cluster.with_address("chief/0", chief_address),
             metrics_port=0,
             ready_fd=None,
+            lock_fd=None,
             life_fd=self._life_read,
             resume=False,
         )

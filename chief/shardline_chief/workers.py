@@ -62,11 +62,11 @@ class Workers:
                 self.lost(member, f"{sentence}, and the others do", now_s)
             return
 
-    def lost(self, member: Member, sentence: str, now_s: float) -> None:
+    def lost(self, member: Member, sentence: str, now_s: float, *, level: str = "warning") -> None:
         """A task that trains is gone: fence it on every ps, then give its work to the living."""
         state = self.state
         if self.setup.trainer_lost(member):
-            state.say("life", sentence, "warning", task=member.task, state=member.state.value)
+            state.say("life", sentence, level, task=member.task, state=member.state.value)
             return
 
         def fenced(result: CommandResult, at_s: float) -> None:
@@ -75,7 +75,8 @@ class Workers:
             moved = self.take_back(member.incarnation)
             few = not state.trainers() or state.too_few()
             rest = self._waits() if few else moved or "nothing of its work is lost"
-            state.say("life", f"{sentence}; {rest}", "warning", task=member.task, state=member.state.value)
+            worst = "warning" if few else level
+            state.say("life", f"{sentence}; {rest}", worst, task=member.task, state=member.state.value)
 
         state.publish_members(fenced)
 
@@ -92,7 +93,7 @@ class Workers:
         return "; ".join(phrases)
 
     def _waits(self) -> str:
-        wait = f"waiting {self.state.timeouts.join_s:g} s for a task to join"
+        wait = f"waiting {self.state.timeouts.lost_s:g} s for a task to join"
         there = len(self.state.trainers())
         if not there:
             return f"nobody is left to train: {wait}"
@@ -111,14 +112,14 @@ class Workers:
             return
         if state.alone_since_s is None:
             state.alone_since_s = now_s
-        if now_s - state.alone_since_s >= state.timeouts.join_s:
+        if now_s - state.alone_since_s >= state.timeouts.lost_s:
             who = "every task that trains"
             if state.script:
                 who = "a worker that a script needs"
             elif state.trainers():
                 who = f"{self._gone()} ({len(state.trainers())} of at least {state.settings.min_workers} train)"
             self.ending.begin(
-                f"{who} is gone and none came within {state.timeouts.join_s:g} s. {state.what_remains()}",
+                f"{who} is gone and none came within {state.timeouts.lost_s:g} s. {state.what_remains()}",
                 now_s,
                 exit_code=TaskLostError.exit_code,
             )
@@ -138,7 +139,7 @@ class Workers:
             self._uneven_since_s = now_s
         # Who is neither done nor waiting may be saving its results: it has time for that.
         undecided = len(state.working()) > len(ahead)
-        if undecided and now_s - self._uneven_since_s < state.timeouts.join_s:
+        if undecided and now_s - self._uneven_since_s < state.timeouts.lost_s:
             return
         done = ", ".join(f"{task} finished at step {state.steps.get(task, 0)}" for task in sorted(state.finished))
         sentence = (

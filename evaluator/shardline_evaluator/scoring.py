@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardline.errors import MismatchError, ShardlineError
+from shardline.errors import JobExitError, MismatchError, ShardlineError
 from shardline.job import Job
 from shardline.model import named_values
 from shardline.rpc.link import Orders, Phase
@@ -57,11 +57,16 @@ def load(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def score(job: Job, model: nn.Module, step: int, tensors: Mapping[str, torch.Tensor]) -> Score:
-    """Score one checkpoint. What `evaluate` raises becomes a sentence: it must not end anybody's training."""
+    """Score one checkpoint. What `evaluate` raises becomes a sentence: it must not end anybody's training.
+
+    Raises JobExitError where `evaluate` ends the process: it asked for the end of this task, and of no other.
+    """
     start_s = time.monotonic()
     try:
         load(model, tensors)
         metrics = job.score(model)
+    except JobExitError:
+        raise
     except ShardlineError as error:
         return Score(step=step, failure=str(error), seconds=time.monotonic() - start_s)
     except Exception as error:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardline.config import RoleConfig
-from shardline.errors import FencedError, ProtocolError, ShardlineError, UnreachableError, UsageError
+from shardline.errors import FencedError, JobExitError, ProtocolError, ShardlineError, UnreachableError, UsageError
 from shardline.job import Job, load_job
 from shardline.metrics import Metrics
 from shardline.process import Termination, resolve_device, tell_ready
@@ -100,7 +100,11 @@ class Evaluator:
 
     def _one(self, step: int) -> None:
         """Fetch, score, report one checkpoint."""
-        result = self._fetch_and_score(step)
+        try:
+            result = self._fetch_and_score(step)
+        except JobExitError as error:
+            self._link.fail(str(error), error.exit_code)
+            raise
         if result is None:
             return
         self._scored = step

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-from shardline.errors import CheckpointError
+import torch
+
+from shardline.errors import CheckpointError, JobError
 from shardline.spec import JobSpec, TensorSpec
 from shardline.spec_json import job_to_json
+from shardline.update.layout import state_kinds
 
 _SYNC_IDENTITY = ("replicas", "batch_size", "accumulate", "seed", "samples")
 """What decides which samples and random numbers a synchronous step sees: other values are another history."""
@@ -25,12 +29,17 @@ def resume_notes(stored: JobSpec, job: JobSpec, where: str) -> list[str]:
             f"{where} is of another job ({stored.name!r}), so {job.name!r} can't resume from it: {shown}. "
             "Give it another --out, or the job the checkpoint was made by"
         )
+    return list(resume_changes(stored, job).values())
+
+
+def resume_changes(stored: JobSpec, job: JobSpec) -> dict[str, str]:
+    """How `job` differs from the checkpoint's `stored`: a phrase by the path of each setting, such as "steps"."""
     before, after = _flat(job_to_json(stored)), _flat(job_to_json(job))
-    return [
-        f"{path}: {after.get(path, 'absent')} in the job, {before.get(path, 'absent')} in the checkpoint"
+    return {
+        path: f"{path}: {after.get(path, 'absent')} in the job, {before.get(path, 'absent')} in the checkpoint"
         for path in [*before, *(path for path in after if path not in before)]
         if before.get(path, "absent") != after.get(path, "absent")
-    ]
+    }
 
 
 def _tensor_differences(stored: JobSpec, job: JobSpec) -> list[str]:
@@ -60,11 +69,24 @@ def _setting_differences(stored: JobSpec, job: JobSpec) -> list[str]:
         ("the rule", job.rule.name, stored.rule.name),
         ("consistency", job.consistency.mode, stored.consistency.mode),
     ]
+    if job.rule.name == stored.rule.name:
+        pairs += [("the rule's state", _states(job), _states(stored))]
     if job.consistency.mode == "sync":
         pairs += [(name, getattr(job, name), getattr(stored, name)) for name in _SYNC_IDENTITY]
     return [
         f"{what} is {ours} in the job, {theirs} in the checkpoint" for what, ours, theirs in pairs if ours != theirs
     ]
+
+
+def _states(job: JobSpec) -> str:
+    """What the rule keeps for a parameter, by its groups' arguments, such as "step, exp_avg, exp_avg_sq"."""
+    found = []
+    for group in job.rule.groups:
+        # Arguments that the rule can't have are an error of their own, told elsewhere.
+        with contextlib.suppress(JobError, LookupError, TypeError, ValueError):
+            kinds = state_kinds(job.rule.name, group, torch.float32, torch.device("cpu"))
+            found.append(", ".join(kinds) or "nothing")
+    return "; ".join(dict.fromkeys(found))
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:

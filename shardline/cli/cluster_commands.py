@@ -76,6 +76,7 @@ def headline(found: ChiefStatus) -> list[str]:
     lines = [f"{found.job or 'job'} ({found.consistency}): {found.phase}, {line(found)}"]
     if found.checkpoint_step >= 0:
         lines.append(f"checkpoint: step {found.checkpoint_step}, {found.checkpoint_path}")
+    lines += list(found.faults)
     lines += [f"  {event}" for event in found.events[-5:]]
     return lines
 

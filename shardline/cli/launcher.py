@@ -23,29 +23,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from shardline import files
 from shardline.allocator import ALLOCATOR
+from shardline.cli.fates import MAX_RESTARTS as MAX_RESTARTS
+from shardline.cli.fates import Ended, describe_code, lacking, may_restart
 from shardline.cli.roles import COMMANDS
 from shardline.cluster import ClusterSpec, parse_task
 from shardline.config import Timeouts, check_standbys
-from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError, exit_code_name
+from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError
 from shardline.ports import CAN_HOLD, held_port
+from shardline.run_lock import RunLock, unwritable
 from shardline.security import PLAIN, Security
+from shardline.waiting import EVERY_S, Waiting
 
-START_FLOOR_S = 60.0
-"""A task may take this long to import torch and the job on a busy machine, however short --timeout is."""
-MAX_RESTARTS = 3
-RESTARTED_ROLES = ("chief", "ps", "worker", "evaluator")
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
 """What shardline.connect() takes from the environment where the script doesn't say it."""
-HOPELESS_CODES = (2, 5, 6)
-"""A bad job, NaN, a bad checkpoint: the same process would end the same way. Not 7: a worker that was fenced after a
-pause has no successor but the one started here."""
 TAIL_BYTES = 8192
 LAST_WORDS = re.compile(r"(?:shardline: |\d\d:\d\d:\d\d \S+ (?:step \d+ )?(?:ERROR|CRITICAL) )(.+)")
 LIFE_FD = "SHARDLINE_LIFE_FD"
@@ -121,7 +118,9 @@ class LaunchOptions:
         return ClusterSpec({"chief": (chief,), **tasks})
 
 
-def task_command(options: LaunchOptions, task: str, *, ready_fd: int | None, life_fd: int) -> list[str]:
+def task_command(
+    options: LaunchOptions, task: str, *, ready_fd: int | None, life_fd: int, lock_fd: int | None = None
+) -> list[str]:
     """Command line of a task."""
     role, _ = parse_task(task)
     if options.script and role == "worker":
@@ -129,7 +128,8 @@ def task_command(options: LaunchOptions, task: str, *, ready_fd: int | None, lif
     device = options.ps_device if role == "ps" else options.device
     # -P: the working directory's own modules (a person's queue.py) must not hide the standard library's.
     command = [sys.executable, "-P", "-m", "shardline", role, "--cluster", str(cluster_path(options.out))]
-    command += ["--task", task, "--out", str(options.out), "--timeout", str(options.timeouts.total_s)]
+    command += ["--task", task, "--out", str(options.out)]
+    command += ["--timeout", str(options.timeouts.total_s), "--join-timeout", str(options.timeouts.join_s)]
     command += ["--device", device, "--host", "127.0.0.1", "--metrics-port", "0", "--life-fd", str(life_fd)]
     if not options.script:
         command += ["--job", str(options.job)]
@@ -137,6 +137,8 @@ def task_command(options: LaunchOptions, task: str, *, ready_fd: int | None, lif
         command += ["--gpu-memory-fraction", str(options.gpu_memory_fraction)]
     if ready_fd is not None:
         command += ["--ready-fd", str(ready_fd)]
+    if lock_fd is not None:
+        command += ["--lock-fd", str(lock_fd)]
     if role == "chief" and options.resume:
         command.append("--resume")
     if role == "chief" and options.min_workers > 1:
@@ -183,6 +185,7 @@ def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: M
         settings["SHARDLINE_CLUSTER"] = str(cluster_path(options.out))
         settings["SHARDLINE_TASK"] = task
         settings["SHARDLINE_TIMEOUT"] = str(options.timeouts.total_s)
+        settings["SHARDLINE_JOIN_TIMEOUT"] = str(options.timeouts.join_s)
         settings["SHARDLINE_DEVICE"] = options.device
         settings["SHARDLINE_LANE"] = options.lane
         settings["SHARDLINE_OVERLAP"] = "1" if options.overlap else "0"
@@ -199,43 +202,6 @@ def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: M
 def cluster_path(out: Path) -> Path:
     """Where the cluster's addresses are written."""
     return out / "cluster.json"
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A task's process has ended."""
-
-    task: str
-    code: int
-    """Exit code; -N where signal N killed it."""
-    restarted: bool
-    reason: str
-    """Sentence for the person: how it ended and what happens next."""
-
-
-def describe_code(code: int) -> str:
-    """How a process ended, for messages."""
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"was killed by signal {-code}"
-    return f"ended with exit code {code} ({exit_code_name(code)})"
-
-
-def may_restart(role: str, code: int, restarts: int) -> tuple[bool, str]:
-    """Whether a task that ended is started again, and why (not)."""
-    if code == 0:
-        return False, "its part is done"
-    if role == "chief" and code > 0:
-        # It had decided how the job ends. Killed, it had not: the next one goes on with what it left in --out.
-        return False, "the job ends with it"
-    if role not in RESTARTED_ROLES:
-        return False, "the job ends with it"
-    if code in HOPELESS_CODES:
-        return False, "it would end the same way again"
-    if restarts >= MAX_RESTARTS:
-        return False, f"it was restarted {restarts} times already"
-    return True, f"restart {restarts + 1} of {MAX_RESTARTS}"
 
 
 @dataclass
@@ -262,6 +228,10 @@ class LocalCluster:
 
     def __init__(self, options: LaunchOptions) -> None:
         self.options = options
+        self.say: Callable[[str], None] = lambda sentence: None
+        """Tells the person what the start waits for."""
+        self.lock: RunLock | None = None
+        """Of --out, from before the first byte is written there until every process has ended."""
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.chief_address = ""
         self._lock = threading.RLock()
@@ -293,13 +263,12 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start the chief, learn its address, start the others. Raises LaunchError where the chief ends instead."""
+        self.lock = RunLock.take(self.options.out / "chief")
         try:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
             self._write_spec(self.options.spec(self._hold_port()))
         except OSError as error:
-            raise UsageError(
-                f"--out {self.options.out} can't be written: {error.strerror}; name a folder that you may write to"
-            ) from None
+            raise unwritable(self.options.out, error) from None
         if not self.options.resume:
             for old in (self.options.out / "logs").glob("*.log"):
                 old.unlink()
@@ -313,7 +282,10 @@ class LocalCluster:
             self.chief_address = self._read_address(ready_read)
         finally:
             os.close(ready_read)
-        self._write_spec(self.options.spec(self.chief_address))
+        try:
+            self._write_spec(self.options.spec(self.chief_address))
+        except OSError as error:
+            raise unwritable(self.options.out, error) from None
         for task in self.tasks():
             if task != "chief/0":
                 self._spawn(task)
@@ -330,17 +302,25 @@ class LocalCluster:
         files.replace(path, spec.to_json().encode())
 
     def _read_address(self, fd: int) -> str:
-        limit_s = max(START_FLOOR_S, self.options.timeouts.join_s)
-        deadline_s = time.monotonic() + limit_s
+        """What the chief tells when it listens: it is waited for while its process is there, and for no longer."""
+        start_s = time.monotonic()
+        limit_s = self.options.timeouts.join_s
+        waiting = Waiting(start_s, start_s + limit_s, first_s=EVERY_S)
         line = b""
         with selectors.DefaultSelector() as selector:
             selector.register(fd, selectors.EVENT_READ)
             while not line.endswith(b"\n"):
-                if not selector.select(max(0.0, deadline_s - time.monotonic())):
-                    raise TaskLostError(
-                        f"chief/0 told no address within {limit_s:.0f} s; see {self.log_path('chief/0')}"
-                    )
-                data = os.read(fd, 256)
+                ready = selector.select(waiting.pause_s(time.monotonic()))
+                # What the chief has started may hold the pipe's other end for longer than it lives.
+                if not ready and not self._child("chief/0").ended.is_set():
+                    now_s = time.monotonic()
+                    if now_s >= waiting.deadline_s:
+                        raise TaskLostError(
+                            f"chief/0 told no address within {limit_s:.0f} s; see {self.log_path('chief/0')}"
+                        )
+                    self.say(waiting.sentence(now_s, "chief/0 to start"))
+                    continue
+                data = os.read(fd, 256) if ready else b""
                 if not data:
                     code = self.wait_exit("chief/0", timeout_s=10.0)
                     raise LaunchError(self.last_words("chief/0") or f"chief/0 {describe_code(code)}", code)
@@ -349,8 +329,9 @@ class LocalCluster:
 
     def _spawn(self, task: str, *, ready_fd: int | None = None) -> None:
         life_fd = self._life_read
-        command = task_command(self.options, task, ready_fd=ready_fd, life_fd=life_fd)
-        with self._undisturbed(), self._lock, self.log_path(task).open("ab") as log:
+        lock_fd = self.lock.fd if self.lock is not None and task == "chief/0" else None
+        command = task_command(self.options, task, ready_fd=ready_fd, life_fd=life_fd, lock_fd=lock_fd)
+        with self._undisturbed(), self._lock, os.fdopen(files.append_fd(self.log_path(task)), "ab") as log:
             if self._stopping:
                 return
             process = subprocess.Popen(
@@ -359,7 +340,7 @@ class LocalCluster:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=task_environment(self.options, task, life_fd=life_fd, base=os.environ),
-                pass_fds=[fd for fd in (life_fd, ready_fd) if fd is not None],
+                pass_fds=[fd for fd in (life_fd, ready_fd, lock_fd) if fd is not None],
                 start_new_session=True,
             )
             child = _Child(process)
@@ -444,15 +425,22 @@ class LocalCluster:
         with self._lock:
             return tuple(task for task, child in self._children.items() if child.code is None)
 
-    def nobody_trains(self) -> bool:
-        """Whether every worker's process has failed, and none is started again; a chief that trains may go on.
+    def lacking(self, *, begun: bool) -> str:
+        """Why the job can't go on with the processes that are gone for good, as a phrase; empty where it can.
 
-        A script's process that ended well counts too: whether it ever joined is the chief's to say.
+        One that ended well counts too: whether the job needs it still is the chief's to say.
         """
-        going = (None,) if self.options.script else (None, 0)
+        options = self.options
         with self._lock:
-            children = [self._children.get(task) for task in self.tasks() if parse_task(task)[0] == "worker"]
-            return not self.options.chief_trains and all(child and child.code not in going for child in children)
+            gone = {task: child.code for task, child in self._children.items() if child.code is not None}
+        return lacking(
+            self.tasks(),
+            gone,
+            chief_trains=options.chief_trains,
+            min_workers=options.min_workers,
+            script=options.script,
+            begun=begun,
+        )
 
     def log_path(self, task: str) -> Path:
         """What a task wrote to its standard output and error, of all its processes."""
@@ -542,6 +530,8 @@ class LocalCluster:
         with self._lock:
             if self._chief_port is not None:
                 self._chief_port.close()
+            if self.lock is not None:
+                self.lock.close()
             for fd in (self._life_read, self._life_write):
                 if fd >= 0:
                     os.close(fd)

@@ -107,6 +107,12 @@ gpu_memory_fraction = option(
 timeout = option(
     "--timeout", type=float, default=60.0, help="Seconds; all deadlines and heartbeat intervals derive from it."
 )
+join_timeout = option(
+    "--join-timeout",
+    type=float,
+    default=600.0,
+    help="Seconds that a task tries to join, and a chief that starts waits for its tasks.",
+)
 cluster = option("--cluster", metavar="FILE", help="cluster.json; without it TF_CONFIG.")
 resume = option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out. (chief)")
 chief_trains = option("--chief-trains", is_flag=True, help="The chief trains too, as in TensorFlow. (chief)")
@@ -176,6 +182,11 @@ page = together(
     ),
     click.option("--no-page", is_flag=True, help="No page. (chief)"),
 )
+
+
+def timeouts(flags: Mapping[str, Any]) -> Timeouts:
+    """Deadlines of parsed flags."""
+    return Timeouts(total_s=flags["timeout"], join_s=flags["join_timeout"])
 
 
 def page_address(flags: Mapping[str, Any]) -> str | None:
@@ -271,7 +282,7 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
         job=job,
         out=flags["out"],
         resume=flags["resume"],
-        timeouts=Timeouts(total_s=flags["timeout"]),
+        timeouts=timeouts(flags),
         device=flags["device"],
         gpu_memory_fraction=flags["gpu_memory_fraction"],
         metrics_port=flags["metrics_port"],
@@ -283,6 +294,7 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
         inexact=flags["inexact"],
         overrides=overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
         ready_fd=flags["ready_fd"],
+        lock_fd=flags["lock_fd"],
         life_fd=flags["life_fd"],
         security=secured_by,
         bind=flags["bind"],
@@ -308,7 +320,7 @@ def _take_place(role: str, flags: Mapping[str, Any], secured_by: Security) -> Me
     # Imports torch, which --help must not.
     from shardline.rpc.place import take_place
 
-    task = take_place(spec.chief, role, address, Timeouts(total_s=flags["timeout"]), secured_by)
+    task = take_place(spec.chief, role, address, timeouts(flags), secured_by)
     return Membership(spec.with_place(task, address), *parse_task(task))
 
 

@@ -15,6 +15,8 @@ from shardline.rpc.status import ChiefStatus
 
 LINE_EVERY_S = 3.0
 MIN_BAR, MAX_BAR = 8, 24
+MOST_NAMED = 4
+"""Tasks that are waited for, by name."""
 OTHER_COLUMNS = 72
 """Characters beside the bar, so that 80 columns show every figure whole."""
 
@@ -22,8 +24,10 @@ OTHER_COLUMNS = 72
 def waiting_text(status: ChiefStatus) -> str:
     """What the job does while it takes no steps, such as "waiting for ps/1"; empty where it trains."""
     if status.phase == "waiting":
-        missing = [task.task for task in status.tasks if task.state not in ("alive", "left")]
-        return f"waiting for {', '.join(missing)}" if missing else "waiting for tasks"
+        lost = [task.task for task in status.tasks if task.state not in ("alive", "left")]
+        missing = [*status.missing, *lost]
+        rest = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+        return f"waiting for {', '.join(missing[:MOST_NAMED])}{rest}" if missing else "waiting for tasks"
     return {"init": "setting parameters", "stopping": "stopping", "ended": "ended"}.get(status.phase, "")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import logging
 from collections.abc import Callable
@@ -14,8 +15,10 @@ import click
 from shardline import lifeline, log, native_log
 from shardline.cli import options
 from shardline.cluster import ROLES, wants_place
-from shardline.config import RoleConfig
+from shardline.config import DEFAULT_OUT, RoleConfig
 from shardline.errors import UsageError
+from shardline.lossy import protect_output
+from shardline.run_lock import RunLock
 
 ENTRY_POINTS = "shardline.roles"
 
@@ -47,6 +50,7 @@ role_options = options.together(
     options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Checkpoints, logs and metrics."),
     options.resume,
     options.timeout,
+    options.join_timeout,
     options.device,
     options.gpu_memory_fraction,
     options.option("--metrics-port", type=click.IntRange(0, 65_535), default=0, help="0 = a free one."),
@@ -68,6 +72,7 @@ role_options = options.together(
     options.admin,
     options.insecure_bind,
     click.option("--ready-fd", type=int, hidden=True),
+    click.option("--lock-fd", type=int, hidden=True),
     click.option("--life-fd", type=int, hidden=True),
 )
 
@@ -83,6 +88,7 @@ def find_role(role: str) -> Run:
 
 def run_role(role: str, flags: dict[str, Any]) -> int:
     """Run one task until the job ends; returns its exit code."""
+    protect_output()
     if wants_place(flags["task"]):
         # Until its index is known, it tells what it waits for by its role.
         log.setup(role)
@@ -94,6 +100,8 @@ def run_role(role: str, flags: dict[str, Any]) -> int:
 def _run(role: str, config: RoleConfig) -> int:
     if config.life_fd is not None:
         lifeline.watch(config.life_fd)
+    if role == "chief":
+        config = _locked(config)
     json_path = config.out / "logs" / f"{role}-{config.index}.jsonl" if config.out is not None else None
     log.setup(config.task, json_path=json_path)
     for caution in config.cautions():
@@ -105,6 +113,15 @@ def _run(role: str, config: RoleConfig) -> int:
     tune_allocator()
     wait_for_own_name(config)
     return find_role(role)(config)
+
+
+def _locked(config: RoleConfig) -> RoleConfig:
+    """The settings of a chief that holds the lock of its folder; nothing is written where another may, before."""
+    folder = (config.out or DEFAULT_OUT).absolute() / "chief"
+    # Where no chief ever was there is no run to protect: what is refused before this one begins leaves no folder.
+    if config.lock_fd is not None or not folder.exists():
+        return config
+    return dataclasses.replace(config, lock_fd=RunLock.take(folder).fd)
 
 
 def role_command(role: str) -> click.Command:

@@ -239,6 +239,8 @@ def _head(view: ClusterView, curves: Curves, width: int, glyphs: Glyphs) -> Iter
         newest = view.checkpoints[0]
         when = f"{seconds(newest.age_s)} ago"
         yield _one_line(f"checkpoint of step {newest.step}, {when}, {size(newest.bytes)}, {clean(newest.path)}")
+    for fault in view.faults:
+        yield Text(clean(fault), style="bold red", overflow="fold")
     if view.reason and view.phase in ("stopping", "ended"):
         yield Text(clean(view.reason), style="bold" if view.exit_code == 0 else "bold red", overflow="fold")
 

@@ -24,9 +24,12 @@ import click
 
 from shardline import files
 from shardline.cli import options
-from shardline.cli.launcher import Ended, LaunchError, LaunchOptions, LocalCluster, describe_code
+from shardline.cli.fates import Ended, describe_code
+from shardline.cli.launcher import LaunchError, LaunchOptions, LocalCluster
+from shardline.cli.news import News
 from shardline.config import Timeouts
-from shardline.errors import ShardlineError, UsageError, exit_code_name
+from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
+from shardline.run_lock import ever_begun
 from shardline.security import Security
 
 if TYPE_CHECKING:
@@ -38,6 +41,10 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 SUMMARY_BYTES = 16 << 20
 """Of a run's summary.json, most of which are its recoveries."""
+SURE_POLLS = 2
+"""The chief's first answer after the end of a process may have been on its way already."""
+UNBEGUN = ("waiting", "init")
+UNENDED = (*UNBEGUN, "running")
 POLL_TIMEOUT_S = 6.0
 """--timeout of the progress bar's own calls: a chief that is slow to answer costs a picture, not the job."""
 EPILOG = "What follows -- is passed on: to the script, or to the job file as SHARDLINE_JOB_ARGS."
@@ -68,6 +75,7 @@ EPILOG = "What follows -- is passed on: to the script, or to the job file as SHA
 @options.admin
 @options.insecure_bind
 @options.timeout
+@options.join_timeout
 @click.option("--restart/--no-restart", default=True, help="Start tasks that died again, 3 times each.  [default: on]")
 def train(**flags: Any) -> int:
     """Train JOB.py on a cluster of separate processes on this machine.
@@ -82,15 +90,15 @@ def train(**flags: Any) -> int:
 
 
 def check_summary(path: Path) -> None:
-    """Refuse, before anything is trained, a place for the summary's copy that can't be written."""
+    """Refuse, before anything is written or trained, a place for the summary's copy that can't be written."""
+    # Its folder is made at the end: a command that is refused leaves none.
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
     reason = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or str(error)
     if path.is_dir():
         reason = "Is a directory"
-    elif not reason and not os.access(path if path.exists() else path.parent, os.W_OK):
+    elif there != path and not there.is_dir():
+        reason = "Not a directory"
+    elif not os.access(there, os.W_OK):
         reason = "Permission denied"
     if reason:
         raise UsageError(f"--summary {path} can't be written: {reason}; name a file in a folder that you may write to")
@@ -105,7 +113,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         if flags["resume"]:
             raise UsageError("--resume needs --out, the folder of the run to go on with")
         out = Path("runs") / f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    used = (out / "chief").is_dir()
+    used = ever_begun(out)
     if used and not flags["resume"]:
         raise UsageError(f"--out {out} holds an earlier run; go on with it by --resume, or use another folder")
     if flags["resume"] and not used:
@@ -118,7 +126,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         evaluators=flags["evaluators"],
         overrides=options.overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
         resume=flags["resume"],
-        timeouts=Timeouts(total_s=flags["timeout"]),
+        timeouts=options.timeouts(flags),
         device=flags["device"],
         ps_device=flags["ps_device"],
         gpu_memory_fraction=flags["gpu_memory_fraction"],
@@ -154,12 +162,14 @@ class Polled:
 
 @dataclass
 class _Hopeless:
-    """Every worker has failed for good; whether training had begun before is being asked."""
+    """The job can't go on with the processes that are left; whether it needs them still is being asked."""
 
     end: Ended
     """The last one's."""
     deadline_s: float
     """For a chief that doesn't answer."""
+    why: str
+    """Such as "nobody is left to train"."""
     polls: int = 0
     """Answers of the chief since then."""
 
@@ -232,6 +242,7 @@ def run(launch: LaunchOptions, *, summary: Path | None = None) -> int:
 
     console = Console(stderr=True)
     cluster = LocalCluster(launch)
+    cluster.say = lambda sentence: console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     try:
         with _signals(cluster), cluster:
             return _Run(cluster, console).to_the_end(summary)
@@ -254,6 +265,11 @@ class _Run:
         self._deadline_s = float("inf")
         self._last: ChiefStatus | None = None
         self._hopeless: _Hopeless | None = None
+        self._ended_for: _Hopeless | None = None
+        """Why the chief was asked to end the job."""
+        self._news = News()
+        self._quiet: dict[str, int] = {}
+        """By task that ended with exit code 0: the chief's answers since then, until it is known whether it might."""
 
     def to_the_end(self, summary: Path | None) -> int:
         from shardline.cli.progress import make_display
@@ -266,25 +282,26 @@ class _Run:
             poller.end()
             if code is None and self._hopeless is not None:
                 self._cluster.stop()
-                code = self._hopeless.end.code or UsageError.exit_code
-                _show_failure(self._cluster, f"{self._last_of(self._hopeless.end)}; nobody is left to train", code)
+                code = self._fail_for(self._hopeless)
             elif code is None:
                 self._cluster.stop()
                 self._console.print("ended at once; the last checkpoint stays", highlight=False)
             else:
-                self._finish(code, summary)
+                code = self._finish(code, summary)
         if self._signal is not None:
             return 128 + self._signal
         return _exit_code(code if code is not None else 1)
 
     def _loop(self, display: Display) -> int | None:
         """Until the chief has ended: its code. None where the person, the deadline or nobody to train ends it."""
+        from shardline.cli.top_frame import clean
+
         while True:
             deadline_s = min(self._deadline_s, self._hopeless.deadline_s if self._hopeless else float("inf"))
             try:
                 event = self._cluster.events.get(timeout=max(0.0, min(deadline_s - time.monotonic(), 3600.0)))
             except queue.Empty:
-                if self._gives_up():
+                if self._gives_up(display):
                     return None
                 if time.monotonic() < self._deadline_s:
                     continue
@@ -294,10 +311,8 @@ class _Run:
                 if event.task == "chief/0" and not event.restarted:
                     return event.code
                 self._show_end(event, display)
-                if self._hopeless is None and self._signal is None and self._cluster.nobody_trains():
-                    # Of a script that ended well only the chief can say that it never joined.
-                    patience_s = POLL_TIMEOUT_S if event.code else math.inf
-                    self._hopeless = _Hopeless(event, time.monotonic() + patience_s)
+                if not event.restarted:
+                    self._gone(event)
             elif isinstance(event, Signalled):
                 if self._signal is not None:
                     return None
@@ -311,32 +326,84 @@ class _Run:
                     display.say(f"page: {event.status.page}")
                 self._last = event.status
                 display.update(event.status)
+                for sentence in self._news.of(event.status, time.monotonic()):
+                    display.say(clean(sentence))
+                self._tell_quiet(event.status, display)
                 if self._hopeless is not None:
                     self._hopeless.polls += 1
-                if self._gives_up():
+                if self._gives_up(display):
                     return None
+
+    def _gone(self, event: Ended) -> None:
+        """A process ended for good."""
+        if event.code == 0:
+            self._quiet[event.task] = 0
+        why = self._cluster.lacking(begun=self._begun) if self._signal is None and self._hopeless is None else ""
+        if why:
+            # Of one that ended well only the chief can say whether the job needs it.
+            patience_s = POLL_TIMEOUT_S if event.code else math.inf
+            self._hopeless = _Hopeless(event, time.monotonic() + patience_s, why)
+
+    @property
+    def _begun(self) -> bool:
+        return self._last is not None and self._last.phase not in UNBEGUN
+
+    def _tell_quiet(self, status: ChiefStatus, display: Display) -> None:
+        """Say of a task that ended with exit code 0 that nobody had asked it to, where that is so."""
+        for task, polls in list(self._quiet.items()):
+            self._quiet[task] = polls + 1
+            states = {row.task: row.state for row in status.tasks}
+            if status.phase not in UNENDED or states.get(task) == "left":
+                del self._quiet[task]
+            elif polls + 1 >= SURE_POLLS:
+                del self._quiet[task]
+                display.say(
+                    f"{task} ended with exit code 0 although the job has not ended (step {status.step}): its own code "
+                    "must have ended it; it is not started again"
+                )
+
+    def _fail_for(self, hopeless: _Hopeless) -> int:
+        """Say why the job could not go on; returns the exit code."""
+        code = hopeless.end.code
+        if code == 0:
+            code = TaskLostError.exit_code if self._begun else UsageError.exit_code
+        step = (read_summary(self._cluster.options.out) or {}).get("checkpoint_step", -1) if self._begun else -1
+        rest = f". Go on with --resume from step {step}" if step >= 0 else ""
+        _show_failure(self._cluster, f"{self._last_of(hopeless.end)}; {hopeless.why}{rest}", code)
+        return code
 
     def _last_of(self, end: Ended) -> str:
         """What the last of the workers said, or how it ended."""
-        if end.code == 0:
+        if end.code == 0 and self._cluster.options.script and not self._begun:
             return (
                 f"{end.task}: the script ended and never joined: it must call shardline.connect() and train in "
                 "session.steps() (a job file is started without --script)"
             )
+        if end.code == 0:
+            return f"{end.task} ended with exit code 0 although the job had not ended"
         words = self._cluster.last_words(end.task)
         tail = self._cluster.log_tail(end.task, 1)
         return f"{end.task}: {words or ': '.join([describe_code(end.code), *tail])}"
 
-    def _gives_up(self) -> bool:
-        """Whether training never began and nobody is left to begin it. Later the chief knows better how to end."""
+    def _gives_up(self, display: Display) -> bool:
+        """Whether training never began and can't any more. One that has begun is ended by the chief, at once."""
         hopeless = self._hopeless
         if hopeless is None:
             return False
-        if self._last is not None and self._last.phase not in ("waiting", "init"):
+        sure = hopeless.polls >= SURE_POLLS
+        if not self._begun:
+            return sure or time.monotonic() >= hopeless.deadline_s
+        hopeless.why = self._cluster.lacking(begun=True)
+        ending = self._last is not None and self._last.phase not in UNENDED
+        if ending or not hopeless.why:
+            # The chief knows better how to end, or to go on.
             self._hopeless = None
-            return False
-        # The first answer may have been on its way already when the last worker ended.
-        return hopeless.polls >= 2 or time.monotonic() >= hopeless.deadline_s
+        elif sure:
+            self._hopeless, self._ended_for = None, hopeless
+            self._deadline_s = time.monotonic() + self._limit_s
+            display.say(f"{hopeless.why}: ending with a checkpoint")
+            self._cluster.interrupt()
+        return False
 
     def _show_end(self, event: Ended, display: Display) -> None:
         if event.code == 0:
@@ -357,31 +424,37 @@ class _Run:
                 self._signal = self._signal or event.number
                 return
 
-    def _finish(self, code: int, summary: Path | None) -> None:
+    def _finish(self, code: int, summary: Path | None) -> int:
+        """Everything after the chief's end; returns the exit code."""
         self._await_others()
         late = self._cluster.running()
         self._cluster.stop()
         if late:
             self._console.print(f"ended {', '.join(late)}, still there after the chief's end", highlight=False)
-        if code != 0:
-            _show_failure(self._cluster, self._cluster.last_words("chief/0"), code)
+        failed = self._ended_for if code == 0 else None
+        if failed is not None:
+            code = self._fail_for(failed)
+        elif code != 0:
+            _show_failure(self._cluster, self._last_words(), code)
         found = read_summary(self._cluster.options.out)
         if found is not None and summary is not None:
             own = summary_path(self._cluster.options.out)
             try:
+                summary.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(own, summary)
             except OSError as error:
                 raise UsageError(f"--summary {summary} can't be written: {error.strerror}; {own} holds it") from None
         if code == 0:
-            for text in report(self._cluster.options.out, found, self._last, unscored=self._unscored()):
+            for text in report(self._cluster.options.out, found, self._last):
                 print(text)
+        return code
 
-    def _unscored(self) -> str:
-        """Why there may be no score though there was an evaluator; empty without one."""
-        if not self._cluster.options.evaluators:
-            return ""
-        said = self._cluster.last_words("evaluator/0") or "has the job `evaluate`?"
-        return f"{said}; see {self._cluster.log_path('evaluator/0')}"
+    def _last_words(self) -> str:
+        """Why the job failed: as the chief's last answer has it, since its log may be on a full disk."""
+        last = self._last
+        if last is not None and last.phase == "ended" and last.exit_code:
+            return last.reason
+        return self._cluster.last_words("chief/0")
 
 
 def started(tasks: Sequence[str]) -> str:
@@ -419,11 +492,8 @@ def read_summary(out: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | None, *, unscored: str = "") -> list[str]:
-    """What a finished run prints: how it went and where its results are.
-
-    unscored: what to say where there are no metrics; empty = nothing.
-    """
+def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | None) -> list[str]:
+    """What a finished run prints: how it went and where its results are."""
     found = dict(summary or {})
     lines = []
     if "steps" in found and "seconds" in found:
@@ -436,8 +506,10 @@ def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | Non
         shown = (f"{name} {math.nan if value is None else value:.4f}" for name, value in sorted(metrics.items()))
         at = f" at step {scored['step']}" if "step" in scored else ""
         lines.append(f"evaluation{at}: {', '.join(shown)}")
-    elif unscored:
-        lines.append(f"evaluation: none was scored: {unscored}")
+    if unscored := found.get("unscored"):
+        step = found.get("checkpoint_step")
+        what = f"step {step} was not scored" if metrics else "none was scored"
+        lines.append(f"evaluation: {what}: {unscored}")
     places = {
         "checkpoint": found.get("checkpoint") or (last.checkpoint_path if last is not None else ""),
         "logs": out / "logs",

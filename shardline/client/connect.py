@@ -23,6 +23,7 @@ from shardline.config import (
     environment_switch,
 )
 from shardline.errors import JobError, ShardlineError, UsageError
+from shardline.lossy import protect_output
 from shardline.process import Termination
 from shardline.rpc.names import wait_for_own_name
 from shardline.spec import ConsistencySpec
@@ -50,7 +51,10 @@ def connect(
 
     Raises ClusterSpecError, UsageError.
     """
-    timeouts = Timeouts(total_s=timeout_s if timeout_s is not None else _number("timeout", 60.0))
+    timeouts = Timeouts(
+        total_s=timeout_s if timeout_s is not None else _number("timeout", Timeouts.total_s),
+        join_s=_number("join_timeout", Timeouts.join_s),
+    )
     place = locate(
         "worker",
         cluster=cluster or environment("cluster"),
@@ -74,6 +78,7 @@ def connect(
         overlap=environment_switch("overlap", default=True),
         run_dir=environment_path("run_dir"),
     )
+    protect_output()
     log.setup(config.task)
     for caution in config.cautions():
         logging.getLogger("shardline").warning("%s", caution)

@@ -32,10 +32,11 @@ from shardline.client.steps import StepFinder
 from shardline.client.trainer import Trainer
 from shardline.client.workplace import Workplace
 from shardline.config import RoleConfig
-from shardline.data import Watch
+from shardline.data import Watch, where_raised
 from shardline.errors import (
     FencedError,
     JobError,
+    JobExitError,
     RolledBackError,
     ShardlineError,
     TaskLostError,
@@ -508,10 +509,12 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
             return
-        if isinstance(error, ShardlineError):
+        if isinstance(error, SystemExit):
+            self.fail(JobExitError(f"the script called sys.exit({error.code!r}){where_raised(error)}"))
+        elif isinstance(error, ShardlineError):
             self.fail(error)
         elif isinstance(error, Exception):
             self.fail(JobError(f"the script raised {kind.__name__ if kind else 'error'}: {error}"))

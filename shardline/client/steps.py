@@ -291,7 +291,7 @@ class StepFinder:
         if carried is None:
             # attach(job=...) and no loop over steps(): it runs ahead of what it has sent, and holds nothing of it.
             unbegun = (Phase.WAITING, Phase.INIT)
-            self.link.wait(lambda o: o.fenced or o.phase not in unbegun, timeout_s=self._timeouts.join_s)
+            self.link.wait(lambda o: o.fenced or o.phase not in unbegun, timeout_s=self._timeouts.lost_s)
             if self.link.orders.phase is not Phase.ENDED:
                 self.link.check()
                 raise self._rolled_back(self.link.orders.first_step)

@@ -211,7 +211,7 @@ class Peer:
     def call(self, method: Any, request: Any, *, what: str, timeout_s: float | None = None) -> Any:
         """One unary call that may be repeated: retried with jitter while the peer is unavailable, until the deadline.
 
-        Before the first call its host's name is waited for, as long as a task waits for its cluster. Only for
+        Before the first call its host's name is waited for, as long as the cluster waits for a lost task. Only for
         idempotent calls (all of Shardline's are). Raises the error of rpc.errors.from_status.
         """
         if not self.await_name(timeout_s):
@@ -243,10 +243,10 @@ class Peer:
     def await_name(self, wait_s: float | None = None) -> bool:
         """Wait until the host's name has an address; at once where it had one before.
 
-        wait_s: by default as long as a task waits for its cluster. Returns False after cancel() or close(); raises
-        UnreachableError.
+        wait_s: by default as long as the cluster waits for a lost task. Returns False after cancel() or close();
+        raises UnreachableError.
         """
-        return self._name.wait(self.timeouts.join_s if wait_s is None else wait_s)
+        return self._name.wait(self.timeouts.lost_s if wait_s is None else wait_s)
 
     def cancel(self) -> None:
         """Wait for no name any more."""
@@ -260,12 +260,16 @@ class Peer:
         found = from_status(error, peer=str(self), what=what, waited_s=waited_s)
         code = error.code() if isinstance(error, grpc.Call) else None
         if code is grpc.StatusCode.UNAVAILABLE or (connecting and code is grpc.StatusCode.DEADLINE_EXCEEDED):
-            host, port = parse_address(self.address)
-            cause = "" if is_literal(host) else unknown_name(host)
-            reason = no_address(host, cause) if cause else self.security.diagnose(host, port)
+            reason = self.obstacle()
             if reason:
                 return UnreachableError(f"{self} can't be asked ({what}): {reason}")
         return found
+
+    def obstacle(self) -> str:
+        """Why there is no connection, where the host's name or TLS is why; empty otherwise. Takes some seconds."""
+        host, port = parse_address(self.address)
+        cause = "" if is_literal(host) else unknown_name(host)
+        return no_address(host, cause) if cause else self.security.diagnose(host, port)
 
     def close(self) -> None:
         """Close the channel; running calls end with CANCELLED."""

@@ -26,6 +26,7 @@ from shardline.rpc.convert import job_to_proto
 from shardline.rpc.v1 import access_pb2, chief_pb2, common_pb2, parameter_server_pb2
 from shardline.security import PLAIN, Security
 from shardline.spec import JobSpec
+from shardline.waiting import Waiting
 
 log = logging.getLogger("shardline.link")
 T = TypeVar("T")
@@ -71,6 +72,8 @@ class Orders:
     workers: int = 0
     first_step: int = 0
     fenced: bool = False
+    awaited: tuple[str, ...] = ()
+    """Before training begins: tasks that it waits for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +160,8 @@ class ChiefLink:
         self._traffic = traffic
         self._lock = threading.Condition()
         self._orders = Orders()
+        self._waiting: Waiting | None = None
+        """What was told of the wait for other tasks."""
         self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
         self._unanswered: deque[list[StepReport]] = deque()
         """Reports of beats that the chief may not have got, oldest beat first."""
@@ -188,12 +193,13 @@ class ChiefLink:
         self._join_wake.set()
 
     def join(self) -> bool:
-        """Join, asking again while the chief isn't there or says so, until the join deadline.
+        """Join, asking again while the chief isn't there or says so, until the join deadline; tells who waits for whom.
 
         Returns False where the process was asked to end meanwhile (`cancelled`). Raises UnreachableError,
         MismatchError (refused for good) or FencedError.
         """
-        deadline_s = time.monotonic() + self.timeouts.join_s
+        start_s = time.monotonic()
+        waiting = Waiting(start_s, start_s + self.timeouts.join_s)
         request = chief_pb2.JoinRequest(
             hello=common_pb2.Hello(
                 protocol_minor=PROTOCOL_MINOR,
@@ -215,17 +221,16 @@ class ChiefLink:
             return False
         reason = ""
         while True:
-            left_s = deadline_s - time.monotonic()
+            left_s = waiting.deadline_s - time.monotonic()
             if left_s <= 0 or self._closed.is_set():
                 raise UnreachableError(
                     f"{self.task}: {self.client.peer} did not admit this task within "
                     f"{self.timeouts.join_s:.0f} s: {reason}"
                 )
             try:
-                reply = self._ask_to_join(request, left_s)
+                reply = self._ask_to_join(request, waiting)
             except _Away as away:
                 reason = str(away)
-                log.info("%s: not admitted yet: %s", self.task, reason)
             else:
                 if reply is None:
                     return False
@@ -234,7 +239,7 @@ class ChiefLink:
                 reason = reply.reason
                 if not reply.retry:
                     raise MismatchError(f"{self.task}: the chief refused this task: {reply.reason}")
-                log.info("%s: not admitted yet: %s", self.task, reason)
+            self._tell(waiting, reason)
             if self._join_wake.wait(min(0.2 + 0.3 * random.random(), max(0.0, left_s))) and self._cancelled.is_set():
                 return False
             self._join_wake.clear()
@@ -246,32 +251,39 @@ class ChiefLink:
         self._thread.start()
         return True
 
-    def _ask_to_join(self, request: chief_pb2.JoinRequest, left_s: float) -> chief_pb2.JoinReply | None:
+    def _tell(self, waiting: Waiting, why: str) -> None:
+        if sentence := waiting.sentence(time.monotonic(), str(self.client.peer), why):
+            log.info("%s", sentence)
+
+    def _ask_to_join(self, request: chief_pb2.JoinRequest, waiting: Waiting) -> chief_pb2.JoinReply | None:
         """One Join, waiting for a chief that isn't there yet; None where the process was asked to end meanwhile."""
         start_s = time.monotonic()
+        left_s = max(0.1, waiting.deadline_s - start_s)
         prover = self.client.peer.prover
         if not prover.ready:
             # Before the call that needs it, which could not be given up while it waits for this.
-            reply = self._await(self.client.access.Challenge, access_pb2.ChallengeRequest(), left_s)
+            reply = self._await(self.client.access.Challenge, access_pb2.ChallengeRequest(), left_s, waiting)
             if reply is None:
                 return None
             prover.answer(reply.challenge)
             left_s = max(0.1, left_s - (time.monotonic() - start_s))
-        joined: chief_pb2.JoinReply | None = self._await(self.client.stub.Join, request, left_s)
+        joined: chief_pb2.JoinReply | None = self._await(self.client.stub.Join, request, left_s, waiting)
         return joined
 
-    def _await(self, method: Any, request: Any, left_s: float) -> Any:
+    def _await(self, method: Any, request: Any, left_s: float, waiting: Waiting) -> Any:
         """The reply to one call of join(), which waits for the chief; None where the process was asked to end."""
         start_s = time.monotonic()
         call = method.future(request, timeout=left_s, wait_for_ready=True)
         call.add_done_callback(lambda _: self._join_wake.set())
         while not call.done():
             # Bounded by the call's own deadline.
-            self._join_wake.wait(left_s + 1.0)
+            self._join_wake.wait(waiting.pause_s(time.monotonic()) or 1.0)
             self._join_wake.clear()
             if self._cancelled.is_set() and not call.done():
                 call.cancel()
                 return None
+            if not call.done() and waiting.pause_s(time.monotonic()) <= 0.0:
+                self._tell(waiting, self.client.peer.obstacle())
         try:
             return call.result()
         except grpc.RpcError as error:
@@ -426,6 +438,7 @@ class ChiefLink:
             )
             for item in self._take_reports(ended)
         ]
+        self._tell_awaited()
         timeline, suspects = self._suspects
         beat = chief_pb2.Beat(
             task=self.task,
@@ -454,6 +467,14 @@ class ChiefLink:
                 )
             )
         return beat
+
+    def _tell_awaited(self) -> None:
+        """Say for whom the job waits, as often as is of use; how long still the chief says."""
+        if self._orders.awaited:
+            now_s = time.monotonic()
+            self._waiting = self._waiting or Waiting(now_s)
+            if sentence := self._waiting.sentence(now_s, ", ".join(self._orders.awaited)):
+                log.info("%s", sentence)
 
     def _beat_forever(self) -> None:
         while not self._closed.is_set():
@@ -566,4 +587,5 @@ def _orders_from_proto(message: chief_pb2.Orders) -> Orders:
         workers=message.workers,
         first_step=message.first_step,
         fenced=message.fenced,
+        awaited=tuple(message.awaited),
     )

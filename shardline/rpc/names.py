@@ -17,6 +17,7 @@ from collections.abc import Callable
 from shardline.cluster import parse_address
 from shardline.config import RoleConfig
 from shardline.errors import UnreachableError
+from shardline.waiting import Waiting
 
 log = logging.getLogger("shardline.rpc")
 
@@ -72,28 +73,29 @@ class HostName:
         self._cancelled = threading.Event()
 
     def wait(self, wait_s: float) -> bool:
-        """Wait until the name has an address, and say once that it has none yet.
+        """Wait until the name has an address, and say meanwhile that it has none yet.
 
         Returns False after cancel(). Raises UnreachableError, which names the host, after wait_s seconds.
         """
         if self._found:
             return True
-        deadline_s = time.monotonic() + wait_s
+        start_s = time.monotonic()
+        waiting = Waiting(start_s, start_s + wait_s)
         with self._changed:
             self._waiting += 1
             try:
                 while not self._found and not self._cancelled.is_set():
-                    left_s = deadline_s - time.monotonic()
-                    if left_s <= 0:
+                    now_s = time.monotonic()
+                    if now_s >= waiting.deadline_s:
                         cause = self._cause or "the resolver does not answer"
                         reason = no_address(self.host, cause)
                         raise UnreachableError(f"{self._whose} was not found within {wait_s:.0f} s: {reason}")
                     self._ask()
-                    if self._cause is not None and not self._told:
+                    why = f"the name {self.host!r} has no address yet ({self._cause})" if self._cause else ""
+                    if sentence := waiting.sentence(now_s, self._whose, why):
                         self._told = True
-                        text = "waiting up to %.0f s for %s: the name %r has no address yet (%s)"
-                        log.warning(text, left_s, self._whose, self.host, self._cause)
-                    self._changed.wait(left_s)
+                        log.warning("%s", sentence)
+                    self._changed.wait(waiting.pause_s(now_s))
                 return self._found
             finally:
                 self._waiting -= 1

@@ -15,6 +15,7 @@ from shardline.errors import MismatchError, ProtocolError, UnreachableError
 from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import places_pb2, places_pb2_grpc
 from shardline.security import PLAIN, Security
+from shardline.waiting import Waiting
 
 log = logging.getLogger("shardline.rpc")
 
@@ -27,34 +28,43 @@ def take_place(chief: str, role: str, address: str, timeouts: Timeouts, security
     says is no task of the role.
     """
     request = places_pb2.PlaceRequest(role=role, address=address)
-    deadline_s = time.monotonic() + timeouts.join_s
-    told = ""
+    start_s = time.monotonic()
+    waiting = Waiting(start_s, start_s + timeouts.join_s)
     while True:
         # Anew each time: the chief's name may have got another address since, and its old one another task.
         peer = Peer("chief", chief, timeouts, security)
         try:
-            peer.await_name(max(0.1, deadline_s - time.monotonic()))
-            task, reason = _ask(peer, request, deadline_s)
+            peer.await_name(max(0.1, waiting.deadline_s - time.monotonic()))
+            task, reason = _ask(peer, request, waiting)
         finally:
             peer.close()
         if task:
             return task
-        if time.monotonic() >= deadline_s:
+        if time.monotonic() >= waiting.deadline_s:
             raise UnreachableError(f"{peer} gave this {role} no index within {timeouts.join_s:.0f} s: {reason}")
-        if reason != told:
-            told = reason
-            log.info("waiting for an index: %s", reason)
+        _tell(waiting, peer, reason)
         # Jitter, so that those who wait do not ask all at once.
         threading.Event().wait(0.2 + 0.3 * random.random())
 
 
-def _ask(peer: Peer, request: places_pb2.PlaceRequest, deadline_s: float) -> tuple[str, str]:
+def _tell(waiting: Waiting, peer: Peer, why: str) -> None:
+    if sentence := waiting.sentence(time.monotonic(), f"an index from {peer}", why):
+        log.info("%s", sentence)
+
+
+def _ask(peer: Peer, request: places_pb2.PlaceRequest, waiting: Waiting) -> tuple[str, str]:
     """(task, ""), or ("", why not yet). Raises where asking again can't help or the time is over."""
-    start_s = time.monotonic()
+    start_s, deadline_s = time.monotonic(), waiting.deadline_s
+    call = places_pb2_grpc.PlacesStub(peer.channel).Take.future(
+        request, timeout=max(0.1, deadline_s - start_s), wait_for_ready=True
+    )
+    done = threading.Event()
+    call.add_done_callback(lambda _: done.set())
+    # Bounded by the call's own deadline.
+    while not done.wait(waiting.pause_s(time.monotonic()) or 1.0):
+        _tell(waiting, peer, peer.obstacle())
     try:
-        reply = places_pb2_grpc.PlacesStub(peer.channel).Take(
-            request, timeout=max(0.1, deadline_s - start_s), wait_for_ready=True
-        )
+        reply = call.result()
     except grpc.RpcError as error:
         now_s = time.monotonic()
         code = error.code() if isinstance(error, grpc.Call) else None

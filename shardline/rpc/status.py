@@ -398,6 +398,8 @@ class ChiefStatus:
     """Address of the chief's own page; empty where it serves none."""
     shard_bytes: tuple[int, ...] = ()
     """Bytes of the values in each shard, by its number."""
+    faults: tuple[str, ...] = ()
+    """What fails at present while the job goes on (checkpoints, logs, the journal), a sentence each."""
 
     @classmethod
     def from_proto(cls, message: chief_pb2.ChiefStatusReply) -> ChiefStatus:
@@ -439,6 +441,7 @@ class ChiefStatus:
             dead_s=message.dead_s,
             page=message.page,
             shard_bytes=tuple(message.shard_bytes),
+            faults=tuple(message.faults),
         )
 
     def to_proto(self) -> chief_pb2.ChiefStatusReply:
@@ -481,4 +484,5 @@ class ChiefStatus:
             dead_s=self.dead_s,
             page=self.page,
             shard_bytes=self.shard_bytes,
+            faults=self.faults,
         )

@@ -138,7 +138,9 @@ class Field:
         """Arguments of `shardline` for a task."""
         role = name.split("/")[0]
         command = [role, "--cluster", str(self.folder / "cluster.json"), "--task", name, "--out", str(self.out)]
-        command += ["--timeout", str(self._timeout_s), "--job", str(self._job)]
+        # Who is started again after the job's end finds no chief, and need not wait for it for minutes here.
+        limits = ["--timeout", str(self._timeout_s), "--join-timeout", str(self._timeout_s)]
+        command += [*limits, "--job", str(self._job)]
         return [*command, *self._flags] if role == "chief" else command
 
     def run(self, name: str, log: Path, limit_s: float) -> int:

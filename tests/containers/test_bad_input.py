@@ -110,7 +110,7 @@ services:
     environment: { SHARDLINE_CLUSTER: '{"chief": ["nowhere:2222"], "ps": 2, "worker": 2}' }
 """
     )
-    with Stack("host", override, RESTARTS="1", TIMEOUT="5") as stack:
+    with Stack("host", override, RESTARTS="1", JOIN_TIMEOUT="5") as stack:
         stack.compose("up", "-d", "--no-build", "--no-deps", "evaluator")
         refused(stack, "evaluator", r"chief at nowhere:2222 .*the name 'nowhere' has no address", 3)
 

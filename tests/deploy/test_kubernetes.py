@@ -310,8 +310,9 @@ def test_probes_ask_the_health_service_and_leave_time_for_the_start(role: str) -
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert found[probe]["grpc"] == {"port": 2222}
     start = found["startupProbe"]
-    # A task that asks for its index may wait as long as --timeout before it answers, and imports torch before.
-    assert start["periodSeconds"] * start["failureThreshold"] > 2 * float(settings()["SHARDLINE_TIMEOUT"])
+    # A task that asks for its index may wait as long as joining may take before it answers, and imports torch before.
+    waits_s = float(settings()["SHARDLINE_JOIN_TIMEOUT"]) + float(settings()["SHARDLINE_TIMEOUT"])
+    assert start["periodSeconds"] * start["failureThreshold"] > waits_s
 
 
 # TLS, monitoring, GPUs

@@ -60,7 +60,9 @@ def test_a_bad_job_file_ends_train_before_anything_is_started(
 def run_task(task: str, folder: Path, spec: Mapping[str, list[str]], *flags: str) -> Finished:
     path = folder / "cluster.json"
     path.write_text(json.dumps(spec))
-    return shardline(task.split("/")[0], "--cluster", path, "--task", task, "--timeout", "3", *flags)
+    return shardline(
+        task.split("/")[0], "--cluster", path, "--task", task, "--timeout", "3", "--join-timeout", "3", *flags
+    )
 
 
 @pytest.mark.parametrize(

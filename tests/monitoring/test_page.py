@@ -261,13 +261,29 @@ def test_names_and_sentences_are_text_and_never_markup(browser: Browser) -> None
                 said=(EventStatus(time=1.0, level="error", sentence=bad),),
                 last_metrics={bad: 0.5},
                 last_metrics_step=3,
+                faults=(bad,),
             )
         )
         browser.open(url)
         browser.wait("document.querySelector('#curves canvas')", "the curve")
-        for place in ("#job", "#reason", "#events", "#figures", "#curves", "#tasks tbody"):
+        for place in ("#job", "#reason", "#faults", "#events", "#figures", "#curves", "#tasks tbody"):
             assert bad in browser.text(place), place
         assert browser.ask("document.querySelectorAll('main img').length") == 0
+        assert browser.console == []
+    finally:
+        server.close()
+
+
+def test_what_fails_stands_on_the_page_for_as_long_as_it_does(browser: Browser) -> None:
+    server = PageServer("127.0.0.1:0", PLAIN, History())
+    try:
+        url = server.start()
+        server.show(ChiefStatus(phase="running", faults=("no checkpoint at step 40: the disk is full", "no logs")))
+        browser.open(url)
+        browser.wait("!document.querySelector('#faults').hidden", "the faults")
+        assert browser.text("#faults") == "no checkpoint at step 40: the disk is full · no logs"
+        server.show(ChiefStatus(phase="running"))
+        browser.wait("document.querySelector('#faults').hidden", "the end of the faults")
         assert browser.console == []
     finally:
         server.close()

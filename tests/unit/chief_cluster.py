@@ -34,12 +34,14 @@ from shardline_chief.actions import (
     Save,
     Saved,
     Say,
+    Tell,
 )
 from shardline_chief.messages import Beat, Join, JoinAnswer
 from shardline_chief.program import Program
 from shardline_chief.state import Settings
 
 T = 60.0
+JOIN = 3 * T
 
 
 def make_job(**changes: Any) -> JobSpec:
@@ -67,10 +69,12 @@ class FakeResume:
     cursor: dict[str, Any] = field(default_factory=dict)
     versions: tuple[int, ...] = (40, 40)
     refuses: str = ""
+    notes: tuple[str, ...] = ()
 
-    def check(self, job: JobSpec) -> None:
+    def check(self, job: JobSpec) -> tuple[str, ...]:
         if self.refuses:
             raise CheckpointError(self.refuses)
+        return self.notes
 
 
 @dataclass
@@ -237,6 +241,7 @@ class Cluster:
         self.ps = [FakePs(number) for number in range(ps)]
         self.commands: list[Order] = []
         self.said: list[Say] = []
+        self.told: list[str] = []
         self.journal: list[Record] = []
         self.log: list[str] = []
         """Names of records and orders in the order in which they were given."""
@@ -264,7 +269,7 @@ class Cluster:
                 chief_address="chief:1",
                 ps=tuple(f"host{number}:1" for number in range(ps)),
                 workers=workers,
-                timeouts=Timeouts(total_s=T),
+                timeouts=Timeouts(total_s=T, join_s=JOIN),
                 **settings,
             ),
             self.now_s,
@@ -284,6 +289,8 @@ class Cluster:
         match action:
             case Say():
                 self.said.append(action)
+            case Tell():
+                self.told.append(action.sentence)
             case Record():
                 self.journal.append(action)
                 self.log.append(f"record {action.kind}")

@@ -12,7 +12,7 @@ from shardline_chief.actions import Cut
 from shardline_chief.messages import Beat
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, T, make_job, running
+from chief_cluster import JOIN, Cluster, T, make_job, running
 
 # Evaluation
 
@@ -187,10 +187,10 @@ def test_a_script_waits_for_its_workers_and_then_names_the_missing() -> None:
         cluster.join("ps", number)
     cluster.join("worker", 0, job=make_job(script=True, steps=0))
     cluster.initialize()
-    cluster.tick(T + 1)
+    cluster.tick(JOIN + 1)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 3
-    assert "worker/1 did not join within 60 s" in cluster.finish.reason
+    assert "worker/1 did not join within 180 s" in cluster.finish.reason
 
 
 def test_a_script_ends_when_all_its_workers_have_finished() -> None:

@@ -11,7 +11,7 @@ from shardline_chief.actions import Activate, CommandResult, Configure, Cut, Mem
 from shardline_chief.messages import Beat, Join
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, FakeResume, T, make_job, other, running
+from chief_cluster import JOIN, Cluster, FakeResume, T, make_job, other, running
 
 # Start
 
@@ -106,26 +106,26 @@ def test_missing_ps_ends_the_job_with_its_name_address_and_the_seconds_waited() 
     cluster = Cluster(job=make_job())
     cluster.join("ps", 0)
     cluster.join("worker", 0)
-    cluster.tick(T + 1)
+    cluster.tick(JOIN + 1)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 3
-    assert "ps/1 at host1:1 did not join within 60 s" in cluster.finish.reason
+    assert "ps/1 at host1:1 did not join within 180 s" in cluster.finish.reason
     assert cluster.orders("worker/0").phase is Phase.ENDED
 
 
 def test_an_address_that_nobody_knows_yet_is_not_printed_as_port_0() -> None:
     cluster = Cluster(job=make_job())
     cluster.program.state.settings = dataclasses.replace(cluster.program.state.settings, ps=("127.0.0.1:0", "host1:1"))
-    cluster.tick(T + 1)
+    cluster.tick(JOIN + 1)
     assert cluster.finish is not None
-    assert "ps/0 (address not known yet), ps/1 at host1:1 did not join within 60 s" in cluster.finish.reason
+    assert "ps/0 (address not known yet), ps/1 at host1:1 did not join within 180 s" in cluster.finish.reason
 
 
 def test_no_worker_at_all_ends_the_job() -> None:
     cluster = Cluster(job=make_job())
     for number in (0, 1):
         cluster.join("ps", number)
-    cluster.tick(T + 1)
+    cluster.tick(JOIN + 1)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 3
 
@@ -301,7 +301,7 @@ def test_resume_of_a_finished_job_ends_when_everybody_is_there_to_hear_it() -> N
     for task in (("ps", 0), ("worker", 0), ("ps", 1), ("worker", 1)):
         cluster.join(*task)
         assert cluster.finish is None
-    assert "waiting up to 60 s for 2 ps, 2 worker, 1 evaluator, to tell them so" in cluster.text()
+    assert "waiting up to 180 s for 2 ps, 2 worker, 1 evaluator, to tell them so" in cluster.text()
     cluster.join("evaluator", 0)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
@@ -310,7 +310,7 @@ def test_resume_of_a_finished_job_ends_when_everybody_is_there_to_hear_it() -> N
 
 def test_resume_of_a_finished_job_to_which_nobody_comes_ends_well() -> None:
     cluster = Cluster(job=make_job(steps=40), resume=FakeResume(step=40))
-    cluster.tick(T + 2)
+    cluster.tick(JOIN + 2)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
 
@@ -320,7 +320,7 @@ def test_resume_of_a_finished_job_is_not_waited_with_for_longer_than_the_time_to
     for number in (0, 1):
         cluster.join("ps", number)
     # What happens to tasks of a job that needs none of them is no failure.
-    cluster.tick(T - 1, silent=("ps/1",))
+    cluster.tick(JOIN - 1, silent=("ps/1",))
     assert cluster.finish is None
     cluster.tick(2)
     assert cluster.finish is not None

@@ -31,7 +31,7 @@ from shardline_chief.state import Settings
 from shardline_chief.takeover import obstacle
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, FakePs, T, make_job, phase
+from chief_cluster import JOIN, Cluster, FakePs, T, make_job, phase
 
 
 class Killed(Exception):
@@ -260,10 +260,10 @@ def test_half_of_the_servers_are_too_few_to_go_on_with() -> None:
     cluster = mortal()
     cluster.ps[1].dead = True
     cluster.next_chief()
-    cluster.tick(T + 3)
+    cluster.tick(JOIN + 3)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 4
-    assert "ps/1 did not come within 60 s, and with half of them or fewer" in cluster.finish.reason
+    assert "ps/1 did not come within 180 s, and with half of them or fewer" in cluster.finish.reason
 
 
 def test_all_servers_started_again_with_the_chief_are_one_loss() -> None:

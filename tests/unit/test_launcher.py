@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -28,7 +29,7 @@ from shardline.cli.launcher import (
 )
 from shardline.cli.train import run
 from shardline.config import Timeouts
-from shardline.errors import ShardlineError, UsageError
+from shardline.errors import ShardlineError, TaskLostError, UsageError
 from shardline.security import Security
 
 # Stand-ins for the roles. The chief obeys lines sent to its address ("exit 4"); the others end when it does, as real
@@ -38,6 +39,8 @@ import json, os, signal, socket, sys
 
 def chief(config):
     settings = json.loads(config.job.read_text())
+    if settings.get("busy"):
+        signal.pause()
     if "chief" in settings:
         print("shardline: " + settings["chief"], file=sys.stderr, flush=True)
         return 6
@@ -84,7 +87,8 @@ def fake_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     roles = {"chief": "chief", "ps": "other", "worker": "other", "evaluator": "other"}
     lines = [f"{role} = fake_roles:{function}" for role, function in roles.items()]
     (info / "entry_points.txt").write_text("[shardline.roles]\n" + "\n".join(lines) + "\n")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    # Before whatever else the children are to find, such as this very tree.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.delenv("TF_CONFIG", raising=False)
     return folder
 
@@ -289,6 +293,20 @@ def test_chief_that_fails_at_start_ends_the_launch_with_its_sentence(tmp_path: P
     assert cluster.running() == ()
 
 
+def test_a_chief_that_takes_long_to_start_is_waited_for_as_long_as_joining_may_take_and_that_is_said(
+    tmp_path: Path, fake_roles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardline.cli.launcher.EVERY_S", 0.5)
+    options = launch(tmp_path, job=job_file(tmp_path, busy=True), timeouts=Timeouts(total_s=1.0, join_s=2.0))
+    cluster = LocalCluster(options)
+    said: list[str] = []
+    cluster.say = said.append
+    with pytest.raises(TaskLostError, match=r"chief/0 told no address within 2 s; see .*chief-0\.log"), cluster:
+        pass
+    (sentence,) = said
+    assert re.fullmatch(r"waiting for chief/0 to start, [01] s left", sentence)
+
+
 def test_the_chiefs_port_is_its_own_while_it_is_being_started_again(tmp_path: Path, fake_roles: Path) -> None:
     with LocalCluster(launch(tmp_path, workers=1, restart=False)) as cluster:
         address = cluster.chief_address
@@ -389,13 +407,13 @@ def test_train_ends_at_once_with_the_words_of_workers_that_can_not_start(tmp_pat
 def test_as_long_as_one_worker_is_there_somebody_trains(tmp_path: Path, fake_roles: Path) -> None:
     with LocalCluster(launch(tmp_path, job=job_file(tmp_path, **{"worker/0": 2}))) as cluster:
         assert next_end(cluster).task == "worker/0"
-        assert not cluster.nobody_trains()
+        assert cluster.lacking(begun=True) == ""
         cluster.kill("worker/1", restart=False)
-        assert cluster.nobody_trains()
+        assert cluster.lacking(begun=True) == "nobody is left to train"
     with LocalCluster(launch(tmp_path, out=tmp_path / "second", workers=1)) as cluster:
         cluster.kill("worker/0")
         assert next_end(cluster).restarted
-        assert not cluster.nobody_trains()
+        assert cluster.lacking(begun=True) == ""
 
 
 def test_signal_at_the_birth_of_a_process_leaves_none_behind(

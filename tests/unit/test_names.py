@@ -62,7 +62,7 @@ def test_name_is_asked_for_until_it_has_an_address_and_never_again(caplog: pytes
     assert resolver.asked == ["ps-0.ps"] * 4
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2, told
-    assert told[0].startswith("waiting up to 30 s for ps/0 at ps-0.ps:2222: the name 'ps-0.ps' has no address yet")
+    assert told[0].startswith("waiting for ps/0 at ps-0.ps:2222, 30 s left: the name 'ps-0.ps' has no address yet")
     assert told[1] == "the name 'ps-0.ps' has an address now"
 
 
@@ -193,7 +193,7 @@ def test_first_call_waits_for_the_name_and_a_later_one_does_not(monkeypatch: pyt
 
 def test_task_without_an_index_names_the_host_that_is_not_there() -> None:
     with pytest.raises(UnreachableError, match=rf"chief at {NOWHERE}:2222 was not found within 1 s: the name"):
-        take_place(f"{NOWHERE}:2222", "worker", "127.0.0.1:0", Timeouts(total_s=1.0))
+        take_place(f"{NOWHERE}:2222", "worker", "127.0.0.1:0", Timeouts(join_s=1.0))
 
 
 def spec(tmp_path: Path, **addresses: str) -> str:
@@ -231,11 +231,12 @@ def test_host_that_never_comes_ends_the_command_with_code_three_at_its_deadline(
     monkeypatch.setenv("SHARDLINE_INSECURE_BIND", "true")
     start_s = time.monotonic()
     arguments = [text.format(job=job) for text in command]
-    assert main([*arguments, "--cluster", spec(tmp_path, **addresses), "--timeout", "1"]) == 3
+    limit = ["--timeout" if command == ["status"] else "--join-timeout", "1"]
+    assert main([*arguments, "--cluster", spec(tmp_path, **addresses), *limit]) == 3
     waited_s = time.monotonic() - start_s
     assert waited_s >= 1.0
     told = [record.getMessage() for record in caplog.records if "no address" in record.getMessage()]
     assert len(told) == 1
-    assert told[0].startswith(f"waiting up to 1 s for {who}: the name '{NOWHERE}' has no address yet (")
+    assert told[0].startswith(f"waiting for {who}, 1 s left: the name '{NOWHERE}' has no address yet (")
     ended = capsys.readouterr().err.splitlines()[-1]
     assert ended.startswith(f"shardline: {who} was not found within 1 s: the name '{NOWHERE}' has no address (")

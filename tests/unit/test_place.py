@@ -25,7 +25,7 @@ from shardline_chief.control import Control
 from shardline_chief.messages import PlaceAnswer
 from shardline_chief.places_servicer import register_places
 
-T = Timeouts(total_s=2.0)
+T = Timeouts(total_s=2.0, join_s=2.0)
 Answer = Callable[[Any], places_pb2.PlaceReply]
 
 
@@ -108,7 +108,7 @@ def test_place_that_stays_taken_is_given_up_with_the_chiefs_reason(
 ) -> None:
     chief, _ = serve(lambda request: places_pb2.PlaceReply(reason="all 1 places are taken", retry=True))
     with pytest.raises(UnreachableError, match="no index within 1 s: all 1 places are taken"):
-        take_place(chief, "ps", "a:1", Timeouts(total_s=1.0))
+        take_place(chief, "ps", "a:1", Timeouts(join_s=1.0))
 
 
 def test_chief_that_goes_away_is_followed_by_another(serve: Callable[[Answer], tuple[str, Giver]]) -> None:
@@ -126,7 +126,7 @@ def test_chief_that_goes_away_is_followed_by_another(serve: Callable[[Answer], t
         "127.0.0.1:0", register=[lambda server: places_pb2_grpc.add_PlacesServicer_to_server(giver, server)], name="old"
     )
     try:
-        assert take_place(server.start(), "ps", "a:1", Timeouts(total_s=10.0)) == "ps/1"
+        assert take_place(server.start(), "ps", "a:1", Timeouts(join_s=10.0)) == "ps/1"
     finally:
         server.close(grace_s=0.0)
     assert not codes
@@ -184,7 +184,7 @@ def test_the_chief_knows_addresses_in_one_form_and_takes_no_others() -> None:
 
 def test_chief_whose_name_is_not_known_is_waited_for_and_named() -> None:
     with pytest.raises(UnreachableError, match=r"the name 'nowhere\.invalid' has no address"):
-        take_place("nowhere.invalid:2222", "ps", "a:1", Timeouts(total_s=1.0))
+        take_place("nowhere.invalid:2222", "ps", "a:1", Timeouts(join_s=1.0))
 
 
 def test_any_of_another_role_and_any_without_a_cluster_are_refused() -> None:

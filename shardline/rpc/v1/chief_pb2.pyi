@@ -302,6 +302,7 @@ class Orders(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
+    AWAITED_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Increases with every change."""
     phase: Global___Phase.ValueType
@@ -325,6 +326,10 @@ class Orders(_message.Message):
     def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Replicas this worker runs now."""
 
+    @_builtins.property
+    def awaited(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Before training begins: tasks that it waits for."""
+
     def __init__(
         self,
         *,
@@ -341,10 +346,11 @@ class Orders(_message.Message):
         workers: _builtins.int = ...,
         first_step: _builtins.int = ...,
         fenced: _builtins.bool = ...,
+        awaited: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "exit_code", b"exit_code", "fenced", b"fenced", "final_step", b"final_step", "first_step", b"first_step", "init", b"init", "phase", b"phase", "reason", b"reason", "replicas", b"replicas", "stop_step", b"stop_step", "timeline", b"timeline", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "checkpoint_step", b"checkpoint_step", "exit_code", b"exit_code", "fenced", b"fenced", "final_step", b"final_step", "first_step", b"first_step", "init", b"init", "phase", b"phase", "reason", b"reason", "replicas", b"replicas", "stop_step", b"stop_step", "timeline", b"timeline", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -866,6 +872,7 @@ class ChiefStatusReply(_message.Message):
     DEAD_S_FIELD_NUMBER: _builtins.int
     PAGE_FIELD_NUMBER: _builtins.int
     SHARD_BYTES_FIELD_NUMBER: _builtins.int
+    FAULTS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     phase: Global___Phase.ValueType
     step: _builtins.int
@@ -922,6 +929,10 @@ class ChiefStatusReply(_message.Message):
     def shard_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Bytes of the values in each shard, by its number."""
 
+    @_builtins.property
+    def faults(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What fails at present while the job goes on (checkpoints, logs, the journal), a sentence each."""
+
     def __init__(
         self,
         *,
@@ -959,10 +970,11 @@ class ChiefStatusReply(_message.Message):
         dead_s: _builtins.float = ...,
         page: _builtins.str = ...,
         shard_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        faults: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "consistency", b"consistency", "dead_s", b"dead_s", "events", b"events", "exit_code", b"exit_code", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "staleness", b"staleness", "staleness_max", b"staleness_max", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_metrics", b"best_metrics", "best_step", b"best_step", "bytes_per_s", b"bytes_per_s", "checkpoint_path", b"checkpoint_path", "checkpoint_step", b"checkpoint_step", "checkpoints", b"checkpoints", "consistency", b"consistency", "dead_s", b"dead_s", "events", b"events", "exit_code", b"exit_code", "faults", b"faults", "first_step", b"first_step", "job", b"job", "last_metrics", b"last_metrics", "last_metrics_step", b"last_metrics_step", "loss", b"loss", "missing", b"missing", "out_dir", b"out_dir", "page", b"page", "phase", b"phase", "pull_bytes_per_s", b"pull_bytes_per_s", "push_bytes_per_s", b"push_bytes_per_s", "reason", b"reason", "replicas", b"replicas", "rule", b"rule", "said", b"said", "seconds", b"seconds", "shard_bytes", b"shard_bytes", "staleness", b"staleness", "staleness_max", b"staleness_max", "step", b"step", "steps", b"steps", "steps_per_s", b"steps_per_s", "tasks", b"tasks", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

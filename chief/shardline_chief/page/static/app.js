@@ -44,6 +44,9 @@ function progress(view) {
   reason.hidden = !view.reason || (view.phase === "ended" && view.exit_code === 0 && view.reason === "done");
   reason.classList.toggle("bad", view.exit_code !== 0);
   put(reason, view.reason);
+  const faults = at("faults");
+  faults.hidden = !view.faults.length;
+  put(faults, view.faults.join(" · "));
 }
 
 function figures(view) {

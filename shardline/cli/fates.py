@@ -1,0 +1,83 @@
+"""What follows from the end of a process: whether it is started again, and whether the job can go on. Pure."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardline.cluster import parse_task
+from shardline.errors import exit_code_name
+
+MAX_RESTARTS = 3
+RESTARTED_ROLES = ("chief", "ps", "worker", "evaluator")
+HOPELESS_CODES = (2, 5, 6)
+"""A bad job, NaN, a bad checkpoint: the same process would end the same way. Not 7: a worker that was fenced after a
+pause has no successor but the one started here."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A task's process has ended."""
+
+    task: str
+    code: int
+    """Exit code; -N where signal N killed it."""
+    restarted: bool
+    reason: str
+    """Sentence for the person: how it ended and what happens next."""
+
+
+def describe_code(code: int) -> str:
+    """How a process ended, for messages."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+    return f"ended with exit code {code} ({exit_code_name(code)})"
+
+
+def may_restart(role: str, code: int, restarts: int) -> tuple[bool, str]:
+    """Whether a task that ended is started again, and why (not)."""
+    if code == 0:
+        return False, "its part is done"
+    if role == "chief" and code > 0:
+        # It had decided how the job ends. Killed, it had not: the next one goes on with what it left in --out.
+        return False, "the job ends with it"
+    if role not in RESTARTED_ROLES:
+        return False, "the job ends with it"
+    if code in HOPELESS_CODES:
+        return False, "it would end the same way again"
+    if restarts >= MAX_RESTARTS:
+        return False, f"it was restarted {restarts} times already"
+    return True, f"restart {restarts + 1} of {MAX_RESTARTS}"
+
+
+def lacking(
+    tasks: tuple[str, ...],
+    gone: Mapping[str, int],
+    *,
+    chief_trains: bool,
+    min_workers: int,
+    script: bool,
+    begun: bool,
+) -> str:
+    """Why the job can't go on, as a phrase; empty where it can.
+
+    tasks: all of the cluster. gone: exit codes of processes that ended and are not started again. begun: training has,
+    so that the chief knows what to do about a lost server.
+    """
+    workers = [task for task in tasks if parse_task(task)[0] == "worker"]
+    trainers = len([task for task in workers if task not in gone]) + chief_trains
+    if not trainers:
+        return "nobody is left to train"
+    if script and any(gone.get(task) for task in workers):
+        return "a script needs all its workers"
+    if begun:
+        return ""
+    if any(parse_task(task)[0] == "ps" for task in gone):
+        return "the job can't begin without it"
+    if trainers < min_workers:
+        return f"{trainers} of at least {min_workers} tasks that train are left"
+    return ""

@@ -1,0 +1,36 @@
+"""Which of the chief's sentences a terminal should show: what went wrong, each kind of it once a minute at most."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardline.rpc.status import ChiefStatus
+
+AGAIN_S = 60.0
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
+class News:
+    """What a launcher's terminal shows of the chief's statuses. Pure; the clock is an argument."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        """Unix time of the newest event that was looked at."""
+        self._shown_s: dict[str, float] = {}
+        """When a sentence was shown last, by what it is without its numbers."""
+
+    def of(self, status: ChiefStatus, now_s: float) -> list[str]:
+        """Warnings and errors that are new. Why the job ended is not among them: that is said at the end."""
+        new = [event for event in status.said if event.time > self._until]
+        self._until = max([self._until, *(event.time for event in new)])
+        told = [event.sentence for event in new if event.level != "info" and event.sentence != status.reason]
+        return [sentence for sentence in told if self._fresh(sentence, now_s)]
+
+    def _fresh(self, sentence: str, now_s: float) -> bool:
+        kind = _NUMBER.sub("#", sentence)
+        if now_s - self._shown_s.get(kind, -AGAIN_S) < AGAIN_S:
+            return False
+        self._shown_s[kind] = now_s
+        return True

@@ -1,0 +1,242 @@
+"""What fails while a job goes on is said where people look: in the launcher, in top and status, on the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import queue
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shardline.cli.cluster_commands import headline
+from shardline.cli.fates import Ended, lacking
+from shardline.cli.news import AGAIN_S, News
+from shardline.cli.top_frame import Curves, frame
+from shardline.cli.train import Polled, _Run
+from shardline.config import Timeouts
+from shardline.metrics import Metrics
+from shardline.rpc.status import ChiefStatus, EventStatus, TaskStatus
+from shardline.view import as_json, cluster_view
+from shardline_chief.reporter import Reporter
+from shardline_chief.summary import overview
+
+sys.path.insert(0, str(Path(__file__).parent))
+from chief_cluster import Cluster, running
+
+from shardline_chief.actions import Cut
+
+FAULT = "no checkpoint at step 40: No space left on device; the last good checkpoint is of step 10: /out/step-10"
+STATUS = ChiefStatus(job="digits", phase="running", step=45, steps=100, faults=(FAULT,))
+
+
+# The chief
+
+
+def fail_to_save(cluster: Cluster, step: int) -> None:
+    for ps in cluster.ps:
+        ps._cut(Cut(timeline=ps.timeline, step=step))
+    cluster.disk_full = True
+    cluster.advance(step)
+
+
+def test_a_failed_checkpoint_is_a_fault_with_its_reason_and_the_last_good_one_until_one_succeeds() -> None:
+    cluster = running()
+    faults = cluster.program.state.faults
+    assert faults == {}
+    fail_to_save(cluster, 10)
+    last = "the last good checkpoint is of step 0: /out/step-0"
+    assert faults["checkpoint"] == f"no checkpoint at step 10: No space left on device; {last}"
+    fail_to_save(cluster, 20)
+    assert faults["checkpoint"].startswith("no checkpoint at step 20 (2 in a row failed): No space left on device; ")
+    cluster.disk_full = False
+    cluster.advance(100)
+    assert faults == {}
+
+
+def test_a_job_without_its_last_checkpoint_ends_with_the_newest_one_named() -> None:
+    cluster = running()
+    for step in (10, 20):
+        for ps in cluster.ps:
+            ps._cut(Cut(timeline=ps.timeline, step=step))
+        cluster.advance(step)
+    cluster.disk_full = True
+    cluster.advance(100)
+    assert cluster.finish is not None
+    assert "No space left on device" in cluster.finish.reason
+    assert cluster.finish.reason.endswith("Go on with --resume from step 20: /out/step-20")
+
+
+def test_logs_that_can_not_be_written_are_a_fault_as_long_as_that_lasts(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("in the way of the folder")
+    reporter = Reporter(tmp_path / "logs", Metrics("chief", "chief/0"))
+    reporter.event("joined", "worker/0 joined", "info", {})
+    said = f"logs under {tmp_path / 'logs'} can't be written (File exists); training goes on without them"
+    program = running().program
+    assert overview(program, reporter, tmp_path, 0.0).faults == (said,)
+    assert [event.sentence for event in reporter.said if event.level == "error"] == [said]
+    (tmp_path / "logs").unlink()
+    reporter.event("joined", "worker/1 joined", "info", {})
+    assert overview(program, reporter, tmp_path, 0.0).faults == ()
+    reporter.close()
+
+
+# Where people look
+
+
+def test_faults_survive_the_wire_and_stand_in_status_top_and_the_pages_view() -> None:
+    assert ChiefStatus.from_proto(STATUS.to_proto()).faults == (FAULT,)
+    assert FAULT in headline(STATUS)
+    view = cluster_view(STATUS)
+    assert as_json(view)["faults"] == [FAULT]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(frame(view, Curves(), width=200))
+    assert FAULT in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def said(*events: tuple[float, str, str], reason: str = "") -> ChiefStatus:
+    found = tuple(EventStatus(time=time, level=level, sentence=sentence) for time, level, sentence in events)
+    return dataclasses.replace(STATUS, said=found, reason=reason)
+
+
+def test_news_are_warnings_and_errors_once_and_the_same_with_other_numbers_once_a_minute() -> None:
+    news = News()
+    first = [(1.0, "info", "worker/0 joined"), (2.0, "error", "no checkpoint at step 10: full")]
+    assert news.of(said(*first), 0.0) == ["no checkpoint at step 10: full"]
+    assert news.of(said(*first), 1.0) == []
+    again = [*first, (3.0, "error", "no checkpoint at step 20: full"), (4.0, "warning", "ps/0 is suspect")]
+    assert news.of(said(*again), 2.0) == ["ps/0 is suspect"]
+    later = [(5.0, "error", "no checkpoint at step 900: full")]
+    assert news.of(said(*later), AGAIN_S + 1.0) == ["no checkpoint at step 900: full"]
+    # The command itself ends with it.
+    assert news.of(said((6.0, "error", "the disk is full"), reason="the disk is full"), AGAIN_S + 2.0) == []
+
+
+# The launcher: who is gone
+
+
+@pytest.mark.parametrize(
+    ("gone", "begun", "settings", "phrase"),
+    [
+        ({"worker/0": 2}, False, {}, ""),
+        ({"worker/0": 2}, True, {}, ""),
+        ({"worker/0": 2, "worker/1": -9}, True, {}, "nobody is left to train"),
+        ({"worker/0": 0, "worker/1": 0}, True, {}, "nobody is left to train"),
+        ({"worker/0": 2, "worker/1": 2}, True, {"chief_trains": True}, ""),
+        ({"ps/1": 2}, False, {}, "the job can't begin without it"),
+        ({"ps/1": 2}, True, {}, ""),
+        ({"evaluator/0": 2}, False, {}, ""),
+        ({"worker/1": 2}, False, {"min_workers": 2}, "1 of at least 2 tasks that train are left"),
+        ({"worker/1": 2}, True, {"script": True}, "a script needs all its workers"),
+        ({"worker/1": 0}, True, {"script": True}, ""),
+    ],
+)
+def test_the_job_can_not_go_on_where_those_that_it_needs_are_gone_for_good(
+    gone: dict[str, int], begun: bool, settings: dict[str, Any], phrase: str
+) -> None:
+    tasks = ("chief/0", "ps/0", "ps/1", "worker/0", "worker/1", "evaluator/0")
+    fields = {"chief_trains": False, "min_workers": 1, "script": False, **settings}
+    assert lacking(tasks, gone, begun=begun, **fields) == phrase
+
+
+class Display:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, sentence: str) -> None:
+        self.lines.append(sentence)
+
+    def update(self, status: ChiefStatus) -> None:
+        pass
+
+
+class Launched:
+    """A cluster whose events are given; `why` is what it lacks."""
+
+    def __init__(self, tmp_path: Path, *events: object, why: str = "") -> None:
+        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        for event in events:
+            self.events.put(event)
+        self.options = SimpleNamespace(timeouts=Timeouts(total_s=30.0), script=False, out=tmp_path)
+        self.why = why
+        self.interrupted = 0
+
+    def lacking(self, *, begun: bool) -> str:
+        return self.why
+
+    def last_words(self, task: str) -> str:
+        return f"{task} has had enough"
+
+    def interrupt(self) -> None:
+        self.interrupted += 1
+
+
+def loop(cluster: Launched) -> tuple[int | None, list[str], _Run]:
+    display = Display()
+    run = _Run(cluster, Console(file=io.StringIO()))  # type: ignore[arg-type]
+    return run._loop(display), display.lines, run  # type: ignore[arg-type]
+
+
+def polled(phase: str, **states: str) -> Polled:
+    tasks = tuple(TaskStatus(task=name.replace("_", "/"), state=state) for name, state in states.items())
+    return Polled(ChiefStatus(phase=phase, step=7, tasks=tasks))
+
+
+DONE = Ended("chief/0", 0, False, "done")
+QUIET = Ended("worker/0", 0, False, "its part is done")
+
+
+def test_a_task_that_ends_with_0_while_the_job_runs_is_said(tmp_path: Path) -> None:
+    seen = [polled("running", worker_0="alive"), QUIET]
+    code, lines, _ = loop(Launched(tmp_path, *seen, *[polled("running", worker_0="suspect")] * 3, DONE))
+    assert code == 0
+    (line,) = lines
+    assert line.startswith("worker/0 ended with exit code 0 although the job has not ended (step 7)")
+
+
+@pytest.mark.parametrize(
+    "after",
+    [[polled("running", worker_0="left")] * 3, [polled("stopping", worker_0="alive")] * 3, [], [polled("ended")]],
+)
+def test_a_task_that_was_asked_to_go_or_goes_with_the_job_is_not_said(tmp_path: Path, after: list[Polled]) -> None:
+    _, lines, _ = loop(Launched(tmp_path, polled("running", worker_0="alive"), QUIET, *after, DONE))
+    assert lines == []
+
+
+def test_with_nobody_left_the_chief_is_asked_at_once_to_end_with_a_checkpoint(tmp_path: Path) -> None:
+    killed = Ended("worker/0", -9, False, "worker/0 was killed by SIGKILL: it was restarted 3 times already")
+    running = polled("running", worker_0="dead")
+    cluster = Launched(tmp_path, running, killed, running, running, running, DONE, why="nobody is left to train")
+    code, lines, run = loop(cluster)
+    assert (code, cluster.interrupted) == (0, 1)
+    assert lines[-1] == "nobody is left to train: ending with a checkpoint"
+    assert run._ended_for is not None and run._ended_for.end is killed
+
+
+def test_a_server_that_is_gone_before_training_began_ends_the_run_at_once(tmp_path: Path) -> None:
+    refused = Ended("ps/1", 2, False, "ps/1 ended with exit code 2")
+    waiting = polled("waiting", ps_0="alive")
+    why = "the job can't begin without it"
+    code, _, run = loop(Launched(tmp_path, waiting, refused, waiting, waiting, why=why))
+    assert code is None
+    assert run._hopeless is not None and (run._hopeless.end, run._hopeless.why) == (refused, why)
+
+
+def test_a_job_that_goes_on_without_the_one_that_is_gone_is_left_alone(tmp_path: Path) -> None:
+    refused = Ended("ps/1", 2, False, "ps/1 ended with exit code 2")
+    cluster = Launched(tmp_path, polled("init"), refused, polled("running"), DONE, why="the job can't begin without it")
+    plain, cluster.lacking = cluster.lacking, lambda *, begun: "" if begun else cluster.why  # type: ignore[method-assign]
+    assert plain(begun=True)
+    code, _, run = loop(cluster)
+    assert (code, run._hopeless, cluster.interrupted) == (0, None, 0)
+
+
+def test_the_last_words_are_the_chiefs_own_where_its_log_could_not_take_them(tmp_path: Path) -> None:
+    _, _, run = loop(Launched(tmp_path, polled("running"), Ended("chief/0", 6, False, "the job ends with it")))
+    assert run._last_words() == "chief/0 has had enough"
+    run._last = ChiefStatus(phase="ended", exit_code=6, reason="no checkpoint at the end: the disk is full")
+    assert run._last_words() == "no checkpoint at the end: the disk is full"

@@ -1,0 +1,184 @@
+"""Code of a job file that ends the process: it is named, with its line, wherever it is called from."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardline.data import BatchSource, calling, replica_gradients, staying
+from shardline.errors import JobError, JobExitError
+from shardline.job import Job, load_job
+
+JOB = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+from shardline import Job
+
+class Samples:
+    def __len__(self):
+        {len}
+        return 8
+    def __getitem__(self, index):
+        {getitem}
+        return torch.ones(2)
+
+class Stream(IterableDataset):
+    def set_epoch(self, epoch):
+        {set_epoch}
+        pass
+    def __iter__(self):
+        {iter}
+        yield torch.ones(2)
+        {next}
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return 2 * value
+    @staticmethod
+    def backward(ctx, gradient):
+        {backward}
+        return 2 * gradient
+
+def model():
+    {model}
+    return nn.Linear(2, 1)
+
+def dataset():
+    {dataset}
+    return {data}()
+
+def loss(model, batch):
+    {loss}
+    return Double.apply(model(batch)).mean()
+
+def collate(samples):
+    {collate}
+    return torch.stack(samples)
+
+def groups(model):
+    {param_groups}
+    return [{{"params": list(model.parameters())}}]
+
+def evaluate(model):
+    {evaluate}
+    return {{"loss": 0.0}}
+
+job = Job(
+    model=model, loss=loss, dataset=dataset, collate=collate, evaluate=evaluate, param_groups=groups,
+    optimizer="SGD", optimizer_args={{"lr": 0.1}}, batch_size=2, steps=4,
+)
+{end}
+"""
+PLACES = ["len", "getitem", "set_epoch", "iter", "next", "backward", "model", "dataset", "loss", "collate"]
+PLACES += ["param_groups", "evaluate", "end"]
+
+
+def write(folder: Path, place: str, statement: str, data: str) -> tuple[Path, int]:
+    """The job file with a statement in one place, and the statement's line."""
+    fields = {**dict.fromkeys(PLACES, "pass"), place: statement, "data": data}
+    path = folder / "job.py"
+    path.write_text(JOB.format(**fields))
+    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if text.strip() == statement)
+    return path, line
+
+
+def train(path: Path) -> None:
+    """Everything that a worker and an evaluator call of a job."""
+    job = load_job(path)
+    model = job.build_model()
+    job.spec(model)
+    source = BatchSource(job)
+    for step in range(2):
+        replica_gradients(model, job, source, step, 0)
+    job.score(model)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_sys_exit_anywhere_in_a_job_file_is_an_error_of_the_job_with_its_line(tmp_path: Path, place: str) -> None:
+    data = "Stream" if place in ("set_epoch", "iter", "next") else "Samples"
+    path, line = write(tmp_path, place, "sys.exit(3)", data)
+    with pytest.raises(JobError) as caught:
+        train(path)
+    assert caught.value.exit_code == 2
+    assert f"job.py, line {line}" in str(caught.value), caught.value
+    assert ("SystemExit: 3" if place == "end" else "sys.exit(3)") in str(caught.value), caught.value
+
+
+def test_a_job_that_ends_nothing_is_trained_and_scored(tmp_path: Path) -> None:
+    for data in ("Samples", "Stream"):
+        path, _ = write(tmp_path, "loss", "assert True", data)
+        train(path)
+
+
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [
+        ("sys.exit()", r"called sys\.exit\(\)"),
+        ("sys.exit(0)", r"called sys\.exit\(0\)"),
+        ("sys.exit('enough')", r"called sys\.exit\('enough'\)"),
+        ("raise SystemExit(7)", r"called sys\.exit\(7\)"),
+    ],
+)
+def test_the_code_that_was_given_is_told(tmp_path: Path, statement: str, says: str) -> None:
+    path, line = write(tmp_path, "loss", statement, "Samples")
+    with pytest.raises(
+        JobExitError, match=rf"^loss\(model, batch\), in step 0 of replica 0, {says} \(.*line {line}\)$"
+    ):
+        train(path)
+
+
+def test_what_collate_raises_is_named_too(tmp_path: Path) -> None:
+    path, line = write(tmp_path, "collate", "raise KeyError('label')", "Samples")
+    with pytest.raises(JobError, match=rf"^collate\(samples\) raised KeyError: 'label' \(.*job\.py, line {line}\)$"):
+        train(path)
+
+
+def test_the_line_is_the_persons_own_and_not_one_of_a_library_that_it_calls(tmp_path: Path) -> None:
+    statement = "__import__('argparse').ArgumentParser().error('no such flag')"
+    path, line = write(tmp_path, "loss", statement, "Samples")
+    with pytest.raises(JobExitError, match=rf"called sys\.exit\(2\) \(.*job\.py, line {line}\)$"):
+        train(path)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("context", [calling, staying])
+def test_keyboard_interrupt_of_the_job_is_named_and_that_of_a_person_is_theirs(context: Callable[[str], Any]) -> None:
+    with pytest.raises(KeyboardInterrupt), context("loss"):
+        interrupt()
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        says = r"^loss raised KeyboardInterrupt \(.*test_job_exits\.py, line \d+\)$"
+        with pytest.raises(JobExitError, match=says), context("loss"):
+            interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_staying_lets_other_errors_be_what_they_are() -> None:
+    with pytest.raises(ZeroDivisionError), staying("backward()"):
+        raise ZeroDivisionError
+
+
+def test_the_evaluator_ends_where_evaluate_ends_it_and_not_where_it_raises(tmp_path: Path) -> None:
+    from shardline.model import named_values
+    from shardline_evaluator.scoring import score
+
+    def scored(statement: str) -> str:
+        path, _ = write(tmp_path, "evaluate", statement, "Samples")
+        job: Job = load_job(path)
+        model = job.build_model()
+        return score(job, model, 1, dict(named_values(model))).failure
+
+    assert "evaluate(model) raised ValueError: no" in scored("raise ValueError('no')")
+    with pytest.raises(JobExitError, match=r"^evaluate\(model\) called sys\.exit\(3\)"):
+        scored("sys.exit(3)")
