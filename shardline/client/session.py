@@ -114,7 +114,7 @@ class Session:
 
     @property
     def replica(self) -> int:
-        """First logical replica of this worker; in asynchronous mode its index."""
+        """First logical replica of this worker; of a script its index, known before attach()."""
         return self._steps.assigned[0] if self._steps.assigned and self.trainer.is_sync else self.config.index
 
     @property
@@ -124,10 +124,11 @@ class Session:
 
     @property
     def num_replicas(self) -> int:
-        """Logical replicas of the job; in asynchronous mode the workers of the cluster spec."""
-        if self.trainer.is_sync:
-            return self.trainer.job.replicas
-        return max(1, self.config.cluster.num("worker"))
+        """Logical replicas of the job; of a script the workers of the cluster spec, known before attach()."""
+        trainer = self._place.current
+        if trainer is not None and trainer.is_sync:
+            return trainer.job.replicas
+        return self._script.workers
 
     @property
     def step(self) -> int:
