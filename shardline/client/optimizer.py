@@ -20,6 +20,11 @@ class ShardlineOptimizer(torch.optim.Optimizer):
     and so on) lives on the servers and in the job's checkpoints: state_dict() has the param groups only.
     """
 
+    _step_supports_amp_scaling = True
+    """Read by torch.amp.GradScaler, which then calls step() even where it found infinities: every replica makes every
+    step, and the servers skip those in which one of them overflowed. For the time of the call it sets `found_inf`, and
+    `grad_scale` to what .grad is to be divided by (None where unscale_() has done that)."""
+
     def __init__(self, session: Session, inner: torch.optim.Optimizer, rule: str) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self._session = session
@@ -36,8 +41,27 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if hasattr(self, "found_inf"):
+            self._session.check_scaler()
+            self._unscale(getattr(self, "grad_scale", None))
         self._session.finish_step(None if loss is None else float(loss), self.hyper())
         return loss
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step changed nothing; see Session.skipped."""
+        return self._session.skipped
+
+    def _unscale(self, scale: torch.Tensor | None) -> None:
+        """What torch.amp.GradScaler.unscale_ does, but for its look for infinities: the push has its own."""
+        if scale is None:
+            return
+        inverse = scale.double().reciprocal().float()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(inverse.to(parameter.grad.device))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. With zero_copy every .grad is zeros in shared memory, which count as none until they are used.

@@ -93,6 +93,7 @@ class Session:
         self._contributed: list[StepReport] = []
         self._step_began_s = self._accounted_s = time.monotonic()
         self._loss: float | None = None
+        self._skipped = False
         self._lent: SharedGradients | None = None
         self._closed = False
 
@@ -134,6 +135,28 @@ class Session:
     def step(self) -> int:
         """Step whose parameters the model holds; in asynchronous mode, pushes of this worker."""
         return self.trainer.step
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step changed nothing, since a gradient was not finite and nan_policy is "skip".
+
+        Synchronous: of any replica, and so the same in all of them. Asynchronous: of this one.
+        """
+        return self._skipped
+
+    def check_scaler(self) -> None:
+        """A gradient scaler is about to step. Raises JobError where not all replicas could skip an overflow."""
+        policy = self.job.consistency.nan_policy
+        if policy != "skip":
+            raise JobError(
+                'a GradScaler needs connect(nan_policy="skip"), by which all replicas skip the step in which one of '
+                f'them overflows; the job\'s is "{policy}"'
+            )
+        if self._place.overlaps:
+            raise JobError(
+                "a GradScaler and overlap exclude each other: scaled gradients would leave during backward(); use "
+                "attach(..., overlap=False) or SHARDLINE_OVERLAP=0"
+            )
 
     @property
     def job(self) -> JobSpec:
@@ -353,6 +376,7 @@ class Session:
         Outside of steps(): True too where a standby has taken over, since what was contributed is taken along; raises
         RolledBackError where the job went back.
         """
+        self._skipped = False
         if not self._contributed:
             replica = self.replica if self.trainer.is_sync else 0
             # Kept as they are: this returns when they are acknowledged.
@@ -412,6 +436,7 @@ class Session:
 
     def _account(self, sent: Sent, figures: StepFigures) -> None:
         """Tell metrics and chief about a step that is closed."""
+        self._skipped = figures.skipped
         step_s = time.monotonic() - max(sent.began_s, self._accounted_s)
         self._accounted_s = time.monotonic()
         meter_step(self.metrics, self.trainer, figures, sent.reports, step_s, self._place.peers)

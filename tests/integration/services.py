@@ -68,9 +68,14 @@ class Services:
         return found
 
 
+SEEDING = threading.Lock()
+"""The generator belongs to the process, and workers are threads of it."""
+
+
 def make_model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    with SEEDING:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 def batch(step: int, replica: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
