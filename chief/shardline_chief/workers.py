@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.errors import TaskLostError
+from shardline.errors import JobError, TaskLostError
 from shardline.rpc.link import Phase
 from shardline_chief.actions import CommandResult
 from shardline_chief.ending import Ending
@@ -128,7 +128,7 @@ class Workers:
         return ", ".join(m.task for m in self.state.members if m.trains and not m.living) or "a task that trains"
 
     def _uneven(self, now_s: float) -> None:
-        """Workers of a synchronous script make different numbers of steps: end where the first one has finished."""
+        """Workers of a synchronous script make different numbers of steps: fail where the first one has finished."""
         state = self.state
         ahead = self.running.ahead() if state.phase is Phase.RUNNING else []
         if not ahead:
@@ -140,10 +140,12 @@ class Workers:
         undecided = len(state.working()) > len(ahead)
         if undecided and now_s - self._uneven_since_s < state.timeouts.join_s:
             return
-        done = ", ".join(f"{task} finished at step {state.steps.get(task, 0)}" for task in sorted(state.finished))
-        sentence = (
-            f"{done}, so {', '.join(ahead)} can't go on: each step of a synchronous script needs all workers. Give all "
-            "the same number of steps"
+        made = {task: state.steps.get(task, 0) for task in sorted(state.finished)}
+        done = ", ".join(f"{task} made {steps} steps and ended" for task, steps in made.items())
+        self.ending.begin(
+            f"{done}, {', '.join(ahead)} {'was' if len(ahead) == 1 else 'were'} to make {max(made.values()) + 1} or "
+            "more: each step of a synchronous script needs all workers, so the job ends here. Have all make the same "
+            "number of steps, and call optimizer.step() in each of them",
+            now_s,
+            exit_code=JobError.exit_code,
         )
-        state.say("uneven", sentence, "warning")
-        self.ending.begin(f"stopped: {sentence}", now_s)

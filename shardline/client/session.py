@@ -511,6 +511,8 @@ class Session:
                 self._steps.finish_part()
                 # A script's job ends when all its workers have finished; nobody needs this process after that.
                 self._link.wait(lambda o: o.phase is Phase.ENDED or o.fenced, timeout_s=self.config.timeouts.total_s)
+                if code := self._link.orders.exit_code:
+                    log.error("the job has ended with exit code %d: %s", code, self._link.orders.reason)
         except JobError as error:
             self.fail(error)
             raise

@@ -60,12 +60,17 @@ def test_a_script_whose_workers_make_different_numbers_of_steps_ends_with_a_sent
     script, out = tmp_path / "uneven.py", tmp_path / "run"
     script.write_text(UNEVEN)
     finished = train(script, out, "--script", "--ps", "2", "--workers", "2")
-    assert finished.code == 0, finished
+    sentence = "worker/0 made 5 steps and ended, worker/1 was to make 6 or more: "
+    assert_refused(finished, 2, re.escape(sentence))
     found = summary_of(out)
     assert (found["steps"], found["checkpoint_step"]) == (5, 5)
-    assert "worker/0 finished at step 5, so worker/1 can't go on" in found["reason"]
+    assert found["reason"].startswith(sentence)
     for replica in (0, 1):
         assert "left the loop" in (out / "logs" / f"worker-{replica}.log").read_text()
+    # Who started this one by hand has no launcher that tells.
+    assert (
+        f"worker/1 ERROR the job has ended with exit code 2: {sentence}" in (out / "logs" / "worker-1.log").read_text()
+    )
 
 
 def test_what_only_a_script_itself_can_say_is_refused_as_a_flag(tmp_path: Path) -> None:
