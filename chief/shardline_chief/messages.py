@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardline.rpc.barrier import BarrierPlace
 from shardline.rpc.link import StepReport
 from shardline.rpc.status import PsStatus, Traffic
 from shardline.spec import JobSpec
@@ -69,6 +70,8 @@ class Beat:
     traffic: Traffic = field(default_factory=Traffic)
     suspects: tuple[str, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
+    barrier: BarrierPlace | None = None
+    """The last one that this worker came to."""
 
 
 @dataclass(frozen=True, kw_only=True)

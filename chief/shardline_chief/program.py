@@ -22,6 +22,7 @@ from shardline.spec import JobSpec
 from shardline_chief import admission
 from shardline_chief.actions import Action, CommandResult, Found, MarkBest, Resume, Saved
 from shardline_chief.assignment import replicas_of
+from shardline_chief.barriers import Barriers
 from shardline_chief.ending import Ending
 from shardline_chief.membership import Member, Refused
 from shardline_chief.membership import State as Life
@@ -58,6 +59,7 @@ class Program:
         self._told_failures: set[tuple[str, int]] = set()
         self._told_leaving: set[tuple[str, int]] = set()
         self.workers = Workers(self.state, self.setup, self.running, self.ending, self.recovery)
+        self.barriers = Barriers(self.state)
         self.notes = Notes(self.state)
         self.takeover = Takeover(self.state, self.setup, self.running, self.ending, self.recovery)
         if remembered is not None:
@@ -181,6 +183,8 @@ class Program:
         state.traffic[beat.task] = beat.traffic
         self.takeover.heard(beat.task)
         state.suspects[beat.task] = beat.suspects
+        if beat.barrier is not None:
+            self.barriers.told(beat.task, beat.barrier)
         if beat.figures:
             state.figures[beat.task, beat.incarnation] = beat.figures
         life = (beat.task, beat.incarnation)
@@ -429,6 +433,7 @@ class Program:
             final_step=state.final_step,
             workers=len(state.trainers()),
             first_step=state.base_step,
+            barrier=self.barriers.state_of(task),
         )
 
     def rows(self, now_s: float) -> tuple[TaskStatus, ...]:

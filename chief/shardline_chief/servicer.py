@@ -15,6 +15,7 @@ from shardline.config import Timeouts
 from shardline.digest import tensor_bytes
 from shardline.errors import CheckpointError, ProtocolError
 from shardline.rpc import errors as rpc_errors
+from shardline.rpc.barrier import BarrierPlace
 from shardline.rpc.configuration import placement_to_proto
 from shardline.rpc.convert import DTYPE_TO_PROTO, job_from_proto, job_to_proto, plan_to_proto
 from shardline.rpc.limits import (
@@ -300,6 +301,7 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
         traffic=Traffic.from_proto(message.traffic),
         suspects=tuple(message.suspects),
         figures=dict(message.figures),
+        barrier=BarrierPlace.from_proto(message.barrier) if message.HasField("barrier") else None,
     )
 
 
@@ -338,4 +340,5 @@ def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
         workers=orders.workers,
         first_step=orders.first_step,
         fenced=orders.fenced,
+        barrier=orders.barrier.to_proto() if orders.barrier is not None else None,
     )

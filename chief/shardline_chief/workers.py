@@ -105,7 +105,7 @@ class Workers:
             return
         lacking = not state.working() or state.too_few()
         if state.script:
-            lacking = len({*(m.task for m in state.trainers()), *state.finished}) < state.settings.trainers
+            lacking = bool(self._gone_from_script())
         if not lacking or len(state.finished) >= state.settings.trainers:
             state.alone_since_s = None
             return
@@ -114,7 +114,7 @@ class Workers:
         if now_s - state.alone_since_s >= state.timeouts.join_s:
             who = "every task that trains"
             if state.script:
-                who = "a worker that a script needs"
+                who = f"{', '.join(self._gone_from_script())}, without which a script can't go on,"
             elif state.trainers():
                 who = f"{self._gone()} ({len(state.trainers())} of at least {state.settings.min_workers} train)"
             self.ending.begin(
@@ -122,6 +122,12 @@ class Workers:
                 now_s,
                 exit_code=TaskLostError.exit_code,
             )
+
+    def _gone_from_script(self) -> list[str]:
+        """Workers of a script that are not there and have not done their part."""
+        there = {*(member.task for member in self.state.trainers()), *self.state.finished}
+        names = [f"worker/{index}" for index in range(self.state.settings.workers)]
+        return [task for task in names if task not in there]
 
     def _gone(self) -> str:
         """Tasks that trained and do no more."""

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shardline.client.attachment import ScriptSettings, check_named, meter_step, script_spec
+from shardline.client.barrier import Barrier
 from shardline.client.carried import Carried
 from shardline.client.exchange import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.optimizer import ShardlineOptimizer
@@ -94,6 +95,7 @@ class Session:
         self._step_began_s = self._accounted_s = time.monotonic()
         self._loss: float | None = None
         self._skipped = False
+        self._barrier = Barrier()
         self._lent: SharedGradients | None = None
         self._closed = False
 
@@ -260,6 +262,7 @@ class Session:
                 initialized.add(orders.timeline)
         if self._place.view is not None and self._place.view.job.script:
             self._steps.locate_until_there()
+            self._barrier.begin(self.trainer.step, begun=False)
 
     # Orders
 
@@ -285,6 +288,7 @@ class Session:
         try:
             while True:
                 number = self._steps.next()
+                self._barrier.begin(self.trainer.step, begun=True)
                 if number is None:
                     return
                 if total is not None and number >= total:
@@ -442,6 +446,21 @@ class Session:
         meter_step(self.metrics, self.trainer, figures, sent.reports, step_s, self._place.peers)
         for item in sent.reports:
             self.link.report(replace(item, exchange_s=figures.seconds, staleness=figures.staleness))
+
+    def barrier(self, *, timeout_s: float | None = None) -> bool:
+        """Wait until all workers of the cluster spec have called this; False where the job is stopped meanwhile.
+
+        timeout_s: default ten times --timeout. A worker that dies is waited for as in any step; started again it passes
+        by itself the barriers that it had before its loop. Raises JobError naming a worker that has ended instead of
+        coming here, UnreachableError after timeout_s naming those that are missing, TaskLostError where the job fails.
+        """
+        if self._closed:
+            raise UsageError("this session is closed, so no barrier can be met")
+        if not self.job.script:
+            raise UsageError("barrier() is for scripts: the replicas of a job file may be anywhere")
+        self.wait()
+        limit_s = 10.0 * self.config.timeouts.total_s if timeout_s is None else timeout_s
+        return self._barrier.meet(self.link, self.step, is_sync=self.trainer.is_sync, timeout_s=limit_s)
 
     def log_loss(self, loss: float) -> None:
         """Loss of the open step, for logs and the dashboard of a script's job."""

@@ -19,6 +19,7 @@ import torch
 
 from shardline.config import Timeouts
 from shardline.errors import FencedError, InternalError, MismatchError, ShardlineError, UnreachableError
+from shardline.rpc.barrier import BarrierPlace, BarrierState
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.convert import job_to_proto
@@ -70,6 +71,8 @@ class Orders:
     workers: int = 0
     first_step: int = 0
     fenced: bool = False
+    barrier: BarrierState | None = None
+    """How it stands with the barrier that this task told last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +177,7 @@ class ChiefLink:
         """Since when there has been no working stream; None while there is one."""
         self.lost: ShardlineError | None = None
         self.figures: dict[str, float] = {}
+        self._barrier: BarrierPlace | None = None
         self._suspects: tuple[int, tuple[str, ...]] = (0, ())
         """Timeline in which these tasks were not heard."""
 
@@ -288,6 +292,11 @@ class ChiefLink:
     def finish(self) -> None:
         """Tell the chief that this task has done its part."""
         self._finished = True
+        self.beat_now()
+
+    def reach(self, barrier: BarrierPlace) -> None:
+        """Tell the chief that this worker is at a barrier."""
+        self._barrier = barrier
         self.beat_now()
 
     def suspect(self, tasks: Iterable[str], timeline: int) -> None:
@@ -417,6 +426,8 @@ class ChiefLink:
             figures=self.figures,
             suspects=suspects if timeline == self._orders.timeline else (),
         )
+        if self._barrier is not None:
+            beat.barrier.CopyFrom(self._barrier.to_proto())
         if self._failure is not None:
             beat.failure, beat.failure_code = self._failure
         if self._ps_status is not None:
@@ -538,4 +549,5 @@ def _orders_from_proto(message: chief_pb2.Orders) -> Orders:
         workers=message.workers,
         first_step=message.first_step,
         fenced=message.fenced,
+        barrier=BarrierState.from_proto(message.barrier) if message.HasField("barrier") else None,
     )

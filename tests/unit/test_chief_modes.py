@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardline.errors import FencedError, JobError
+from shardline.errors import FencedError, JobError, TaskLostError
 from shardline.rpc.link import Phase
 from shardline_chief.actions import Cut
 from shardline_chief.messages import Beat
@@ -238,6 +238,19 @@ def test_a_script_whose_workers_make_different_numbers_of_steps_fails_where_the_
     assert cluster.finish.exit_code == JobError.exit_code
     assert cluster.finish.reason.startswith("worker/0 made 5 steps and ended, worker/1 was to make 6 or more: ")
     assert [say.level for say in cluster.said if say.sentence == cluster.finish.reason] == ["error", "error"]
+
+
+def test_a_script_whose_worker_is_gone_ends_with_its_name() -> None:
+    cluster = script(workers=3)
+    cluster.advance(5)
+    cluster.tick(T / 2, silent=("worker/1",))
+    assert cluster.finish is None
+    cluster.tick(T, silent=("worker/1",))
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == TaskLostError.exit_code
+    assert cluster.finish.reason.startswith(
+        "worker/1, without which a script can't go on, is gone and none came within"
+    )
 
 
 def test_a_third_worker_that_is_busy_elsewhere_is_given_time_before_an_uneven_script_ends() -> None:
