@@ -26,7 +26,9 @@ from shardline.client.barrier import Barrier
 from shardline.client.carried import Carried
 from shardline.client.exchange import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.optimizer import ShardlineOptimizer
+from shardline.client.optimizer_state import Standing, check_unused
 from shardline.client.overlap import Expected
+from shardline.client.own_loop import OwnLoop
 from shardline.client.pipeline import Pipeline, Sent
 from shardline.client.shared_gradients import SharedGradients
 from shardline.client.steps import StepFinder
@@ -96,6 +98,7 @@ class Session:
         self._loss: float | None = None
         self._skipped = False
         self._barrier = Barrier()
+        self._own_loop = OwnLoop()
         self._lent: SharedGradients | None = None
         self._closed = False
 
@@ -136,7 +139,19 @@ class Session:
     @property
     def step(self) -> int:
         """Step whose parameters the model holds; in asynchronous mode, pushes of this worker."""
+        self._own_loop.knows_the_step()
         return self.trainer.step
+
+    @property
+    def standing(self) -> Standing:
+        """Where the job is, for state dicts."""
+        trainer = self.trainer
+        step = trainer.step if trainer.is_sync else min(trainer.base.values(), default=0)
+        return Standing(step=step, incarnation=self.link.incarnation, is_sync=trainer.is_sync)
+
+    def resumed(self) -> None:
+        """A state that was saved at this step has been loaded: whatever loops here goes on where the job is."""
+        self._own_loop.knows_the_step()
 
     @property
     def skipped(self) -> bool:
@@ -227,6 +242,9 @@ class Session:
             self.metrics.url,
         )
         self._begin()
+        check_unused(optimizer.state.values(), self.standing)
+        if job is None and not zero_copy:
+            self._own_loop.attached(self.standing.step, self.trainer.layout.trained)
         self._optimizer = ShardlineOptimizer(self, optimizer, spec.rule.name)
         if zero_copy:
             owned = {id(item) for group in optimizer.param_groups for item in group["params"]}
@@ -285,10 +303,12 @@ class Session:
         Raises JobError where the body has overlap, called backward() and left step() out.
         """
         self._steps.iterating = True
+        self._own_loop.knows_the_step()
         try:
             while True:
                 number = self._steps.next()
                 self._barrier.begin(self.trainer.step, begun=True)
+                self._own_loop.pulled()
                 if number is None:
                     return
                 if total is not None and number >= total:
@@ -381,6 +401,7 @@ class Session:
         RolledBackError where the job went back.
         """
         self._skipped = False
+        self._own_loop.about_to_step()
         if not self._contributed:
             replica = self.replica if self.trainer.is_sync else 0
             # Kept as they are: this returns when they are acknowledged.
@@ -412,6 +433,7 @@ class Session:
                 self._pipeline.sent = sent
             else:
                 self._account(sent, figures)
+            self._own_loop.pulled()
             return True
 
     def wait(self) -> None:
@@ -460,7 +482,7 @@ class Session:
             raise UsageError("barrier() is for scripts: the replicas of a job file may be anywhere")
         self.wait()
         limit_s = 10.0 * self.config.timeouts.total_s if timeout_s is None else timeout_s
-        return self._barrier.meet(self.link, self.step, is_sync=self.trainer.is_sync, timeout_s=limit_s)
+        return self._barrier.meet(self.link, self.trainer.step, is_sync=self.trainer.is_sync, timeout_s=limit_s)
 
     def log_loss(self, loss: float) -> None:
         """Loss of the open step, for logs and the dashboard of a script's job."""
