@@ -150,8 +150,9 @@ class Session:
         return Standing(step=step, incarnation=self.link.incarnation, is_sync=trainer.is_sync)
 
     def resumed(self) -> None:
-        """A state that was saved at this step has been loaded: whatever loops here goes on where the job is."""
+        """A state that was saved at this step has been loaded, and with it the weights that the servers have."""
         self._own_loop.knows_the_step()
+        self._own_loop.pulled()
 
     @property
     def skipped(self) -> bool:

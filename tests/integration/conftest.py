@@ -39,5 +39,5 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     for name in ("TF_CONFIG", "SHARDLINE_CLUSTER", "SHARDLINE_TASK"):
         monkeypatch.delenv(name, raising=False)
     threads = torch.get_num_threads()
-    yield lambda **counts: Services(tmp_path, **counts)
+    yield lambda out=".", **settings: Services(tmp_path / out, **settings)
     torch.set_num_threads(threads)

@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 class Services:
     """A chief and parameter servers in threads, for a script's job."""
 
-    def __init__(self, out: Path, *, ps: int, workers: int) -> None:
+    def __init__(self, out: Path, *, ps: int, workers: int, resume: bool = False) -> None:
         self.out = out
         self._pool = ThreadPoolExecutor(max_workers=16)
         any_port = ("127.0.0.1:0",)
@@ -40,7 +40,7 @@ class Services:
             address.append(found)
             started.set()
 
-        chief = RoleConfig(role="chief", index=0, cluster=spec, out=out, timeouts=TIMEOUTS)
+        chief = RoleConfig(role="chief", index=0, cluster=spec, out=out, resume=resume, timeouts=TIMEOUTS)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(chief_service, "tell_ready", ready)
             self.chief = self._pool.submit(chief_service.run, chief)
