@@ -9,7 +9,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-monitoring test-scripts test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -66,6 +66,11 @@ test: $(STAMP)
 # What people look at: rules and dashboard against a real Prometheus, the chief's page in a real Chromium.
 test-monitoring: $(STAMP)
 	$(BIN)/pytest -q tests/monitoring $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+
+# Every Python on PATH with the newest libraries, one with the oldest that pyproject.toml allows; half an hour and more.
+# make test-versions ARGS="--python /path/to/python3.14"
+test-versions: $(STAMP)
+	$(BIN)/python -m tests.versions $(ARGS)
 
 # Training loops that people bring along (transformers, accelerate, lightning), in an environment of their own.
 test-scripts: tests/scripts/.venv/.installed
