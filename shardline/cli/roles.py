@@ -61,7 +61,12 @@ role_options = options.together(
         "--bind", metavar="HOST", help="Interface that the services bind to. Default: the host of the task's address."
     ),
     options.option("--job", type=click.Path(path_type=Path), metavar="JOB.py", help="File that defines the job."),
-    options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Checkpoints, logs and metrics."),
+    options.option(
+        "--out",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Folder of the results; of other tasks than the chief for their log.",
+    ),
     options.resume,
     options.timeout,
     options.device,
