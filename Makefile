@@ -9,7 +9,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers golden
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -110,6 +110,10 @@ fuzz-guided: $(STAMP)
 # 64 workers on one server for 10 minutes: benchmarks/results/load.json
 load: $(STAMP)
 	$(BIN)/python -m benchmarks.load $(ARGS)
+
+# Where known jobs end, to the bit: for whoever moves code about. About ten minutes. More: make golden ARGS="--only killed"
+golden: $(STAMP)
+	$(BIN)/python -m tests.golden $(ARGS)
 
 # With a real Docker engine and Compose v2; builds the image, about ten minutes. torch comes from wheelhouse/, from
 # TORCH_INDEX_URL, or else as this machine's pip finds it, for the device that .venv's torch is built for.

@@ -18,6 +18,7 @@ from shardline.client.trainer import Trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.errors import ShardlineError
+from shardline.identity import Identity
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.rpc.channel import Peers
@@ -114,7 +115,7 @@ def worker(work: Work, addresses: list[str], index: int) -> dict[str, Any]:
     peers = Peers(TIMEOUTS, security)
     fallbacks: list[str] = []
     lanes = open_lanes(work, view, peers, index, fallbacks)
-    trainer = Trainer(view, values, lanes, TIMEOUTS, task=f"worker/{index}", incarnation=0, index=index)
+    trainer = Trainer(view, values, lanes, TIMEOUTS, who=Identity(f"worker/{index}"), index=index)
     try:
         # Idempotent, so every worker says it, and none has to wait for worker/0's word that it was said.
         for control, place in zip(controls, placement, strict=True):
@@ -157,7 +158,7 @@ def paced_worker(work: Work, address: str, index: int, *, seconds: float, pace: 
     peers = Peers(TIMEOUTS)
     fallbacks: list[str] = []
     lanes = open_lanes(work, view, peers, index, fallbacks)
-    trainer = Trainer(view, values, lanes, TIMEOUTS, task=f"worker/{index}", incarnation=0, index=index)
+    trainer = Trainer(view, values, lanes, TIMEOUTS, who=Identity(f"worker/{index}"), index=index)
     pause = threading.Event()
     try:
         control.configure(replace(configuration(work, plan, placement, (0,)), consistency=terms, replicas=1))

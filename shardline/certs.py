@@ -16,7 +16,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from shardline import files
 from shardline.errors import UsageError
+from shardline.rpc.rights import ROLE_URI
+from shardline.security import FILE_LIMIT_BYTES
 
 HERE = ("localhost", "127.0.0.1", "::1")
 """In every certificate, so that a task can be asked from its own machine, and tasks of one machine each other."""
@@ -37,9 +40,12 @@ class Made:
     new_ca: bool
 
 
-def make_certificates(folder: Path, hosts: Mapping[str, str], *, days: int) -> Made:
+def make_certificates(
+    folder: Path, hosts: Mapping[str, str], *, days: int, roles: Mapping[str, str] | None = None
+) -> Made:
     """Write NAME.pem and NAME.key for each name's host, signed by the folder's CA, which is made if there is none.
 
+    roles: by name, the role that a certificate is good for (see shardline.rpc.rights); without one it is good for all.
     Nothing that is there is written over. Private keys are readable for their owner alone. A name is its files' and a
     host is an IP address or a DNS name. Raises UsageError, and then nothing was written.
     """
@@ -59,10 +65,15 @@ def make_certificates(folder: Path, hosts: Mapping[str, str], *, days: int) -> M
         folder.mkdir(parents=True, exist_ok=True)
         if not found:
             _write(ca_files, *_make_ca(now, until))
-        ca = x509.load_pem_x509_certificate(ca_files[0].read_bytes())
-        ca_key = serialization.load_pem_private_key(ca_files[1].read_bytes(), None)
+        ca = x509.load_pem_x509_certificate(files.read_bytes(ca_files[0], FILE_LIMIT_BYTES))
+        ca_key = serialization.load_pem_private_key(files.read_bytes(ca_files[1], FILE_LIMIT_BYTES), None)
         for name, host in hosts.items():
-            _write(pairs[name], *_make_leaf(name, host, now, min(until, ca.not_valid_after_utc), ca, ca_key))
+            _write(
+                pairs[name],
+                *_make_leaf(
+                    name, host, (roles or {}).get(name, ""), now, min(until, ca.not_valid_after_utc), ca, ca_key
+                ),
+            )
     except OSError as error:
         raise UsageError(f"{error.filename or folder} can't be read or written: {error.strerror}") from None
     except (ValueError, TypeError) as error:
@@ -94,12 +105,20 @@ def _make_ca(now: datetime.datetime, until: datetime.datetime) -> tuple[x509.Cer
 
 
 def _make_leaf(
-    task: str, host: str, now: datetime.datetime, until: datetime.datetime, ca: x509.Certificate, ca_key: Any
+    task: str,
+    host: str,
+    role: str,
+    now: datetime.datetime,
+    until: datetime.datetime,
+    ca: x509.Certificate,
+    ca_key: Any,
 ) -> tuple[x509.Certificate, Any]:
     key = ec.generate_private_key(ec.SECP256R1())
     # Names of more than 64 characters don't fit there; nobody goes by it.
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, task[:64])])
     names = [alternative_name(name) for name in dict.fromkeys((host, *HERE))]
+    if role:
+        names.append(x509.UniformResourceIdentifier(f"{ROLE_URI}{role}"))
     certificate = (
         _builder(name, ca.subject, key.public_key(), now, until)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

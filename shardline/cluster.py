@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardline import files
 from shardline.errors import ClusterSpecError
 
 ROLES = ("chief", "ps", "worker", "evaluator")
@@ -22,6 +23,8 @@ MAX_PORT = 65_535
 MAX_DIGITS = 9
 MAX_TASKS = 4096
 """Of one role, where a number stands for them."""
+FILE_LIMIT_BYTES = 4 << 20
+"""Of a cluster.json: MAX_TASKS of each role, with names as long as DNS has them."""
 UNNAMED = "*:0"
 """Address of a task that tells it at Join: its machine's own name, and a free port unless --address says which."""
 ANY = "any"
@@ -105,7 +108,7 @@ class ClusterSpec:
     def read(cls, path: Path) -> ClusterSpec:
         """Spec of a cluster.json."""
         try:
-            text = path.read_text(encoding="utf-8")
+            text = files.read_text(path, FILE_LIMIT_BYTES)
         except FileNotFoundError:
             raise ClusterSpecError(f"there is no cluster file {path}") from None
         except (OSError, UnicodeDecodeError) as error:

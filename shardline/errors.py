@@ -4,6 +4,7 @@ ShardlineError                    exit  gRPC status
   UsageError                         2  INVALID_ARGUMENT     flags, cluster spec, TF_CONFIG
     JobError                         2  INVALID_ARGUMENT     the job file or script
     ClusterSpecError                 2  INVALID_ARGUMENT
+    ForbiddenError                   2  PERMISSION_DENIED    credentials that don't allow what was asked
   MismatchError                      2  FAILED_PRECONDITION  a task's job differs from the cluster's
   TensorError                        2  INVALID_ARGUMENT     unknown tensor, wrong shape or dtype
   UnreachableError                   3  UNAVAILABLE          a task that doesn't answer within its deadline
@@ -41,6 +42,12 @@ class JobError(UsageError):
 
 class ClusterSpecError(UsageError):
     """cluster.json or TF_CONFIG can't be used."""
+
+
+class ForbiddenError(UsageError):
+    """The caller's credentials don't allow what it asked for; nothing changed."""
+
+    grpc_status = "PERMISSION_DENIED"
 
 
 class MismatchError(ShardlineError):

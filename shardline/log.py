@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Hashable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from shardline import files
 from shardline.errors import UsageError
 
 LOGGERS = ("shardline", "shardline_ps", "shardline_worker", "shardline_chief", "shardline_evaluator")
@@ -74,6 +75,12 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(event, default=str)
 
 
+class _FileHandler(logging.FileHandler):
+    def _open(self) -> Any:
+        # A FIFO at that name would hold the task up until somebody reads it.
+        return files.open_append(Path(self.baseFilename))
+
+
 def setup(task: str, *, json_path: Path | None = None, level: int = logging.INFO, stream: TextIO | None = None) -> None:
     """Log this process's events as `task`, to stderr and to json_path (appended to, its folder is made).
 
@@ -84,7 +91,7 @@ def setup(task: str, *, json_path: Path | None = None, level: int = logging.INFO
     if json_path is not None:
         try:
             json_path.parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(logging.FileHandler(json_path, encoding="utf-8"))
+            handlers.append(_FileHandler(json_path, encoding="utf-8"))
         except OSError as error:
             raise UsageError(f"the log {json_path} can't be written: {error.strerror}; use another --out") from None
         handlers[1].setFormatter(JsonFormatter(task))

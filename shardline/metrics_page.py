@@ -6,6 +6,7 @@ keeps all others out; here each connection has a thread, a deadline and a bounde
 
 from __future__ import annotations
 
+import enum
 import socket
 import ssl
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from shardline.cluster import format_address
+from shardline.host_header import names_loopback
 from shardline.security import Security, is_loopback
 
 CONNECTIONS = 32
@@ -22,18 +24,34 @@ CONNECTIONS = 32
 READER_S = 10.0
 """How long a reader may let the page wait, each time."""
 
+SHOWN = 120
+"""Characters of a foreign header that an answer repeats."""
+
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
-def admitted(security: Security, *, peer: str, authorization: str) -> bool:
-    """Whether who asks from this IP address with this Authorization header may read the metrics.
+class Answer(enum.Enum):
+    """What a reader gets."""
 
-    From this machine everybody may; from outside who brings the job's token, where the job has one.
+    PAGE = "200 OK"
+    NEEDS_TOKEN = "401 Unauthorized"
+    WRONG_HOST = "421 Misdirected Request"
+
+
+def decide(security: Security, *, exposed: bool, peer: str, host: str, authorization: str) -> Answer:
+    """What who asks from the IP address `peer` gets, with these headers Host and Authorization.
+
+    Who brings the job's token may read. Without it everybody on this machine may, by a name of loopback's (see
+    host_header.py); others only where the job has no token and the page is exposed, that is open to other machines.
     """
-    if not security.token or is_loopback(peer):
-        return True
     scheme, _, token = authorization.partition(" ")
-    return security.check(token.strip() if scheme.lower() == "bearer" else None)
+    if security.token and security.check(token.strip() if scheme.lower() == "bearer" else None):
+        return Answer.PAGE
+    if security.token and not is_loopback(peer):
+        return Answer.NEEDS_TOKEN
+    if names_loopback(host) or (exposed and not security.token):
+        return Answer.PAGE
+    return Answer.WRONG_HOST
 
 
 def tls_of(host: str, security: Security) -> ssl.SSLContext | None:
@@ -51,20 +69,32 @@ def tls_of(host: str, security: Security) -> ssl.SSLContext | None:
     return context
 
 
-def guarded(application: Application, security: Security) -> Application:
-    """The page for those who are admitted, and 401 for all others."""
+def guarded(application: Application, security: Security, *, exposed: bool) -> Application:
+    """The page for those who may read it, and a sentence for all others."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if admitted(security, peer=environ["REMOTE_ADDR"], authorization=environ.get("HTTP_AUTHORIZATION", "")):
+        host = environ.get("HTTP_HOST", "")
+        decided = decide(
+            security,
+            exposed=exposed,
+            peer=environ["REMOTE_ADDR"],
+            host=host,
+            authorization=environ.get("HTTP_AUTHORIZATION", ""),
+        )
+        if decided is Answer.PAGE:
             return application(environ, start_response)
-        sentence = b"these metrics need the job's token: Authorization: Bearer TOKEN\n"
-        headers = [
-            ("Content-Type", "text/plain; charset=utf-8"),
-            ("Content-Length", str(len(sentence))),
-            ("WWW-Authenticate", "Bearer"),
-        ]
-        start_response("401 Unauthorized", headers)
-        return [sentence]
+        headers = [("Content-Type", "text/plain; charset=utf-8")]
+        if decided is Answer.NEEDS_TOKEN:
+            headers.append(("WWW-Authenticate", "Bearer"))
+            sentence = "these metrics need the job's token: Authorization: Bearer TOKEN\n"
+        else:
+            token = ", or bring the job's token" if security.token else ""
+            sentence = (
+                f"these metrics were asked for as {host[:SHOWN]!r}; ask for them as 127.0.0.1 or localhost{token}\n"
+            )
+        body = sentence.encode()
+        start_response(decided.value, [*headers, ("Content-Length", str(len(body)))])
+        return [body]
 
     return answer
 
@@ -122,7 +152,7 @@ class MetricsPage:
         self._server = make_server(
             host,
             port,
-            guarded(application, security),
+            guarded(application, security, exposed=not is_loopback(host)),
             server_class=server_class,
             handler_class=_Handler,
         )

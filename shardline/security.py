@@ -5,12 +5,14 @@ The default, Security(), is plain: no TLS and no token. Nothing here imports ssl
 With a CA both sides show a certificate and check the other's (mutual TLS). With a certificate and no CA only the
 server shows one, and clients check it against the system's own CAs. The job token is every task's: whoever knows it
 may call. The admin token is the chief's and the parameter servers': what changes the cluster itself (rpc/rights.py)
-needs it as well. Where there is no admin token, the job token is every right.
+needs proof of it as well; it never travels (rpc/access.py). Where there is no admin token, the job token is every
+right.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import hmac
 import ipaddress
 import logging
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardline import files
 from shardline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,13 +35,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardline.security")
 
 FILE_LIMIT_BYTES = 4 << 20
-"""Nobody's certificates are larger; a wrong path (a checkpoint, a device) is refused before it fills the memory."""
+"""Nobody's certificates are larger; a wrong path (a checkpoint) is refused before it fills the memory."""
 TOKEN_LIMITS = (16, 4096)
 """Characters. A shorter token can be guessed; a longer one doesn't fit into a call's metadata."""
 TOKEN_KEY = "authorization"
 """Metadata of a call that bring the token, as `Bearer TOKEN`."""
 ADMIN_KEY = "shardline-admin"
-"""The same for the admin token, beside the job's."""
+"""Metadata of a call that prove the admin token, beside the job's; see rpc/access.py."""
 LOOPBACK_NAMES = ("localhost",)
 PROBE_S = 1.0
 
@@ -175,14 +178,9 @@ class Security:
         """Whether a call's metadata bring the job token."""
         return self.check(_bearer(metadata, TOKEN_KEY))
 
-    def check_admin(self, metadata: Metadata) -> bool:
-        """Whether a call's metadata bring the admin token; True where none is set."""
-        return _same(_bearer(metadata, ADMIN_KEY), self.admin_token)
-
-    def metadata(self, *, admin: bool = False) -> tuple[tuple[str, str], ...]:
-        """What a call brings along; empty where there is no token. admin: a call that needs the admin token too."""
-        held = ((TOKEN_KEY, self.token), (ADMIN_KEY, self.admin_token if admin else b""))
-        return tuple((key, f"Bearer {token.decode()}") for key, token in held if token)
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call brings along; empty where there is no token."""
+        return ((TOKEN_KEY, f"Bearer {self.token.decode()}"),) if self.token else ()
 
     # When nobody answers
 
@@ -255,6 +253,16 @@ def _same(given: bytes | str | None, token: bytes) -> bool:
     return hmac.compare_digest(given.encode(errors="replace") if isinstance(given, str) else given or b"", token)
 
 
+def key_of(secret: bytes) -> bytes:
+    """What others keep to know a secret of 32 random bytes by, without being able to use it."""
+    return hashlib.sha256(secret).digest()
+
+
+def holds(secret: bytes, key: bytes) -> bool:
+    """Whether this is the secret of a key (see key_of); True where there is no key."""
+    return not key or hmac.compare_digest(key_of(secret), key)
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches that host. A name that isn't localhost counts as reachable by others."""
     try:
@@ -286,13 +294,9 @@ def _refused(how: str) -> str:
 
 def _read(path: Path, flag: str) -> bytes:
     try:
-        with path.open("rb") as file:
-            data = file.read(FILE_LIMIT_BYTES + 1)
+        return files.read_bytes(path, FILE_LIMIT_BYTES)
     except OSError as error:
         raise UsageError(f"{flag} {path} can't be read: {error.strerror}") from None
-    if len(data) > FILE_LIMIT_BYTES:
-        raise UsageError(f"{flag} {path} has more than {FILE_LIMIT_BYTES >> 20} MB; is it the right file?")
-    return data
 
 
 def _read_token(path: Path, flag: str) -> bytes:
@@ -334,7 +338,9 @@ def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
     _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cert, "--tls-cert")
     _read(key, "--tls-key")
     try:
-        context.load_cert_chain(cert, key, password=passphrase)
+        # OpenSSL opens them by name once more.
+        with files.pinned(cert) as pinned_cert, files.pinned(key) as pinned_key:
+            context.load_cert_chain(pinned_cert, pinned_key, password=passphrase)
     except _Encrypted:
         raise UsageError(
             f"--tls-key {key} is encrypted; give one without a passphrase that only you can read"

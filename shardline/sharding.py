@@ -31,7 +31,7 @@ PIECE_FLOOR_BYTES = 64 << 10
 """Pieces are not made smaller than this for balance's sake; it is one quantum of float32."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
     """Rows [first_row, first_row + rows) of tensor number `tensor`, at `offset` elements of a bucket."""
 

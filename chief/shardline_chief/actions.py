@@ -94,6 +94,8 @@ class Members:
 
     timeline: int
     members: Mapping[str, int]
+    keys: Mapping[str, bytes] = field(default_factory=dict)
+    """By task, what its messages' secret is known by."""
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardline.rpc.link import FEATURES
+from shardline.rpc.rights import ROLES
 from shardline.spec import differences
 from shardline_chief.membership import Refused
 from shardline_chief.messages import TRAINERS, Join
 from shardline_chief.state import State, as_in_cluster
 
-ROLES = ("ps", "worker", "chief", "evaluator")
 PLACED = ("ps", "worker", "evaluator")
 """Roles whose tasks may ask for an index."""
 SPARE_EVALUATORS = 8

@@ -109,7 +109,7 @@ class Commander:
             case Configure():
                 return control.configure(_configuration(task, order))
             case Members():
-                return control.set_membership(order.timeline, order.members)
+                return control.set_membership(order.timeline, order.members, keys=order.keys)
             case Promote():
                 return _promote(task, control, order)
             case Restore():

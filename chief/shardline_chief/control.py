@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from shardline.checkpoint import Checkpoint, CheckpointStore
-from shardline.errors import CheckpointError, InternalError, UsageError, exit_code_name
+from shardline.errors import (
+    CheckpointError,
+    ForbiddenError,
+    InternalError,
+    ShardlineError,
+    UsageError,
+    exit_code_name,
+)
+from shardline.identity import Identity
 from shardline.metrics import Metrics
 from shardline.rpc.link import Orders, Phase
 from shardline.rpc.status import ChiefStatus, Traffic
@@ -44,7 +52,7 @@ from shardline_chief.checkpointer import Checkpointer, ResumePoint, parameters_d
 from shardline_chief.commands import Commander
 from shardline_chief.journal import Journal
 from shardline_chief.membership import State as Life
-from shardline_chief.messages import Beat, Join, JoinAnswer
+from shardline_chief.messages import TRAINERS, Beat, Join, JoinAnswer
 from shardline_chief.program import Program
 from shardline_chief.reporter import Reporter
 from shardline_chief.summary import overview, summary, write_json
@@ -72,6 +80,10 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """No more orders: the stream ends."""
+        ...
+
+    def refuse(self, error: ShardlineError) -> None:
+        """The stream ends with this error."""
         ...
 
 
@@ -143,12 +155,16 @@ class Control:
         self.post(event)
         return future
 
-    def call_noted(self, question: Callable[[float], T]) -> Future[T]:
-        """Like call, but the result comes only once the journal has what the question made to be noted."""
+    def call_noted(self, who: Identity, question: Callable[[float], T]) -> Future[T]:
+        """Like call, but the result comes only once the journal has what the question made to be noted.
+
+        who: the life of a task that asks. Fails with ForbiddenError where the secret isn't that life's.
+        """
         ticket: Future[T] = Future()
 
         def event(now_s: float) -> None:
             try:
+                self._check(who)
                 result = question(now_s)
             except Exception as error:
                 _settle(ticket, error=error)
@@ -157,6 +173,13 @@ class Control:
 
         self.post(event)
         return ticket
+
+    def _check(self, who: Identity) -> None:
+        if not self.program.state.members.speaks_for(who):
+            raise ForbiddenError(
+                f"the message is not from {who.task}: it lacks the secret that incarnation {who.incarnation:#x} of "
+                "that task was given when it joined; nothing changed"
+            )
 
     def join(self, join: Join) -> Future[JoinAnswer]:
         """Ask for admission; the answer may take until every ps knows the task."""
@@ -258,6 +281,12 @@ class Control:
     # Streams
 
     def _beat(self, beat: Beat, channel: Channel, now_s: float) -> None:
+        try:
+            self._check(beat.sender)
+        except ForbiddenError as error:
+            # Neither life nor stream of the task that it names hears of it.
+            channel.refuse(error)
+            return
         key = (beat.task, beat.incarnation)
         alive = self.program.beat(beat, now_s)
         # Anybody can send any name: only those that were admitted may become labels, or figures grow without end.
@@ -266,7 +295,7 @@ class Control:
         if alive:
             self._metrics.counter("shardline_heartbeats_total", peer=peer).inc()
             self._heard.add(key)
-        if beat.steps and alive:
+        if beat.steps and self.program.state.members.current(*key, TRAINERS):
             self._reporter.report(beat.task, beat.steps)
         if self._channels.get(key) is channel:
             return

@@ -17,8 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from shardline import files
 from shardline.errors import UsageError
 
+PID_BYTES = 64
+LINE_BYTES = 256 << 20
+"""Of an entry: that of a plan has as much to say as a checkpoint's manifest."""
 _TERM = re.compile(r"^term-(\d+)$")
 
 
@@ -33,20 +37,18 @@ class Journal:
         self._torn = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for life
+            self._lock = files.open_append(folder / ".lock")
         except OSError as error:
             raise UsageError(f"the chief can't write to {folder}: {error.strerror}; choose another --out") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self._lock.seek(0)
-            holder = self._lock.read().strip() or "unknown"
             self._lock.close()
+            holder = files.read_text(folder / ".lock", PID_BYTES).strip() or "unknown"
             raise UsageError(
                 f"another chief (process {holder}) uses {folder.parent}; stop it, or choose another --out"
             ) from error
-        self._lock.seek(0)
-        self._lock.truncate()
+        self._lock.truncate(0)
         self._lock.write(str(os.getpid()))
         self._lock.flush()
 
@@ -77,11 +79,17 @@ class Journal:
         os.close(handle)
         if self._file is not None:
             os.close(self._file)
+            self._file = None
         self.term = term
         self._torn = False
-        flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
-        self._file = os.open(self.folder / f"journal-{term}.jsonl", flags, 0o644)
-        sync_folder(self.folder)
+        path = self.folder / f"journal-{term}.jsonl"
+        # A term is nobody else's, and so is its journal.
+        flags = os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
+        try:
+            self._file = os.open(path, flags, 0o644)
+            files.sync(self.folder)
+        except OSError as error:
+            raise UsageError(f"the chief can't write to {path}: {error.strerror}; choose another --out") from error
         return term
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -106,9 +114,9 @@ class Journal:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """All entries of all terms, oldest first; torn lines are left out."""
-        files = ((int(path.stem.partition("-")[2]), path) for path in self.folder.glob("journal-*.jsonl"))
-        for _, path in sorted(files):
-            for line in path.read_bytes().splitlines(keepends=True):
+        found = ((int(path.stem.partition("-")[2]), path) for path in self.folder.glob("journal-*.jsonl"))
+        for _, path in sorted(found):
+            for line in _lines(path):
                 entry = _parsed(line)
                 if entry is not None:
                     yield entry
@@ -121,6 +129,20 @@ class Journal:
         self._lock.close()
 
 
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a journal. Raises UsageError where it can't be one."""
+    try:
+        with files.open_binary(path) as file:
+            while line := file.readline(LINE_BYTES):
+                if len(line) == LINE_BYTES:
+                    raise UsageError(
+                        f"{path} is no journal: it has a line of {LINE_BYTES:,} bytes or more; choose another --out"
+                    )
+                yield line
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}; choose another --out") from error
+
+
 def _parsed(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
@@ -129,12 +151,3 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return entry if isinstance(entry, dict) and "kind" in entry else None
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to the disk, so that a created file is still there after a power cut."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from shardline.identity import Identity
+from shardline.rpc.rights import ROLES
+from shardline.security import holds
 from shardline_chief.messages import TRAINERS, Join
 from shardline_chief.replay import Known
 
@@ -34,6 +37,8 @@ class Member:
     address: str
     metrics_address: str
     last_heard_s: float
+    key: bytes = field(default=b"", repr=False)
+    """What the secret that this life was given is known by; see security.key_of."""
     state: State = State.ALIVE
     broken: bool = False
     """Its heartbeat stream broke and no newer one came."""
@@ -102,13 +107,18 @@ class Membership:
         found = [m for m in self._members.values() if m.living and m.role in roles]
         return sorted(found, key=lambda m: (roles.index(m.role), m.index))
 
-    def current(self, task: str, incarnation: int) -> bool:
-        """Whether this is the task's living incarnation."""
+    def current(self, task: str, incarnation: int, roles: Sequence[str] = ROLES) -> bool:
+        """Whether this is the living incarnation of a task in one of these roles."""
         member = self._members.get(task)
-        return member is not None and member.living and member.incarnation == incarnation
+        return member is not None and member.living and member.incarnation == incarnation and member.role in roles
 
-    def join(self, now_s: float, join: Join, *, limit: int) -> Admitted | Refused:
-        """Admit a task, or say why not. `limit`: indices of the role are [0, limit)."""
+    def speaks_for(self, who: Identity) -> bool:
+        """Whether a message that names a life comes from it; True for one that is not the task's newest."""
+        member = self._members.get(who.task)
+        return member is None or member.incarnation != who.incarnation or holds(who.secret, member.key)
+
+    def join(self, now_s: float, join: Join, *, limit: int, key: bytes = b"") -> Admitted | Refused:
+        """Admit a task, or say why not. `limit`: indices of the role are [0, limit). key: of the life's secret."""
         index = self._free_index(join.role, limit, now_s) if join.index is None else join.index
         if index is None:
             return _full(join.role, limit)
@@ -130,6 +140,7 @@ class Membership:
             address=join.address,
             metrics_address=join.metrics_address,
             last_heard_s=now_s,
+            key=key,
         )
         self._members[member.task] = member
         self._kept.pop(member.task, None)
@@ -145,6 +156,7 @@ class Membership:
             address=known.address,
             metrics_address=known.metrics_address,
             last_heard_s=now_s,
+            key=known.key,
             state=State.SUSPECT,
             broken=True,
         )

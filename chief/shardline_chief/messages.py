@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardline.identity import Identity
 from shardline.rpc.barrier import BarrierPlace
 from shardline.rpc.link import StepReport
 from shardline.rpc.status import PsStatus, Traffic
@@ -27,6 +28,8 @@ class Join:
     protocol_minor: int = 0
     required_features: tuple[str, ...] = ()
     machine: Mapping[str, str] = field(default_factory=dict)
+    secret: bytes = field(default=b"", repr=False)
+    """Drawn by the servicer for the life that this Join may begin."""
 
     @property
     def name(self) -> str:
@@ -43,6 +46,8 @@ class JoinAnswer:
     retry: bool = False
     task: str = ""
     incarnation: int = 0
+    secret: bytes = field(default=b"", repr=False)
+    """Goes with all that this life says; the chief and the servers keep a digest of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,12 @@ class Beat:
     figures: Mapping[str, float] = field(default_factory=dict)
     barrier: BarrierPlace | None = None
     """The last one that this worker came to."""
+    secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def sender(self) -> Identity:
+        """Who it says that it is from."""
+        return Identity(self.task, self.incarnation, self.secret)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,5 +61,6 @@ def _admission(member: Member) -> Record:
             "stable_id": member.stable_id,
             "address": member.address,
             "metrics_address": member.metrics_address,
+            "key": member.key.hex(),
         },
     )

@@ -9,20 +9,24 @@ from typing import Any
 import grpc
 
 from shardline.cluster import format_address, parse_address
-from shardline.errors import ProtocolError
+from shardline.errors import ForbiddenError, ProtocolError
 from shardline.rpc import errors as rpc_errors
+from shardline.rpc.access import Access
+from shardline.rpc.rights import joining_refusal
 from shardline.rpc.v1 import places_pb2, places_pb2_grpc
 from shardline_chief.control import Control
 
 PLACES = "shardline.rpc.v1.Places"
+TAKE = f"/{PLACES}/Take"
 MAX_NAME = 256
 
 
 class PlacesServicer(places_pb2_grpc.PlacesServicer):
     """Serves Places over one Control."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, access: Access) -> None:
         self._control = control
+        self._access = access
 
     @rpc_errors.unary
     async def Take(self, request: places_pb2.PlaceRequest, context: Any) -> places_pb2.PlaceReply:
@@ -30,6 +34,9 @@ class PlacesServicer(places_pb2_grpc.PlacesServicer):
         for what, text in (("role", request.role), ("address", request.address)):
             if len(text) > MAX_NAME:
                 raise ProtocolError(f"Take: {what} has {len(text)} characters; the limit is {MAX_NAME}")
+        refusal = joining_refusal(request.role, self._access.caller(TAKE, context))
+        if refusal:
+            raise ForbiddenError(f"no index for {request.address}: {refusal}")
         # In one form: who comes again is known by it, and so is port 0, which many may say.
         address = format_address(*parse_address(request.address, "Take: the address"))
         answer = await asyncio.wrap_future(
@@ -38,6 +45,6 @@ class PlacesServicer(places_pb2_grpc.PlacesServicer):
         return places_pb2.PlaceReply(task=answer.task, reason=answer.reason, retry=answer.retry)
 
 
-def register_places(control: Control) -> Callable[[grpc.aio.Server], None]:
+def register_places(control: Control, access: Access) -> Callable[[grpc.aio.Server], None]:
     """For RpcServer."""
-    return lambda server: places_pb2_grpc.add_PlacesServicer_to_server(PlacesServicer(control), server)
+    return lambda server: places_pb2_grpc.add_PlacesServicer_to_server(PlacesServicer(control, access), server)

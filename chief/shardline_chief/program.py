@@ -17,6 +17,7 @@ from shardline.errors import FencedError, InternalError, UsageError
 from shardline.rpc.client import JobView
 from shardline.rpc.link import Orders, Phase
 from shardline.rpc.status import PsStatus, TaskStatus, Traffic
+from shardline.security import key_of
 from shardline.sharding import make_plan
 from shardline.spec import JobSpec
 from shardline_chief import admission
@@ -85,7 +86,8 @@ class Program:
         if refused is None and join.role == "ps":
             self._ps_again(join, now_s)
         if refused is None:
-            decision = state.members.join(now_s, join, limit=admission.limit(state, join.role))
+            key = key_of(join.secret) if join.secret else b""
+            decision = state.members.join(now_s, join, limit=admission.limit(state, join.role), key=key)
             refused = decision if isinstance(decision, Refused) else None
         if refused is not None:
             state.say("refused", f"{join.name} at {join.address} is not admitted: {refused.reason}", "warning")
@@ -140,7 +142,7 @@ class Program:
             f"({len(state.members.living(member.role))} {member.role} of {self._expected(member.role)})",
             incarnation=member.incarnation,
         )
-        answer = JoinAnswer(accepted=True, task=member.task, incarnation=member.incarnation)
+        answer = JoinAnswer(accepted=True, task=member.task, incarnation=member.incarnation, secret=join.secret)
         # Who comes after the end is told so by its orders, and goes.
         if state.ended or not (member.trains and state.table_sent):
             if old is not None:
@@ -182,16 +184,20 @@ class Program:
         state.steps[beat.task] = beat.step
         state.traffic[beat.task] = beat.traffic
         self.takeover.heard(beat.task)
-        state.suspects[beat.task] = beat.suspects
-        if beat.barrier is not None:
-            self.barriers.told(beat.task, beat.barrier)
+        # Who only trains says nothing of shards, and a server nothing of who is silent.
+        member = state.members.get(beat.task)
+        assert member is not None
+        if member.trains:
+            state.suspects[beat.task] = beat.suspects
+            if beat.barrier is not None:
+                self.barriers.told(beat.task, beat.barrier)
         if beat.figures:
             state.figures[beat.task, beat.incarnation] = beat.figures
         life = (beat.task, beat.incarnation)
         if beat.failure and life not in self._told_failures:
             self._told_failures.add(life)
             self._failed(beat, now_s)
-        if beat.ps is not None:
+        if beat.ps is not None and member.role == "ps":
             self.ps_status(beat.task, beat.ps, now_s)
         if beat.finished and beat.task not in state.finished:
             state.finished.add(beat.task)
@@ -373,7 +379,7 @@ class Program:
     ) -> bool:
         """The evaluator's word on a checkpoint; returns whether it is the best so far. Raises FencedError."""
         state = self.state
-        if not state.members.current(task, incarnation):
+        if not state.members.current(task, incarnation, ("evaluator",)):
             raise FencedError(
                 f"{task} incarnation {incarnation:#x} is not admitted; what it reports of step {step} changes nothing"
             )

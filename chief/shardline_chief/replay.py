@@ -30,6 +30,8 @@ class Known:
     stable_id: str
     address: str
     metrics_address: str = ""
+    key: bytes = b""
+    """What the secret that it was given is known by."""
 
     @property
     def role(self) -> str:
@@ -261,6 +263,7 @@ class _Book:
             stable_id=str(entry["stable_id"]),
             address=str(entry["address"]),
             metrics_address=str(entry["metrics_address"]),
+            key=bytes.fromhex(entry.get("key", "")),
         )
         self._members[known.task] = known
 

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from shardline import files
 from shardline.metrics import Metrics
 from shardline.rpc.link import StepReport
 from shardline.rpc.status import CheckpointStatus, EventStatus
@@ -247,7 +248,7 @@ class Reporter:
     def _lines(self, timeline: int, *, joined: bool) -> set[tuple[int, str]]:
         """(step, task) of the newest lines of this timeline, where an earlier chief wrote some; joined: task is ""."""
         try:
-            with (self._folder / "steps.jsonl").open("rb") as file:
+            with files.open_binary(self._folder / "steps.jsonl") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
                 lines = file.read().splitlines()
         except OSError:
@@ -406,11 +407,11 @@ class Reporter:
 def _append(path: Path) -> TextIO:
     """Open to write on; a line that the death of an earlier chief cut short stays a line of its own."""
     torn = False
-    if path.is_file() and path.stat().st_size:
-        with path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), files.open_binary(path) as file:
+        if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             torn = file.read(1) != b"\n"
-    found = path.open("a", encoding="utf-8")
+    found = files.open_append(path)
     if torn:
         found.write("\n")
     return found

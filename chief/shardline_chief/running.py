@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardline.rpc.link import Phase
 from shardline_chief.actions import CommandResult, Cut, Release, Save, Saved
 from shardline_chief.leases import Lease, Leases
-from shardline_chief.messages import LeaseAnswer
+from shardline_chief.messages import TRAINERS, LeaseAnswer
 from shardline_chief.pacing import StepClock, least_interval
 from shardline_chief.state import State
 
@@ -158,8 +158,8 @@ class Running:
     def lease(self, task: str, incarnation: int, done: tuple[int, ...]) -> LeaseAnswer:
         """Asynchronous mode: note finished leases, hand out the next batches."""
         state = self.state
-        if not state.members.current(task, incarnation):
-            return LeaseAnswer(outcome="FENCED", reason=f"incarnation {incarnation:#x} of {task} is not alive")
+        if not state.members.current(task, incarnation, TRAINERS):
+            return LeaseAnswer(outcome="FENCED", reason=f"{task} incarnation {incarnation:#x} is no living trainer")
         leases = state.leases
         if leases is None:
             why = "synchronous: batches follow from the step" if state.sync else "a script, which chooses its batches"

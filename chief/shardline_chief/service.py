@@ -17,6 +17,7 @@ from shardline.errors import UsageError
 from shardline.job import load_job
 from shardline.metrics import Metrics
 from shardline.process import Termination, tell_ready
+from shardline.rpc.access import CHIEF_AUDIENCE, Access
 from shardline.rpc.server import RpcServer
 from shardline.spec import JobSpec
 from shardline_chief.checkpointer import Checkpointer, ResumePoint
@@ -234,13 +235,15 @@ class ChiefProcess:
             out=out,
             on_status=page.show if page is not None else None,
         )
-        servicer = ChiefServicer(self._control, store, timeouts, term=term)
+        access = Access(config.security, CHIEF_AUDIENCE)
+        servicer = ChiefServicer(self._control, store, timeouts, access, term=term)
         self._server = RpcServer(
             config.cluster.chief,
-            register=[register(servicer), register_places(self._control)],
+            register=[register(servicer), register_places(self._control, access)],
             service_names=(*SERVICES, PLACES),
             name="chief",
             security=config.security,
+            access=access,
             bind=config.bind,
         )
         self._trainer: Trainer | None = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
+import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,8 +15,10 @@ import grpc
 from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.config import Timeouts
 from shardline.digest import tensor_bytes
-from shardline.errors import CheckpointError, ProtocolError
+from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError
+from shardline.identity import Identity
 from shardline.rpc import errors as rpc_errors
+from shardline.rpc.access import Access
 from shardline.rpc.barrier import BarrierPlace
 from shardline.rpc.configuration import placement_to_proto
 from shardline.rpc.convert import DTYPE_TO_PROTO, job_from_proto, job_to_proto, plan_to_proto
@@ -30,6 +34,7 @@ from shardline.rpc.limits import (
     short,
 )
 from shardline.rpc.link import Orders, StepReport
+from shardline.rpc.rights import joining_refusal
 from shardline.rpc.status import PHASES, PsStatus, Traffic
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2
 from shardline_chief.control import Control
@@ -38,8 +43,10 @@ from shardline_chief.messages import Beat, Join
 log = logging.getLogger("shardline_chief.servicer")
 
 SERVICES = ("shardline.rpc.v1.Chief",)
+JOIN = "/shardline.rpc.v1.Chief/Join"
 CHUNK_BYTES = 1 << 20
 MAX_NAME = 256
+SECRET_BYTES = 32
 MAX_STEPS = 4096
 """Step reports of one heartbeat."""
 
@@ -49,7 +56,7 @@ class StreamChannel:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.queue: asyncio.Queue[Orders | None] = asyncio.Queue()
+        self.queue: asyncio.Queue[Orders | ShardlineError | None] = asyncio.Queue()
 
     def send(self, orders: Orders) -> None:
         """Queue orders for the stream."""
@@ -59,7 +66,11 @@ class StreamChannel:
         """End the stream behind what is queued."""
         self._put(None)
 
-    def _put(self, item: Orders | None) -> None:
+    def refuse(self, error: ShardlineError) -> None:
+        """End the stream with an error behind what is queued."""
+        self._put(error)
+
+    def _put(self, item: Orders | ShardlineError | None) -> None:
         try:
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
         except RuntimeError:
@@ -70,8 +81,11 @@ class StreamChannel:
 class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     """Serves Chief over one Control."""
 
-    def __init__(self, control: Control, store: CheckpointStore, timeouts: Timeouts, *, term: int) -> None:
+    def __init__(
+        self, control: Control, store: CheckpointStore, timeouts: Timeouts, access: Access, *, term: int
+    ) -> None:
         self._control = control
+        self._access = access
         self._store = store
         self._timeouts = timeouts
         self._term = term
@@ -81,13 +95,19 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     @rpc_errors.unary
     async def Join(self, request: chief_pb2.JoinRequest, context: Any) -> chief_pb2.JoinReply:
         """Admit a task, or say why not."""
-        answer = await asyncio.wrap_future(self._control.join(join_from_proto(request)))
+        join = join_from_proto(request)
+        refusal = joining_refusal(join.role, self._access.caller(JOIN, context))
+        if refusal:
+            raise ForbiddenError(f"{join.name} at {join.address or 'an unnamed address'} is not admitted: {refusal}")
+        secret = secrets.token_bytes(SECRET_BYTES)
+        answer = await asyncio.wrap_future(self._control.join(dataclasses.replace(join, secret=secret)))
         return chief_pb2.JoinReply(
             accepted=answer.accepted,
             reason=answer.reason,
             retry=answer.retry,
             task=answer.task,
             incarnation=answer.incarnation,
+            secret=answer.secret,
             term=self._term,
             timeout_s=self._timeouts.total_s,
         )
@@ -100,6 +120,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         reader = asyncio.create_task(self._read(request, channel, life))
         try:
             while (orders := await channel.queue.get()) is not None:
+                if isinstance(orders, ShardlineError):
+                    raise orders
                 yield orders_to_proto(orders)
             if reader.done() and not reader.cancelled() and reader.exception() is not None:
                 raise reader.exception() or ProtocolError("heartbeat failed")
@@ -141,7 +163,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         at_most(len(request.done), MAX_LEASES, f"Lease: leases that {request.task} has done")
         done = tuple(request.done)
         answer = await self._ask_noted(
-            lambda now_s: self._control.program.lease(request.task, request.incarnation, done, now_s)
+            Identity(request.task, request.incarnation, request.secret),
+            lambda now_s: self._control.program.lease(request.task, request.incarnation, done, now_s),
         )
         return chief_pb2.LeaseReply(
             outcome=common_pb2.Outcome.Value(f"OUTCOME_{answer.outcome}"),
@@ -164,9 +187,10 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         order = [*request.metric_order, *sorted(request.metrics)]
         metrics = {name: request.metrics[name] for name in dict.fromkeys(order) if name in request.metrics}
         best = await self._ask_noted(
+            Identity(request.task, request.incarnation, request.secret),
             lambda now_s: self._control.program.report(
                 request.task, request.incarnation, request.step, metrics, request.failure, now_s
-            )
+            ),
         )
         return chief_pb2.ReportReply(best=best)
 
@@ -185,8 +209,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     async def _ask(self, question: Callable[[float], Any]) -> Any:
         return await asyncio.wrap_future(self._control.call(question))
 
-    async def _ask_noted(self, question: Callable[[float], Any]) -> Any:
-        return await asyncio.wrap_future(self._control.call_noted(question))
+    async def _ask_noted(self, who: Identity, question: Callable[[float], Any]) -> Any:
+        return await asyncio.wrap_future(self._control.call_noted(who, question))
 
     # Checkpoints
 
@@ -302,6 +326,7 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
         suspects=tuple(message.suspects),
         figures=dict(message.figures),
         barrier=BarrierPlace.from_proto(message.barrier) if message.HasField("barrier") else None,
+        secret=message.secret,
     )
 
 

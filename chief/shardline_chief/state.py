@@ -306,7 +306,8 @@ class State:
         """Send the table of living incarnations to every ps; `then`: when all have taken it, or could not."""
         self.table_sent = True
         table = {member.task: member.incarnation for member in self.trainers()}
-        self.command(Members(timeline=self.timeline, members=table), then)
+        keys = {member.task: member.key for member in self.trainers()}
+        self.command(Members(timeline=self.timeline, members=table, keys=keys), then)
 
     def end(self, exit_code: int, reason: str, now_s: float) -> None:
         """End the job; the first reason stands."""

@@ -7,12 +7,12 @@ import functools
 import json
 import math
 import operator
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardline import files
 from shardline.rpc.link import LOST, REPEATED
 from shardline.rpc.status import ChiefStatus, TaskStatus, Traffic
 from shardline_chief.program import Program
@@ -80,13 +80,7 @@ def _plain(metrics: Mapping[str, float]) -> dict[str, float | None]:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write so that readers see the old file or the new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    files.replace(path, f"{json.dumps(value, indent=2)}\n".encode())
 
 
 def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, page: str = "") -> ChiefStatus:

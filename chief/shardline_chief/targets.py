@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
+from shardline import files
 from shardline.cluster import format_address, parse_address
 from shardline.errors import ClusterSpecError
 from shardline_chief.membership import Member
@@ -50,11 +51,9 @@ class Targets:
         if tasks == self._written:
             return
         groups = [{"targets": [where], "labels": {"run": self._run, "service": role}} for role, where in tasks]
-        temporary = self._path.with_suffix(".tmp")
         try:
             # Prometheus reads it whenever it changes: never half of it.
-            temporary.write_text(json.dumps(groups, indent=2) + "\n", encoding="utf-8")
-            temporary.replace(self._path)
+            files.replace(self._path, f"{json.dumps(groups, indent=2)}\n".encode(), durable=False)
             # Only now: a disk that has room again gets it at the next look.
             self._written, self._broken = tasks, False
         except OSError as error:

@@ -114,11 +114,7 @@ class Evaluator:
         if result.failure:
             log.error("step %d: %s", step, result.failure)
         link = self._link
-        best = link.ask(
-            lambda: link.client.report(
-                link.task, link.incarnation, step, result.metrics, result.seconds, result.failure
-            )
-        )
+        best = link.ask(lambda: link.client.report(link.identity, step, result.metrics, result.seconds, result.failure))
         shown = ", ".join(f"{name} {value:.4g}" for name, value in result.metrics.items())
         log.info("step %d: %s%s", step, shown or "not scored", " (best so far)" if best else "")
 

@@ -6,6 +6,7 @@ import contextlib
 
 from shardline.consistency.decision import Decision, Outcome
 from shardline.errors import UnreachableError
+from shardline.identity import Identity
 from shardline.rpc.v1 import common_pb2
 from shardline_ps.attachments import Attachment, Attachments, Holder
 from shardline_ps.authority import unknown_features
@@ -74,8 +75,7 @@ def admit_data(store: ParameterStore, data: common_pb2.DataHeader, *, init: bool
         job=data.job,
         timeline=data.timeline,
         plan_id=data.plan_id,
-        task=data.task,
-        incarnation=data.incarnation,
+        who=Identity(data.task, data.incarnation, data.secret),
         init=init,
     )
     if decision.outcome is Outcome.SERVED and data.shard not in store.shards:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardline.consistency.decision import Decision, Outcome
+from shardline.identity import Identity
+from shardline.security import holds
 
 PROTOCOL_MINOR = 1
 KNOWN_FEATURES = frozenset({"sync", "async", "voted", "cut", "restore"})
@@ -31,6 +33,8 @@ class Authority:
     plan_id: str = ""
     members: Mapping[str, int] | None = None
     """Living incarnations by task; None = everybody (no chief)."""
+    keys: Mapping[str, bytes] = field(default_factory=dict)
+    """SHA-256 of the secret of each living incarnation, by task; a task without one needs none."""
 
     def lead(self, term: Term) -> bool:
         """Take a higher term, or the same again; False where a newer chief (or another of this term) commands."""
@@ -48,7 +52,7 @@ class Authority:
             f"this ps obeys the chief of term {self.term.number}; the command is of term {term.number}",
         )
 
-    def admit(self, *, job: str, timeline: int, plan_id: str, task: str, incarnation: int, init: bool) -> Decision:
+    def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:
         """Whether a data message belongs to the history in force and comes from a living task."""
         if not self.configured:
             return Decision(Outcome.NOT_CONFIGURED, "this ps has no configuration yet")
@@ -60,9 +64,15 @@ class Authority:
             )
         if plan_id != self.plan_id:
             return Decision(Outcome.REFUSED, f"the plan is {self.plan_id}, the message was cut by {plan_id}")
-        fenced = self.fenced(task, incarnation)
+        fenced = self.fenced(who.task, who.incarnation)
         if fenced is not None:
             return fenced
+        if not holds(who.secret, self.keys.get(who.task, b"")):
+            return Decision(
+                Outcome.REFUSED,
+                f"the message is not from {who.task}: it lacks the secret that the chief gave to incarnation "
+                f"{who.incarnation:#x} of that task when it joined",
+            )
         if not self.active and not init:
             return Decision(Outcome.NOT_CONFIGURED, "this ps is being prepared and admits no training yet")
         return Decision(Outcome.SERVED)

@@ -18,7 +18,7 @@ import grpc
 
 from shardline.config import Timeouts
 from shardline.errors import InternalError, ShardlineError, UnreachableError
-from shardline.rpc.channel import open_aio_channel
+from shardline.rpc.channel import AioPeer
 from shardline.rpc.records import AppliedPush, Begin, Frame, Head, frames_of
 from shardline.rpc.v1 import parameter_server_pb2
 from shardline.security import PLAIN, Security
@@ -73,9 +73,8 @@ class Replicator:
         target: Target,
         *,
         task: str,
-        channel: grpc.aio.Channel,
+        peer: AioPeer,
         timeouts: Timeouts,
-        security: Security,
     ) -> None:
         self.number = shard.number
         # Weakly: the log knows this stream, and what a stream was cancelled with knows its frames, in cycles. A shard's
@@ -85,8 +84,8 @@ class Replicator:
         self._store = store
         self._task = task
         self._timeouts = timeouts
-        self._metadata = security.metadata(admin=True)
-        self._method: Callable[..., Any] = channel.stream_stream(
+        self._peer = peer
+        self._method: Callable[..., Any] = peer.channel.stream_stream(
             METHOD,
             request_serializer=None,
             response_deserializer=parameter_server_pb2.ReplicaReply.FromString,
@@ -153,6 +152,7 @@ class Replicator:
                 log.exception("shard %d: the stream to its standby failed", self.number)
                 self._problem = _sentence(errors)
             self._connected = False
+            self._peer.failed()
             if not self.log.marked:
                 # It refuses to be promoted, so nobody has to wait for it.
                 self.log.restart(0)
@@ -163,7 +163,7 @@ class Replicator:
             await asyncio.sleep(0.05 + 0.2 * random.random())
 
     async def _stream(self) -> None:
-        call = self._method(metadata=self._metadata, timeout=STREAM_S)
+        call = self._method(metadata=await self._peer.metadata(METHOD), timeout=STREAM_S)
         try:
             await self._send(call, self._head())
             reply = await self._answer(call, self._timeouts.rpc_s)
@@ -298,7 +298,7 @@ class Replicas:
         self._store = store
         self._timeouts = timeouts
         self._security = security
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._peers: dict[str, AioPeer] = {}
         self._running: dict[int, Replicator] = {}
 
     def configured(self) -> None:
@@ -330,15 +330,14 @@ class Replicas:
                     shard,
                     target,
                     task=self._task,
-                    channel=self._channel(target.address),
+                    peer=self._peer(target.address),
                     timeouts=self._timeouts,
-                    security=self._security,
                 )
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = open_aio_channel(address, self._timeouts, self._security)
-        return self._channels[address]
+    def _peer(self, address: str) -> AioPeer:
+        if address not in self._peers:
+            self._peers[address] = AioPeer(address, self._timeouts, self._security)
+        return self._peers[address]
 
     def view(self, number: int) -> StandbyView:
         """How the standby of a shard is. From any thread."""
@@ -348,8 +347,8 @@ class Replicas:
     async def close(self) -> None:
         """End all streams and channels."""
         self.abandon()
-        for channel in self._channels.values():
-            await channel.close()
+        for peer in self._peers.values():
+            await peer.close()
 
 
 def _guarded(release: Callable[[], None], store: ParameterStore) -> None:

@@ -47,6 +47,7 @@ from shardline_ps.voting import Ballot, Verdict
 log = logging.getLogger("shardline.ps")
 GRACE_S = 0.25
 """How long calls that were woken have to answer by themselves when their shard is let go of."""
+KEY_BYTES = 32
 T = TypeVar("T")
 
 
@@ -302,9 +303,14 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         at_most(len(request.members), MAX_MEMBERS, "SetMembership: members")
         for member in request.members:
             short(member.task, "SetMembership: name of a task")
+            if len(member.key) not in (0, KEY_BYTES):
+                raise ProtocolError(
+                    f"SetMembership: the key of {member.task} has {len(member.key)} bytes; a SHA-256 has {KEY_BYTES}"
+                )
         placement = placement_from_proto(request.placement)
         authority = self._store.authority
         before = dict(authority.members or {})
+        authority.keys = {member.task: member.key for member in request.members}
         authority.members = {member.task: member.incarnation for member in request.members}
         self._attachments.keep_only(authority.members)
         self._calls.keep_only(authority.members)

@@ -14,7 +14,7 @@ import grpc
 
 from shardline.config import Timeouts
 from shardline.errors import InternalError, NonFiniteError, ProtocolError
-from shardline.rpc.channel import open_aio_channel
+from shardline.rpc.channel import AioPeer
 from shardline.rpc.records import Applied, verdict_to_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.security import PLAIN, Security
@@ -23,6 +23,7 @@ from shardline_ps.shard import Shard
 from shardline_ps.store import ParameterStore
 from shardline_ps.voting import Ballot, Lead, Verdict
 
+VOTE = "/shardline.rpc.v1.Coordinator/Vote"
 log = logging.getLogger("shardline.ps")
 
 
@@ -35,7 +36,7 @@ class Voters:
         self._security = security
         self._lead = Lead()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._peers: dict[str, AioPeer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._deciding: dict[asyncio.Task[None], int] = {}
         """Of these, the ones that hold a shard, and its number."""
@@ -149,9 +150,10 @@ class Voters:
         if address is None:
             await asyncio.sleep(self._timeouts.heartbeat_s)
             return None
-        if address not in self._channels:
-            self._channels[address] = open_aio_channel(address, self._timeouts, self._security)
-        stub = parameter_server_pb2_grpc.CoordinatorStub(self._channels[address])
+        if address not in self._peers:
+            self._peers[address] = AioPeer(address, self._timeouts, self._security)
+        peer = self._peers[address]
+        stub = parameter_server_pb2_grpc.CoordinatorStub(peer.channel)
         assert self._store.configuration is not None
         request = parameter_server_pb2.VoteRequest(
             job=self._store.configuration.job,
@@ -166,8 +168,10 @@ class Voters:
             request.square_sum.extend(value for _, value in ballot.sums)
             request.nonfinite_tensors.extend(ballot.nonfinite)
         try:
-            reply = await stub.Vote(request, timeout=self._timeouts.rpc_s)
+            metadata = await peer.metadata(VOTE)
+            reply = await stub.Vote(request, timeout=self._timeouts.rpc_s, metadata=metadata)
         except grpc.aio.AioRpcError as error:
+            peer.failed()
             log.debug("vote on step %d at %s: %s", step, address, error.code().name)
             await asyncio.sleep(0.05 + 0.2 * random.random())
             return None
@@ -213,5 +217,5 @@ class Voters:
         """End running votes and close channels."""
         for task in list(self._tasks):
             task.cancel()
-        for channel in self._channels.values():
-            await channel.close()
+        for peer in self._peers.values():
+            await peer.close()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from shardline import files
 from shardline.checkpoint.files import os_text
 from shardline.checkpoint.manifest import MANIFEST
 from shardline.checkpoint.reader import Checkpoint
@@ -49,16 +50,18 @@ def export(checkpoint_path: Path, out: Path) -> Checkpoint:
     state = checkpoint.state_dict()
     if out.suffix == ".safetensors":
         state = _separate(checkpoint, state)
-    temporary = out.with_name(f".{out.name}.new")
     try:
-        if out.suffix == ".pt":
-            torch.save(state, temporary)
-        else:
-            save_file(state, temporary, metadata={"format": "pt"})
-        os.replace(temporary, out)
+        # Both libraries open by name and follow links. In a folder of our own there are none.
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent, ignore_cleanup_errors=True) as folder:
+            temporary = Path(folder, out.name)
+            if out.suffix == ".pt":
+                torch.save(state, temporary)
+            else:
+                save_file(state, temporary, metadata={"format": "pt"})
+            files.sync(temporary)
+            os.replace(temporary, out)
+        files.sync(out.parent)
     except (OSError, RuntimeError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         cause = os_text(error) if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UsageError(f"{out} can't be written: {cause}") from error
     return checkpoint

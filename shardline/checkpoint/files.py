@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from shardline import files
 from shardline.errors import CheckpointError
 
 READ_BYTES = 4 << 20
@@ -88,10 +89,12 @@ class Files:
 
 
 def file_digest(path: Path) -> tuple[int, str]:
-    """(bytes, sha256) of a file as it stands."""
+    """(bytes, sha256) of a regular file as it stands. Raises OSError."""
     digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
+    with files.open_binary(path) as file:
+        # What is written to it meanwhile is not waited for.
+        end = os.fstat(file.fileno()).st_size
+        while size < end and (block := file.read(min(READ_BYTES, end - size))):
             digest.update(block)
             size += len(block)
     return size, digest.hexdigest()
@@ -119,7 +122,7 @@ def try_lock(path: Path) -> int | None:
     Raises OSError on file systems that lock no folders (NFS). The lock goes with its process, and with the folder
     through a rename: what is left unlocked is a dead writer's.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

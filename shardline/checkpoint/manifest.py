@@ -7,13 +7,16 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
+from shardline import files
+from shardline.checkpoint.files import os_text
 from shardline.errors import CheckpointError, ShardlineError
 from shardline.image import WorkerSequence
 from shardline.sharding import BucketSpec, Plan, ShardSpec, Slice, check_plan
@@ -26,7 +29,18 @@ FORMAT_VERSION = 1
 SEQUENCES = "sequences"
 """Field of `extra`: the last push of each worker that each shard holds (asynchronous mode), one object per shard."""
 
-Count = Annotated[int, Field(ge=0)]
+MAX_BYTES = 256 << 20
+"""Of a manifest: 1 KB for each tensor that a job may have (MAX_TENSORS in rpc/limits.py). One takes 300 bytes, with its
+slices and a name of 50 characters."""
+MAX_PARSED_BYTES = 512 << 20
+"""Of memory for its values, texts aside: 2 KB for each tensor, which takes 900 bytes. Without this bound a file of
+empty lists would take 20 times its size."""
+_VALUE_BYTES = {b"{": 240, b"[": 64, b",": 40}
+"""What an object, a list and any other value take in memory, by a sign that each of them has in the file."""
+
+_Listed = Field(strict=False)
+"""A JSON list is a tuple here; what is in it is as strict as everything."""
+Count = Annotated[int, Field(strict=True, ge=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Uint64 = Annotated[int, Field(strict=True, ge=0, lt=1 << 64)]
 _SEQUENCES = TypeAdapter(list[dict[str, Annotated[tuple[Uint64, Uint64], Field(strict=False)]]])
@@ -68,35 +82,32 @@ class BucketModel(_Model):
     dtype: str
     kind: Literal["param", "frozen", "buffer"]
     elements: Count
-    slices: tuple[tuple[Count, Count, Count, Count, Count], ...]
+    slices: Annotated[tuple[Annotated[tuple[Count, Count, Count, Count, Count], _Listed], ...], _Listed]
 
 
 class ShardModel(_Model):
     """One shard of the plan."""
 
-    buckets: tuple[BucketModel, ...]
+    buckets: Annotated[tuple[BucketModel, ...], _Listed]
 
 
 class Manifest(_Model):
-    """A checkpoint's manifest. Its tensors stand in `job`."""
+    """A checkpoint's manifest, but for `job` and `shards`: what they say is in Described."""
 
     format: Literal["shardline-checkpoint"]
     format_version: int
     job_name: str
-    job: dict[str, JsonValue]
-    """spec_json's form of the JobSpec."""
     plan_id: str
-    shards: tuple[ShardModel, ...] = Field(min_length=1)
     step: Count
     timeline: Count
     term: Count
     consistent: bool
     """True: all shards at this step, one cut. False: each shard at an instant of its own (asynchronous mode)."""
-    versions: tuple[Count, ...]
+    versions: Annotated[tuple[Count, ...], _Listed]
     """Optimizer applications per shard."""
-    steps: tuple[Count, ...]
+    steps: Annotated[tuple[Count, ...], _Listed]
     """Step of each shard's copy; all equal to `step` in a consistent cut."""
-    files: tuple[FileEntry, ...]
+    files: Annotated[tuple[FileEntry, ...], _Listed]
     """One per shard, in order."""
     content_sha256: Sha256
     """Digest of all content by tensor name and quantum; the same for every plan."""
@@ -111,6 +122,15 @@ class Manifest(_Model):
     torch_version: str
     manifest_sha256: Sha256
     """Over this file's other fields as JSON with sorted keys and no spaces."""
+
+
+class _Written(Manifest):
+    """All fields of the file. The two large ones are checked while they are decoded, piece by piece."""
+
+    job: dict[str, Any]
+    """spec_json's form of the JobSpec."""
+    shards: list[Any] = Field(min_length=1)
+    """ShardModel each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,8 +159,28 @@ def sequences_from_json(value: JsonValue, shard: int, num_shards: int) -> dict[s
 
 
 def _self_digest(fields: Mapping[str, Any]) -> str:
-    body = {key: value for key, value in fields.items() if key != "manifest_sha256"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    # Piece by piece: the text of all fields would take as much memory as the file once more.
+    digest, comma = hashlib.sha256(b"{"), b""
+    for key in sorted(fields.keys() - {"manifest_sha256"}):
+        digest.update(comma + json.dumps(key).encode() + b":")
+        value = fields[key]
+        for piece in _pieces(value) if isinstance(value, list) else (_compact(value),):
+            digest.update(piece)
+        comma = b","
+    digest.update(b"}")
+    return digest.hexdigest()
+
+
+def _pieces(values: list[Any]) -> Iterator[bytes]:
+    """A list's JSON in parts."""
+    yield b"["
+    for number, value in enumerate(values):
+        yield b"," * (number > 0) + _compact(value)
+    yield b"]"
+
+
+def _compact(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def plain_json(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,39 +242,53 @@ def _encode_bucket(bucket: BucketSpec) -> dict[str, Any]:
 def read(folder: Path) -> Described:
     """Manifest of a step's folder, every field checked.
 
-    Raises CheckpointError naming the file and what is wrong with it: missing, not JSON, another format version, an
-    unknown or wrong field, a checksum, a file name outside the folder, a plan that doesn't hold.
+    Raises CheckpointError naming the file and what is wrong with it: missing, no regular file, too large, not JSON,
+    another format version, an unknown or wrong field, a checksum, a file name outside the folder, a plan that doesn't
+    hold.
     """
     path = folder / MANIFEST
     try:
-        data = path.read_bytes()
+        fields = _parse(path, files.read_bytes(path, MAX_BYTES))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {MANIFEST}, so it is no checkpoint") from None
     except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error
-    manifest = _parse(path, data)
+        raise CheckpointError(f"{path} can't be read: {os_text(error)}") from error
+    manifest, raw_job, raw_shards = _check_fields(path, fields)
+    del fields
     try:
-        job = job_from_json(manifest.job)
-        plan = _decode_plan(manifest, job)
+        job = job_from_json(raw_job)
+        raw_job.clear()
+        plan = _decode_plan(raw_shards, job)
         check_plan(plan)
     except ShardlineError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if plan.plan_id != manifest.plan_id:
         raise CheckpointError(f"{path} is damaged: its plan hashes to {plan.plan_id}, it says {manifest.plan_id}")
-    _check_files(path, manifest)
+    _check_files(path, manifest, len(plan.shards))
     named = parse_step_folder(folder.name)
     if named is not None and named != manifest.step:
         raise CheckpointError(f"{path} is of step {manifest.step}, but its folder is {folder.name}")
     return Described(manifest=manifest, job=job, plan=plan)
 
 
-def _parse(path: Path, data: bytes) -> Manifest:
+def _parse(path: Path, data: bytes) -> dict[str, Any]:
+    parsed = sum(data.count(sign) * nbytes for sign, nbytes in _VALUE_BYTES.items())
+    if parsed > MAX_PARSED_BYTES:
+        raise CheckpointError(
+            f"{path} is no manifest: what it holds would take {parsed:,} bytes of memory, the limit is "
+            f"{MAX_PARSED_BYTES:,}"
+        )
     try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        fields = from_json(data)
+    except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} is damaged: it holds a {type(fields).__name__}, not an object")
+    return fields
+
+
+def _check_fields(path: Path, fields: dict[str, Any]) -> tuple[Manifest, dict[str, Any], list[Any]]:
+    """The manifest, and its job and shards as they stand in the file."""
     version = fields.get("format_version")
     if type(version) is int and version != FORMAT_VERSION:
         raise CheckpointError(
@@ -242,20 +296,21 @@ def _parse(path: Path, data: bytes) -> Manifest:
             "Read it with the Shardline that wrote it"
         )
     try:
-        manifest = Manifest.model_validate_json(data)
+        written = _Written.model_validate(fields)
     except ValidationError as error:
         raise CheckpointError(f"{path} is damaged: {_first_problem(error)}") from None
     found = _self_digest(fields)
-    if found != manifest.manifest_sha256:
+    if found != written.manifest_sha256:
         raise CheckpointError(
-            f"{path} is damaged: its fields hash to {found[:16]}..., it says {manifest.manifest_sha256[:16]}..."
+            f"{path} is damaged: its fields hash to {found[:16]}..., it says {written.manifest_sha256[:16]}..."
         )
-    return manifest
+    manifest = Manifest.model_construct(**{name: getattr(written, name) for name in Manifest.model_fields})
+    return manifest, fields["job"], fields["shards"]
 
 
-def _first_problem(error: ValidationError) -> str:
+def _first_problem(error: ValidationError, within: str = "") -> str:
     problem = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in problem["loc"]) or "the file"
+    place = ".".join((*filter(None, [within]), *map(str, problem["loc"]))) or "the file"
     if problem["type"] == "extra_forbidden":
         return f"unknown field {place!r}"
     if problem["type"] == "missing":
@@ -263,25 +318,31 @@ def _first_problem(error: ValidationError) -> str:
     return f"{place}: {problem['msg']}, found {str(problem['input'])[:80]!r}"
 
 
-def _decode_plan(manifest: Manifest, job: JobSpec) -> Plan:
+def _decode_plan(raw_shards: list[Any], job: JobSpec) -> Plan:
+    """The plan. What was decoded is taken out of raw_shards."""
     shards = []
-    for shard in manifest.shards:
-        buckets = []
-        for bucket in shard.buckets:
-            if bucket.dtype not in DTYPES:
-                raise CheckpointError(f"a bucket has dtype {bucket.dtype!r}, which Shardline can't hold")
-            slices = tuple(
-                Slice(tensor=tensor, first_row=first_row, rows=rows, offset=offset, elements=elements)
-                for tensor, first_row, rows, offset, elements in bucket.slices
-            )
-            kind = TensorKind(bucket.kind)
-            buckets.append(BucketSpec(dtype=bucket.dtype, kind=kind, elements=bucket.elements, slices=slices))
-        shards.append(ShardSpec(buckets=tuple(buckets)))
+    for number, raw in enumerate(raw_shards):
+        try:
+            shard = ShardModel.model_validate(raw)
+        except ValidationError as error:
+            raise CheckpointError(_first_problem(error, f"shards.{number}")) from None
+        del raw
+        raw_shards[number] = None
+        shards.append(ShardSpec(buckets=tuple(map(_decode_bucket, shard.buckets))))
     return Plan(job.tensors, tuple(shards))
 
 
-def _check_files(path: Path, manifest: Manifest) -> None:
-    num_shards = len(manifest.shards)
+def _decode_bucket(bucket: BucketModel) -> BucketSpec:
+    if bucket.dtype not in DTYPES:
+        raise CheckpointError(f"a bucket has dtype {bucket.dtype!r}, which Shardline can't hold")
+    slices = tuple(
+        Slice(tensor=tensor, first_row=first_row, rows=rows, offset=offset, elements=elements)
+        for tensor, first_row, rows, offset, elements in bucket.slices
+    )
+    return BucketSpec(dtype=bucket.dtype, kind=TensorKind(bucket.kind), elements=bucket.elements, slices=slices)
+
+
+def _check_files(path: Path, manifest: Manifest, num_shards: int) -> None:
     for what, numbers in (("versions", manifest.versions), ("steps", manifest.steps)):
         if len(numbers) != num_shards:
             raise CheckpointError(f"{path} is damaged: {len(numbers)} {what} for {num_shards} shards")

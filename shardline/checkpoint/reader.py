@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from shardline import files
 from shardline.checkpoint import manifest as manifests
 from shardline.checkpoint.compat import resume_notes
 from shardline.checkpoint.content import COMPLEX_KEYS, INITIALIZED, SCALAR, STATE, Key, stored_dtype
 from shardline.checkpoint.files import file_digest, os_text
+from shardline.checkpoint.manifest import FileEntry
 from shardline.errors import CheckpointError
 from shardline.image import VALUE, BucketImage, WorkerSequence
 from shardline.sharding import BucketSpec, Plan, Slice
@@ -79,19 +82,16 @@ class Checkpoint:
         self._index_error: CheckpointError | None = None
 
     def verify(self) -> None:
-        """Read every file and compare size and sha256. Raises CheckpointError naming the file and what is wrong."""
+        """Read every file and compare size and sha256. Raises CheckpointError naming the file and what is wrong.
+
+        No file is read before all of them have the right size.
+        """
         for entry in self.manifest.files:
-            path = self.path / entry.name
-            try:
-                size, sha256 = file_digest(path)
-            except FileNotFoundError:
-                raise CheckpointError(f"{path} is missing") from None
-            except OSError as error:
-                raise CheckpointError(f"{path} can't be read: {os_text(error)}") from error
-            if size < entry.bytes:
-                raise CheckpointError(f"{path} is truncated: {size} bytes of {entry.bytes}")
-            if size > entry.bytes:
-                raise CheckpointError(f"{path} has {size} bytes, the manifest says {entry.bytes}")
+            with self._pinned(entry):
+                pass
+        for entry in self.manifest.files:
+            with self._pinned(entry) as (path, pinned):
+                _, sha256 = file_digest(pinned)
             if sha256 != entry.sha256:
                 raise CheckpointError(
                     f"{path} is corrupt: its sha256 is {sha256[:16]}..., the manifest says {entry.sha256[:16]}..."
@@ -202,7 +202,7 @@ class Checkpoint:
     def _build_index(self) -> dict[tuple[str, str, str], list[_Entry]]:
         index: dict[tuple[str, str, str], list[_Entry]] = {}
         for item in self.manifest.files:
-            file = self._open(self.path / item.name)
+            file = self._open(item)
             for text in file.keys:
                 key = self._parse_key(file, text)
                 stored = file.handle.get_slice(text)
@@ -222,15 +222,32 @@ class Checkpoint:
                 self._check_beside(self._spec(name), rows, what, entries)
         return index
 
-    def _open(self, path: Path) -> _File:
+    @contextlib.contextmanager
+    def _pinned(self, entry: FileEntry) -> Iterator[tuple[Path, Path]]:
+        """The path of a file of the right size, and one to read it by, which is this file for as long as the block."""
+        path = self.path / entry.name
         try:
-            handle: Any = safe_open(path, framework="pt", device="cpu")
-            complex_keys = json.loads((handle.metadata() or {}).get(COMPLEX_KEYS, "[]"))
-            return _File(path, handle, list(handle.keys()), frozenset(complex_keys))
+            with files.pinned(path) as pinned:
+                size = pinned.stat().st_size
+                if size < entry.bytes:
+                    raise CheckpointError(f"{path} is truncated: {size} bytes of {entry.bytes}")
+                if size > entry.bytes:
+                    raise CheckpointError(f"{path} has {size} bytes, the manifest says {entry.bytes}")
+                yield path, pinned
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
-        except (SafetensorError, OSError, ValueError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is truncated or corrupt: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {os_text(error)}") from error
+
+    def _open(self, entry: FileEntry) -> _File:
+        with self._pinned(entry) as (path, pinned):
+            try:
+                # It maps the whole file now, so what becomes of it later doesn't matter.
+                handle: Any = safe_open(pinned, framework="pt", device="cpu")
+                complex_keys = json.loads((handle.metadata() or {}).get(COMPLEX_KEYS, "[]"))
+                return _File(path, handle, list(handle.keys()), frozenset(complex_keys))
+            except (SafetensorError, OSError, ValueError, TypeError, RecursionError) as error:
+                raise CheckpointError(f"{path} is truncated or corrupt: {error}") from error
 
     def _parse_key(self, file: _File, text: str) -> Key:
         try:

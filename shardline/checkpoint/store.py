@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardline import files
 from shardline.checkpoint import manifest as manifests
 from shardline.checkpoint.content import ContentDigest, safetensors_chunks, shard_entries, slice_rows
 from shardline.checkpoint.files import Files, explained, file_digest, os_text, try_lock
@@ -32,6 +33,8 @@ from shardline.sharding import Plan
 from shardline.spec import JobSpec
 
 LATEST, BEST = "latest", "best"
+BEST_BYTES = 1 << 20
+"""Of the hint `best`: a step and its metrics."""
 _TEMPORARY, _TRASH = "tmp-", "trash-"
 
 Images = Mapping[int, Iterable[BucketImage]] | Callable[[int], Iterable[BucketImage]]
@@ -227,7 +230,7 @@ class CheckpointStore:
     def best(self) -> Best | None:
         """The marked best step, or None where there is none or the hint can't be read."""
         try:
-            value = json.loads((self.dir / BEST).read_bytes())
+            value = json.loads(files.read_bytes(self.dir / BEST, BEST_BYTES))
             metrics = {str(k): math.nan if v is None else float(v) for k, v in value["metrics"].items()}
             step = value["step"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):

@@ -17,6 +17,7 @@ import torch
 from shardline.config import RoleConfig
 from shardline.consistency.decision import Outcome
 from shardline.errors import ProtocolError, UsageError
+from shardline.identity import Identity
 from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, Sender, Want, Whole
 from shardline.lanes.open import open_lane
 from shardline.rpc.channel import Peers
@@ -110,7 +111,7 @@ class LaneProbe:
             self.plan.shards[0],
             on_fallback=lambda name, reason: self.fallbacks.append(f"{name}: {reason}"),
         )
-        self._sender = Sender(job="bench", timeline=1, plan_id=self.plan.plan_id, task=config.task, incarnation=0)
+        self._sender = Sender(job="bench", timeline=1, plan_id=self.plan.plan_id, who=Identity(config.task))
         self._sink = Buffers()
         self._items = [_payload(number, bucket.elements) for number, bucket in enumerate(self.plan.shards[0].buckets)]
         self.nbytes = sum(len(item.data) for item in self._items)

@@ -8,29 +8,34 @@ import click
 
 from shardline.cluster import parse_address, read_spec
 from shardline.errors import UsageError
+from shardline.rpc.rights import ROLES
 
 
 @click.command(short_help="Make a test CA and a certificate for each task.")
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--host", "hosts", multiple=True, metavar="NAME", help="A machine's name or IP address; may be repeated.")
 @click.option("--cluster", metavar="FILE", help="cluster.json: a certificate for each of its tasks, named after it.")
+@click.option("--role", type=click.Choice(ROLES), help="Make --host's certificates good for what this role does only.")
 @click.option("--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long they are valid.")
-def certs(out: Path, hosts: tuple[str, ...], cluster: str | None, days: int) -> int:
+def certs(out: Path, hosts: tuple[str, ...], cluster: str | None, role: str | None, days: int) -> int:
     """Make a CA and certificates in the folder OUT, for connections that wear TLS on both sides.
 
     One certificate for each --host, in OUT/NAME.pem and OUT/NAME.key, or for each task of --cluster, in OUT/ps-0.pem
-    and so on; without either, one for this machine. A CA that is in OUT already signs further ones. Nothing is written
-    over.
+    and so on; without either, one for this machine. Those of --cluster name the task's role, and are good for what
+    that role does only; with --role so are the others. A CA that is in OUT already signs further ones. Nothing is
+    written over.
     """
-    wanted = {**_tasks(cluster), **{host.replace(":", "-"): host for host in hosts}} or {"localhost": "localhost"}
+    tasks = _tasks(cluster)
+    wanted = {**tasks, **{host.replace(":", "-"): host for host in hosts}} or {"localhost": "localhost"}
+    roles = {name: name.partition("-")[0] if name in tasks else role or "" for name in wanted}
     # Its library takes a moment to load.
     from shardline.certs import make_certificates
 
-    made = make_certificates(out, wanted, days=days)
+    made = make_certificates(out, wanted, days=days, roles=roles)
     key = made.ca.with_suffix(".key")
     print(f"{made.ca}, {key}: the CA{'' if made.new_ca else ', as it was'}; no task needs its key, keep it to yourself")
     for name, pair in made.pairs.items():
-        print(f"{pair[0]}, {pair[1]}: for {wanted[name]}")
+        print(f"{pair[0]}, {pair[1]}: for {wanted[name]}" + (f", as {roles[name]}" if roles[name] else ""))
     cert, private = next(iter(made.pairs.values()))
     print(f"valid until {made.until:%Y-%m-%d}; give each task its own two files, and all of them the CA's certificate:")
     print(f"    --tls-ca {made.ca} --tls-cert {cert} --tls-key {private}")

@@ -149,6 +149,7 @@ def export(checkpoint: Path, out: Path) -> int:
     """Write the parameters of CHECKPOINT as one state_dict that loads in PyTorch without Shardline."""
     from shardline.checkpoint import export as write
 
-    write(checkpoint, out)
+    for warning in write(checkpoint, out).warnings:
+        print(f"shardline: {warning}", file=sys.stderr)
     print(out)
     return 0

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from shardline import files
 from shardline.allocator import ALLOCATOR
 from shardline.cli.roles import COMMANDS, reads
 from shardline.cluster import ClusterSpec, parse_task
@@ -330,9 +331,7 @@ class LocalCluster:
 
     def _write_spec(self, spec: ClusterSpec) -> None:
         path = cluster_path(self.options.out)
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(spec.to_json(), encoding="utf-8")
-        temporary.replace(path)
+        files.replace(path, spec.to_json().encode())
 
     def _read_address(self, fd: int) -> str:
         limit_s = max(START_FLOOR_S, self.options.timeouts.join_s)
@@ -466,7 +465,7 @@ class LocalCluster:
     def log_tail(self, task: str, lines: int = 10) -> list[str]:
         """Last lines of a task's output."""
         try:
-            with self.log_path(task).open("rb") as log:
+            with files.open_binary(self.log_path(task)) as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
                 return log.read().decode(errors="replace").splitlines()[-lines:]
         except OSError:

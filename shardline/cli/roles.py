@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from shardline import lifeline, log
+from shardline import lifeline, log, native_log
 from shardline.cli import options
 from shardline.cluster import ROLES, wants_place
 from shardline.config import RoleConfig
@@ -109,6 +110,11 @@ def run_role(role: str, flags: dict[str, Any]) -> int:
         # Until its index is known, it tells what it waits for by its role.
         log.setup(role)
     config = options.role_config(role, flags)
+    with native_log.condensed() if native_log.wanted(config.security) else contextlib.nullcontext():
+        return _run(role, config)
+
+
+def _run(role: str, config: RoleConfig) -> int:
     if config.life_fd is not None:
         lifeline.watch(config.life_fd)
     json_path = config.out / "logs" / f"{role}-{config.index}.jsonl" if config.out is not None else None

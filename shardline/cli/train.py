@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardline import files
 from shardline.cli import options
 from shardline.cli.launcher import Ended, LaunchError, LaunchOptions, LocalCluster, describe_code
 from shardline.config import Timeouts
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from shardline.rpc.status import ChiefStatus
 
 POLL_S = 0.5
+SUMMARY_BYTES = 16 << 20
+"""Of a run's summary.json, most of which are its recoveries."""
 POLL_TIMEOUT_S = 6.0
 """--timeout of the progress bar's own calls: a chief that is slow to answer costs a picture, not the job."""
 EPILOG = "What follows -- is passed on: to the script, or to the job file as SHARDLINE_JOB_ARGS."
@@ -408,7 +411,7 @@ def summary_path(out: Path) -> Path:
 def read_summary(out: Path) -> dict[str, Any] | None:
     """The run's summary; None where the chief wrote none. Raises ShardlineError where it can't be read."""
     try:
-        found = json.loads(summary_path(out).read_text(encoding="utf-8"))
+        found = json.loads(files.read_text(summary_path(out), SUMMARY_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -31,7 +31,7 @@ class Leases:
         """
         done = [self._lease.number] if self._lease is not None else []
         try:
-            lease = link.ask(lambda: link.client.lease(link.task, link.incarnation, done))
+            lease = link.ask(lambda: link.client.lease(link.identity, done))
         except UnreachableError:
             if link.orders.phase is not Phase.ENDED:
                 raise

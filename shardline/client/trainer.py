@@ -35,6 +35,7 @@ from shardline.client.zero_copy import ZeroCopy, check_shareable
 from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
 from shardline.errors import JobError, ProtocolError, UnreachableError
+from shardline.identity import Identity
 from shardline.lanes.base import Contribution, Lane, Payloads, Sender, Standing, Want, Whole
 from shardline.reduce import Block, cover
 from shardline.rpc.client import JobView
@@ -65,8 +66,7 @@ class Trainer:
         lanes: Mapping[int, Lane],
         timeouts: Timeouts,
         *,
-        task: str,
-        incarnation: int,
+        who: Identity,
         index: int,
         on_retry: Callable[[int], None] = lambda shard: None,
         overlap: bool = False,
@@ -91,8 +91,7 @@ class Trainer:
             job=view.job.name,
             timeline=view.timeline,
             plan_id=view.plan.plan_id,
-            task=task,
-            incarnation=incarnation,
+            who=who,
         )
         self.staging = Staging(
             view.plan, view.job.replicas if self.is_sync else 1, view.job.codec, self._allocate, self._gpu

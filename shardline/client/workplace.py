@@ -92,7 +92,7 @@ class Workplace:
 
     def renew(self, link: ChiefLink) -> None:
         """Make the trainer of the plan and timeline in force, where it isn't there already."""
-        view = link.ask(lambda: link.client.get_job(link.task, link.incarnation))
+        view = link.ask(lambda: link.client.get_job(link.identity))
         if (
             self.view is not None
             and view.plan.plan_id == self.view.plan.plan_id
@@ -112,8 +112,7 @@ class Workplace:
             self.values,
             lanes,
             self._config.timeouts,
-            task=link.task,
-            incarnation=link.incarnation,
+            who=link.identity,
             index=self._config.index,
             on_retry=self._count_retry,
             overlap=self.overlaps,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shardline.consistency.decision import Outcome
+from shardline.identity import Identity
 from shardline.reduce import Block
 from shardline.wire.frames import Buffer
 
@@ -21,8 +22,7 @@ class Sender:
     job: str
     timeline: int
     plan_id: str
-    task: str
-    incarnation: int
+    who: Identity
 
 
 @dataclass(frozen=True, kw_only=True)

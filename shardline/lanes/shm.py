@@ -30,7 +30,7 @@ class Mapped:
         self, attached: Attached, sender: Sender, gradients: Segment, areas: Sequence[Segment], replies: Segment | None
     ) -> None:
         self.attached = attached
-        self.sender = (sender.task, sender.incarnation)
+        self.sender = sender.who
         self._gradients = gradients
         self._areas = {**dict(enumerate(areas)), **({2: replies} if replies is not None else {})}
         self._start = _address(gradients.memory)
@@ -205,11 +205,7 @@ class ShmLane(ShardCalls):
 
     def _opened(self, sender: Sender, pushes: int, timeout_s: float) -> Mapped:
         mapped = self._mapped
-        if (
-            mapped is not None
-            and mapped.sender == (sender.task, sender.incarnation)
-            and mapped.room(self._length) >= pushes
-        ):
+        if mapped is not None and mapped.sender == sender.who and mapped.room(self._length) >= pushes:
             return mapped
         self._mapped = None
         opened = self._open(sender, timeout_s=timeout_s)

@@ -103,7 +103,7 @@ class TcpLane(ShardCalls):
     def _opened(self, sender: Sender, timeout_s: float) -> BulkSockets:
         """The pair of sockets of this sender, opened now where there is none."""
         sockets = self._sockets
-        if sockets is not None and sockets.alive and sockets.sender == (sender.task, sender.incarnation):
+        if sockets is not None and sockets.alive and sockets.sender == sender.who:
             return sockets
         self._abandon()
         opened = self._open(sender, timeout_s=timeout_s)
@@ -174,7 +174,7 @@ class BulkSockets:
     """An open attachment, the worker's side."""
 
     def __init__(self, peer: Peer, sender: Sender, attached: Attached, up: socket.socket, down: socket.socket) -> None:
-        self.sender = (sender.task, sender.incarnation)
+        self.sender = sender.who
         self.attached = attached
         self.alive = True
         self._peer = peer

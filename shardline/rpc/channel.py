@@ -15,11 +15,13 @@ import tenacity
 from shardline.cluster import parse_address
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, UnreachableError
+from shardline.rpc.access import CHIEF_AUDIENCE, STALE_KEY, Prover
 from shardline.rpc.errors import from_status
+from shardline.rpc.limits import MAX_MESSAGE_BYTES
 from shardline.rpc.names import HostName, is_literal, no_address, unknown_name
-from shardline.rpc.rights import needs_admin
-from shardline.rpc.server import MAX_MESSAGE_BYTES
-from shardline.security import PLAIN, Security
+from shardline.rpc.rights import takes_proof
+from shardline.rpc.v1 import access_pb2, access_pb2_grpc
+from shardline.security import PLAIN, Metadata, Security
 
 log = logging.getLogger("shardline.rpc")
 T = TypeVar("T")
@@ -78,50 +80,84 @@ class _Details(NamedTuple):
     compression: Any
 
 
-class _TokenBearer(
+class _Bearer(
     grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds the job token to every call of a channel, of any kind, and to commands the admin token."""
+    """Adds the job token to every call of a channel, of any kind, and to some proof of the admin token."""
 
-    def __init__(self, security: Security) -> None:
-        self._security = security
+    def __init__(self, security: Security, prover: Prover, channel: grpc.Channel, wait_s: float) -> None:
+        """channel: without this interceptor. wait_s: how long the challenge is waited for."""
+        self._tokens = security.metadata()
+        self._prover = prover
+        self._challenge = access_pb2_grpc.AccessStub(channel).Challenge
+        self._wait_s = wait_s
 
-    def _with_tokens(self, details: Any) -> _Details:
-        return with_metadata(details, self._security.metadata(admin=needs_admin(details.method)))
+    def _call(self, continuation: Any, details: Any, request: Any) -> Any:
+        if not takes_proof(details.method):
+            return continuation(with_metadata(details, self._tokens), request)
+        if not self._prover.ready:
+            wait_s = self._wait_s if details.timeout is None else min(self._wait_s, details.timeout)
+            reply = self._challenge(access_pb2.ChallengeRequest(), timeout=wait_s, metadata=self._tokens)
+            self._prover.answer(reply.challenge)
+        more = (*self._tokens, *self._prover.metadata(details.method))
+        return continuation(with_metadata(details, more), request)
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return continuation(self._with_tokens(client_call_details), request)
+        call = self._call(continuation, client_call_details, request)
+        if takes_proof(client_call_details.method):
+            # Streams of commands follow unary ones, which find out first.
+            call.add_done_callback(lambda ended: forget_if_stale(self._prover, ended.trailing_metadata()))
+        return call
 
     def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return continuation(self._with_tokens(client_call_details), request)
+        return self._call(continuation, client_call_details, request)
 
     def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return continuation(self._with_tokens(client_call_details), request_iterator)
+        return self._call(continuation, client_call_details, request_iterator)
 
     def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        return continuation(self._with_tokens(client_call_details), request_iterator)
+        return self._call(continuation, client_call_details, request_iterator)
 
 
-class _AioTokenBearer(grpc.aio.UnaryUnaryClientInterceptor):
-    """The same for the unary calls of a channel on an event loop; who streams there brings the metadata itself."""
+def forget_if_stale(prover: Prover, trailing: Metadata) -> None:
+    """Have the next call ask for the challenge, where the server said that it has another one now."""
+    if any(key == STALE_KEY for key, _ in trailing or ()):
+        prover.forget()
 
-    def __init__(self, security: Security) -> None:
-        self._security = security
 
-    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        found = client_call_details
-        tokens = self._security.metadata(admin=needs_admin(found.method))
-        details = grpc.aio.ClientCallDetails(
-            method=found.method,
-            timeout=found.timeout,
-            metadata=grpc.aio.Metadata(*(found.metadata or ()), *tokens),
-            credentials=found.credentials,
-            wait_for_ready=found.wait_for_ready,
-        )
-        return await continuation(details, request)
+class AioPeer:
+    """One parameter server, called from the running event loop by another that holds the admin token too."""
+
+    def __init__(self, address: str, timeouts: Timeouts, security: Security = PLAIN) -> None:
+        credentials, options = security.channel_credentials(), channel_options(timeouts)
+        if credentials is None:
+            self.channel = grpc.aio.insecure_channel(address, options=options)
+        else:
+            self.channel = grpc.aio.secure_channel(address, credentials, options=options)
+        self._wait_s = timeouts.rpc_s
+        self._tokens = security.metadata()
+        self._prover = Prover(security, address)
+
+    async def metadata(self, method: str) -> Sequence[tuple[str, str]]:
+        """What a call of a method brings along. Raises grpc.aio.AioRpcError where the server can't be asked."""
+        if not takes_proof(method):
+            return self._tokens
+        if not self._prover.ready:
+            stub: Any = access_pb2_grpc.AccessStub(self.channel)
+            reply = await stub.Challenge(access_pb2.ChallengeRequest(), timeout=self._wait_s, metadata=self._tokens)
+            self._prover.answer(reply.challenge)
+        return (*self._tokens, *self._prover.metadata(method))
+
+    def failed(self) -> None:
+        """A call failed: the next one asks for the challenge anew, since the server may have been started anew."""
+        self._prover.forget()
+
+    async def close(self) -> None:
+        """Close the channel; running calls end."""
+        await self.channel.close()
 
 
 def with_metadata(details: Any, more: Sequence[tuple[str, str]]) -> _Details:
@@ -136,24 +172,23 @@ def with_metadata(details: Any, more: Sequence[tuple[str, str]]) -> _Details:
     )
 
 
-def open_channel(address: str, timeouts: Timeouts, security: Security = PLAIN) -> grpc.Channel:
-    """A channel with a connection of its own; TLS and tokens as `security` has them."""
+def open_channel(
+    address: str, timeouts: Timeouts, security: Security = PLAIN, prover: Prover | None = None
+) -> grpc.Channel:
+    """A channel with a connection of its own; TLS and tokens as `security` has them.
+
+    prover: of the admin token; by default one that takes whoever answers for the parameter server at this address.
+    """
     credentials = security.channel_credentials()
     options = (*channel_options(timeouts), (ONE_THREAD, 1))
     if credentials is None:
         channel = grpc.insecure_channel(address, options=options)
     else:
         channel = grpc.secure_channel(address, credentials, options=options)
-    return grpc.intercept_channel(channel, _TokenBearer(security)) if security.metadata(admin=True) else channel
-
-
-def open_aio_channel(address: str, timeouts: Timeouts, security: Security = PLAIN) -> grpc.aio.Channel:
-    """A channel on the running event loop; TLS, and for unary calls tokens, as `security` has them."""
-    credentials, options = security.channel_credentials(), channel_options(timeouts)
-    bearers = (_AioTokenBearer(security),) if security.metadata(admin=True) else ()
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options, interceptors=bearers)
-    return grpc.aio.secure_channel(address, credentials, options=options, interceptors=bearers)
+    if not (security.token or security.admin_token):
+        return channel
+    bearer = _Bearer(security, prover or Prover(security, address), channel, timeouts.rpc_s)
+    return grpc.intercept_channel(channel, bearer)
 
 
 class Peer:
@@ -164,7 +199,9 @@ class Peer:
         self.address = address
         self.timeouts = timeouts
         self.security = security
-        self.channel = open_channel(address, timeouts, security)
+        audience = CHIEF_AUDIENCE if task.partition("/")[0] == "chief" else address
+        self.prover = Prover(security, audience)
+        self.channel = open_channel(address, timeouts, security, self.prover)
         self.on_retry: Callable[[], None] = lambda: None
         self._name = HostName(parse_address(address)[0], str(self))
 

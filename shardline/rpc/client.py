@@ -11,6 +11,7 @@ import torch
 
 from shardline.config import Timeouts
 from shardline.errors import CheckpointError, FencedError, ProtocolError
+from shardline.identity import Identity
 from shardline.image import BucketImage, WorkerSequence
 from shardline.rpc.channel import Peer, end_call
 from shardline.rpc.configuration import Configuration, Placement, configuration_to_proto, placement_to_proto
@@ -25,7 +26,13 @@ from shardline.rpc.convert import (
 )
 from shardline.rpc.errors import from_status
 from shardline.rpc.status import PsStatus
-from shardline.rpc.v1 import chief_pb2, common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
+from shardline.rpc.v1 import (
+    access_pb2_grpc,
+    chief_pb2,
+    common_pb2,
+    parameter_server_pb2,
+    parameter_server_pb2_grpc,
+)
 from shardline.rpc.watch import ChiefWatch
 from shardline.security import PLAIN, Security
 from shardline.sharding import Plan
@@ -67,12 +74,25 @@ class PsControl:
         reply = self.peer.call(self._stub.Configure, request, what="Configure", timeout_s=self._timeouts.total_s)
         return int(reply.memory_bytes)
 
-    def set_membership(self, timeline: int, members: Mapping[str, int], placement: Iterable[Placement] = ()) -> int:
-        """Replace the table of living incarnations by task; returns how many were fenced."""
+    def set_membership(
+        self,
+        timeline: int,
+        members: Mapping[str, int],
+        placement: Iterable[Placement] = (),
+        keys: Mapping[str, bytes] | None = None,
+    ) -> int:
+        """Replace the table of living incarnations by task; returns how many were fenced.
+
+        keys: by task, what its messages' secret is known by (see security.key_of); who has none needs none.
+        """
+        known = keys or {}
         request = parameter_server_pb2.SetMembershipRequest(
             term=self._term,
             timeline=timeline,
-            members=[parameter_server_pb2.Member(task=task, incarnation=n) for task, n in sorted(members.items())],
+            members=[
+                parameter_server_pb2.Member(task=task, incarnation=number, key=known.get(task, b""))
+                for task, number in sorted(members.items())
+            ],
             placement=placement_to_proto(placement),
         )
         return int(self.peer.call(self._stub.SetMembership, request, what="SetMembership").fenced)
@@ -256,9 +276,13 @@ class Parameters:
 class ChiefClient(ChiefWatch):
     """A task's questions to the chief; every call has a deadline and is safe to repeat."""
 
-    def get_job(self, task: str, incarnation: int) -> JobView:
+    def __init__(self, address: str, timeouts: Timeouts | None = None, security: Security = PLAIN) -> None:
+        super().__init__(address, timeouts, security)
+        self.access = access_pb2_grpc.AccessStub(self.peer.channel)
+
+    def get_job(self, who: Identity) -> JobView:
         """Job, plan and placement in force."""
-        request = chief_pb2.GetJobRequest(task=task, incarnation=incarnation)
+        request = chief_pb2.GetJobRequest(task=who.task, incarnation=who.incarnation)
         reply = self.peer.call(self.stub.GetJob, request, what="GetJob")
         placement = tuple(Placement(shard=p.shard, task=p.task, address=p.address) for p in reply.placement)
         return JobView(
@@ -268,13 +292,13 @@ class ChiefClient(ChiefWatch):
             timeline=reply.timeline,
         )
 
-    def lease(self, task: str, incarnation: int, done: Sequence[int]) -> Lease:
+    def lease(self, who: Identity, done: Sequence[int]) -> Lease:
         """Asynchronous mode: report finished leases, get the next batches."""
-        request = chief_pb2.LeaseRequest(task=task, incarnation=incarnation, done=done)
+        request = chief_pb2.LeaseRequest(task=who.task, incarnation=who.incarnation, secret=who.secret, done=done)
         reply = self.peer.call(self.stub.Lease, request, what="Lease")
         outcome = common_pb2.Outcome.Name(reply.outcome)
         if outcome == "OUTCOME_FENCED":
-            raise FencedError(f"{task}: {reply.reason}")
+            raise FencedError(f"{who.task}: {reply.reason}")
         return Lease(
             number=reply.lease,
             first=reply.first,
@@ -283,13 +307,12 @@ class ChiefClient(ChiefWatch):
             ended=outcome == "OUTCOME_STOPPED",
         )
 
-    def report(
-        self, task: str, incarnation: int, step: int, metrics: Mapping[str, float], seconds: float, failure: str = ""
-    ) -> bool:
+    def report(self, who: Identity, step: int, metrics: Mapping[str, float], seconds: float, failure: str = "") -> bool:
         """Evaluation metrics of a checkpoint; returns whether it is the best so far."""
         request = chief_pb2.ReportRequest(
-            task=task,
-            incarnation=incarnation,
+            task=who.task,
+            incarnation=who.incarnation,
+            secret=who.secret,
             step=step,
             metrics=dict(metrics),
             seconds=seconds,

@@ -1,8 +1,8 @@
 """How long a message of each call may be, and how much of anything it may name; what is more is refused unread.
 
 A message that is too long, or that can't be parsed, ends its call with a status, and no handler sees it. gRPC's own
-limit (server.MAX_MESSAGE_BYTES) holds for all calls; what is small by nature gets a small limit here, since a parsed
-message takes many times its bytes.
+limit (MAX_MESSAGE_BYTES) holds for all calls; what is small by nature gets a small limit here, since a parsed message
+takes many times its bytes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from shardline.errors import ProtocolError, ShardlineError
+from shardline.rpc.handlers import behavior_of, same_kind
 
 KB, MB = 1 << 10, 1 << 20
 
+MAX_MESSAGE_BYTES = 64 * MB
+"""Of one message of any call, refused before memory is taken. Tensor bytes travel in chunks of a few MB."""
 DEFAULT_BYTES = 1 * MB
 """Of a message of any call that is not named below."""
 OPEN_BYTES = 4 * KB
@@ -37,6 +40,7 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "Chief/FetchCut": 4 * KB,
     "Chief/Status": 4 * KB,
     "Places/Take": 4 * KB,
+    "Access/Challenge": 4 * KB,
     "ParameterServer/OpenLane": 64 * KB,
     "ParameterServer/Lead": 4 * KB,
     "ParameterServer/Prepare": 4 * KB,
@@ -127,13 +131,9 @@ def bounded(handler: Any, method: str, limit: int) -> Any:
         async for raw in messages:
             yield read(raw)
 
-    if handler.request_streaming:
-        inner = handler.stream_stream if handler.response_streaming else handler.stream_unary
-        # Raised where the handler asks for the next one, so that it ends the call itself: it may be sending just then.
-        requests_of: Callable[[Any], Any] = read_all
-    else:
-        inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        requests_of = read
+    inner = behavior_of(handler)
+    # Raised where the handler asks for the next one, so that it ends the call itself: it may be sending just then.
+    requests_of: Callable[[Any], Any] = read_all if handler.request_streaming else read
 
     # gRPC looks at what kind of function a handler is: one that yields its replies, or one that writes them.
     if inspect.isasyncgenfunction(inner):
@@ -156,11 +156,4 @@ def bounded(handler: Any, method: str, limit: int) -> Any:
                 await _refuse(context, error)
 
         outer = reply
-    makers = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    make = makers[handler.request_streaming, handler.response_streaming]
-    return make(outer, request_deserializer=None, response_serializer=handler.response_serializer)
+    return same_kind(handler, outer, deserializer=None)

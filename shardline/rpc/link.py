@@ -12,18 +12,19 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import torch
 
 from shardline.config import Timeouts
 from shardline.errors import FencedError, InternalError, MismatchError, ShardlineError, UnreachableError
+from shardline.identity import Identity
 from shardline.rpc.barrier import BarrierPlace, BarrierState
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.convert import job_to_proto
-from shardline.rpc.v1 import chief_pb2, common_pb2, parameter_server_pb2
+from shardline.rpc.v1 import access_pb2, chief_pb2, common_pb2, parameter_server_pb2
 from shardline.security import PLAIN, Security
 from shardline.spec import JobSpec
 
@@ -146,6 +147,7 @@ class ChiefLink:
         self.task = role if index is None else f"{role}/{index}"
         self.incarnation = 0
         self.term = 0
+        self.secret = b""
         self._role = role
         self._index = index
         self._address = address
@@ -242,6 +244,7 @@ class ChiefLink:
             self._join_wake.clear()
         self.task = reply.task
         self.incarnation = reply.incarnation
+        self.secret = reply.secret
         self.term = reply.term
         self._thread = threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True)
         self._thread.start()
@@ -250,7 +253,21 @@ class ChiefLink:
     def _ask_to_join(self, request: chief_pb2.JoinRequest, left_s: float) -> chief_pb2.JoinReply | None:
         """One Join, waiting for a chief that isn't there yet; None where the process was asked to end meanwhile."""
         start_s = time.monotonic()
-        call = self.client.stub.Join.future(request, timeout=left_s, wait_for_ready=True)
+        prover = self.client.peer.prover
+        if not prover.ready:
+            # Before the call that needs it, which could not be given up while it waits for this.
+            reply = self._await(self.client.access.Challenge, access_pb2.ChallengeRequest(), left_s)
+            if reply is None:
+                return None
+            prover.answer(reply.challenge)
+            left_s = max(0.1, left_s - (time.monotonic() - start_s))
+        joined: chief_pb2.JoinReply | None = self._await(self.client.stub.Join, request, left_s)
+        return joined
+
+    def _await(self, method: Any, request: Any, left_s: float) -> Any:
+        """The reply to one call of join(), which waits for the chief; None where the process was asked to end."""
+        start_s = time.monotonic()
+        call = method.future(request, timeout=left_s, wait_for_ready=True)
         call.add_done_callback(lambda _: self._join_wake.set())
         while not call.done():
             # Bounded by the call's own deadline.
@@ -260,7 +277,7 @@ class ChiefLink:
                 call.cancel()
                 return None
         try:
-            reply: chief_pb2.JoinReply = call.result()
+            return call.result()
         except grpc.RpcError as error:
             waited_s = time.monotonic() - start_s
             failure = self.client.peer.failure(error, what="Join", waited_s=waited_s, connecting=True)
@@ -268,7 +285,11 @@ class ChiefLink:
                 # It was there, so it may come back; if it had admitted this process, it does so again.
                 raise _Away(str(failure)) from error
             raise failure from error
-        return reply
+
+    @property
+    def identity(self) -> Identity:
+        """Who this task is, since it joined."""
+        return Identity(self.task, self.incarnation, self.secret)
 
     # What the task tells
 
@@ -418,6 +439,7 @@ class ChiefLink:
         beat = chief_pb2.Beat(
             task=self.task,
             incarnation=self.incarnation,
+            secret=self.secret,
             step=self._step,
             leaving=self._leaving,
             finished=self._finished,
@@ -518,6 +540,12 @@ class ChiefLink:
         log.error("%s", error)
         if self._on_orders is not None:
             self._on_orders(self._orders)
+
+    def __enter__(self) -> ChiefLink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Send what was not told yet as a last beat, and end; a chief that does not take it is not waited for."""

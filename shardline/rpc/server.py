@@ -15,17 +15,17 @@ from grpc_reflection.v1alpha import reflection
 
 from shardline.cluster import format_address
 from shardline.errors import InternalError, UsageError
-from shardline.rpc.limits import bounded, message_limit
-from shardline.rpc.rights import needs_admin
+from shardline.rpc.access import STALE_KEY, Access, role_of
+from shardline.rpc.handlers import HandlerCache, checked
+from shardline.rpc.limits import MAX_MESSAGE_BYTES, bounded, message_limit
+from shardline.rpc.rights import PACKAGE, Token, right_of, role_refusal, takes_proof
+from shardline.rpc.v1 import access_pb2, access_pb2_grpc
 from shardline.security import PLAIN, Security
 
 log = logging.getLogger("shardline.rpc")
 T = TypeVar("T")
 
-MAX_MESSAGE_BYTES = 64 << 20
-"""Limit of one message, refused before memory is taken. Tensor bytes travel in chunks of a few MB; limits.py has what
-single calls take.
-"""
+ACCESS = f"{PACKAGE}.Access"
 STREAMS = 1024
 """Calls at once over one connection; further ones wait at their sender's."""
 
@@ -41,31 +41,44 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_concurrent_streams", STREAMS),
 )
 
-OPEN_METHODS = f"/{health.SERVICE_NAME}/"
-"""Whoever reaches the port may ask whether the task lives; it tells nothing else."""
 
+class AccessGate(grpc.aio.ServerInterceptor):
+    """Refuses calls before any byte of them is read, where the caller lacks what rights.py says that they need."""
 
-class TokenGate(grpc.aio.ServerInterceptor):
-    """Refuses calls before any byte of them is read: without the job token all but those of the health service,
-    without the admin token those that rights.py names.
-    """
-
-    def __init__(self, security: Security) -> None:
-        self._security = security
+    def __init__(self, access: Access, *, certificates: bool) -> None:
+        """certificates: callers show one, so that the role it names counts."""
+        self._access = access
+        self._certificates = certificates
         # Of no kind but streams: a unary handler would first take the stranger's whole message.
         self._stranger: Any = grpc.stream_stream_rpc_method_handler(self._refuse_stranger)
         self._no_admin: Any = grpc.stream_stream_rpc_method_handler(self._refuse_command)
+        self._stale: Any = grpc.stream_stream_rpc_method_handler(self._refuse_stale)
         self._told: set[str] = set()
+        self._for_roles = HandlerCache(self._with_roles)
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """The call's own handler, or one that refuses."""
         method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
-        if not method.startswith(OPEN_METHODS):
-            if not self._security.check_metadata(metadata):
-                return self._stranger
-            if needs_admin(method) and not self._security.check_admin(metadata):
-                return self._no_admin
-        return await continuation(handler_call_details)
+        right = right_of(method)
+        if right.token is not Token.NONE and not self._access.has_job_token(metadata):
+            return self._stranger
+        if takes_proof(method) and self._access.stale(metadata):
+            return self._stale
+        if right.token is Token.ADMIN and not self._access.is_admin(method, metadata):
+            return self._no_admin
+        handler = await continuation(handler_call_details)
+        return self._for_roles.get(method, handler) if self._certificates else handler
+
+    def _with_roles(self, method: str, handler: Any) -> Any:
+        right, call = right_of(method), method.rpartition("/")[2]
+
+        async def check(context: Any) -> None:
+            refusal = role_refusal(role_of(context), right.roles, call)
+            if refusal:
+                self._log("refused a call: the role of its certificate: %s", context)
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, refusal)
+
+        return checked(handler, check)
 
     async def _refuse_stranger(self, _requests: Any, context: Any) -> None:
         self._log("refused a call without the token: %s", context)
@@ -76,11 +89,18 @@ class TokenGate(grpc.aio.ServerInterceptor):
         )
 
     async def _refuse_command(self, _requests: Any, context: Any) -> None:
-        self._log("refused a command without the admin token: %s", context)
+        self._log("refused a command without proof of the admin token: %s", context)
         await context.abort(
             grpc.StatusCode.PERMISSION_DENIED,
-            "the call does not bring this cluster's admin token, without which nobody commands it; set "
-            "--admin-token-file (or SHARDLINE_ADMIN_TOKEN_FILE) as chief and parameter servers have it",
+            "the call does not prove that its caller holds this cluster's admin token, without which nobody commands "
+            "it; set --admin-token-file (or SHARDLINE_ADMIN_TOKEN_FILE) as chief and parameter servers have it",
+        )
+
+    async def _refuse_stale(self, _requests: Any, context: Any) -> None:
+        await context.abort(
+            grpc.StatusCode.UNAVAILABLE,
+            "this task was started anew, so the proof of the admin token must answer its new challenge",
+            trailing_metadata=((STALE_KEY, "stale"),),
         )
 
     def _log(self, text: str, context: Any) -> None:
@@ -93,19 +113,16 @@ class SizeGate(grpc.aio.ServerInterceptor):
     """Ends calls whose messages are longer than limits.py allows or can't be parsed, before their handlers see them."""
 
     def __init__(self) -> None:
-        self._bounded: dict[str, tuple[Any, Any]] = {}
-        """By method: the handler and what it became. Methods that there are, so strangers' words don't fill it."""
+        self._bounded = HandlerCache(self._with_limit)
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """The call's own handler, with limits."""
-        method = handler_call_details.method
-        handler, limit = await continuation(handler_call_details), message_limit(method)
-        if handler is None or limit is None:
-            return handler
-        known = self._bounded.get(method)
-        if known is None or known[0] is not handler:
-            known = self._bounded[method] = (handler, bounded(handler, method, limit))
-        return known[1]
+        return self._bounded.get(handler_call_details.method, await continuation(handler_call_details))
+
+    @staticmethod
+    def _with_limit(method: str, handler: Any) -> Any:
+        limit = message_limit(method)
+        return handler if limit is None else bounded(handler, method, limit)
 
 
 class Health(health.aio.HealthServicer):  # type: ignore[misc]  # of a package without types
@@ -116,13 +133,24 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]  # of a package w
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this task gives no list of its services; ask reflection")
 
 
+class AccessServicer(access_pb2_grpc.AccessServicer):
+    """Gives out the challenge that proofs of the admin token answer."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    async def Challenge(self, request: access_pb2.ChallengeRequest, context: Any) -> access_pb2.ChallengeReply:
+        """The challenge; empty where no call needs a proof."""
+        return access_pb2.ChallengeReply(challenge=self._access.challenge)
+
+
 class RpcServer:
     """Serves async servicers at one address.
 
     register: functions that add their servicer to the grpc.aio server, called on the loop.
     service_names: full names for health and reflection, such as "shardline.rpc.v1.Chief".
-    security: TLS and tokens; with a job token every call must bring it but those of the health service, and with an
-    admin token the commands that one.
+    security: TLS and tokens; rights.py has what each call needs.
+    access: who is calling, where servicers ask that too.
     bind: interface to listen on where it is not the host of the address, such as 0.0.0.0 in a container.
     The health service answers NOT_SERVING until set_serving(True).
     """
@@ -135,6 +163,7 @@ class RpcServer:
         service_names: Sequence[str] = (),
         name: str = "rpc",
         security: Security = PLAIN,
+        access: Access | None = None,
         bind: str | None = None,
     ) -> None:
         self._requested = address
@@ -142,6 +171,7 @@ class RpcServer:
         self._register = tuple(register)
         self._names = tuple(service_names)
         self._security = security
+        self._access = access if access is not None else Access(security)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name=f"{name}-loop", daemon=True)
         self._health = Health()
@@ -173,16 +203,15 @@ class RpcServer:
 
     async def _start(self) -> str:
         credentials = self._security.server_credentials()
-        gates: list[grpc.aio.ServerInterceptor] = [SizeGate()]
-        if self._security.token or self._security.admin_token:
-            # First: who may not call is not read at all.
-            gates.insert(0, TokenGate(self._security))
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=gates)
+        # First: who may not call is not read at all.
+        gate = AccessGate(self._access, certificates=self._security.tls_ca is not None)
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[gate, SizeGate()])
         for register in self._register:
             register(server)
+        access_pb2_grpc.add_AccessServicer_to_server(AccessServicer(self._access), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
-            (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME),
+            (*self._names, ACCESS, health.SERVICE_NAME, reflection.SERVICE_NAME),
             server,
         )
         host, _, port = self._requested.rpartition(":")
@@ -203,10 +232,12 @@ class RpcServer:
                 f"can't listen on {listen} ({cause}): is another process using port {port}, "
                 f"and does {self._bind or host} belong to this machine?"
             )
+        address = f"{host}:{bound}"
+        self._access.audience = self._access.audience or address
         await server.start()
         self._server = server
         await self._set(True)
-        return f"{host}:{bound}"
+        return address
 
     async def _set(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from shardline import segments
 from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
+from shardline.identity import Identity
 from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, Lane, Sender, Want, Whole
 from shardline.lanes.shm import ShmLane
 from shardline.lanes.tcp import TcpLane
@@ -28,7 +29,7 @@ from tests.integration.cluster import Ps
 
 TIMEOUTS = Timeouts(total_s=20.0)
 DEADLINE_S = 20.0
-SENDER = Sender(job="plain", timeline=TIMELINE, plan_id=plan_id(), task="worker/0", incarnation=1)
+SENDER = Sender(job="plain", timeline=TIMELINE, plan_id=plan_id(), who=Identity("worker/0", 1))
 GRADIENTS = "shardline-gradients"
 L = TypeVar("L", bound=Lane)
 
@@ -186,7 +187,7 @@ def a_push_that_does_not_count_ends_the_exchange(bench: Bench[Any]) -> None:
 
 
 def a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: Bench[Any]) -> None:
-    stale = Sender(job="plain", timeline=7, plan_id=SENDER.plan_id, task="worker/0", incarnation=1)
+    stale = Sender(job="plain", timeline=7, plan_id=SENDER.plan_id, who=Identity("worker/0", 1))
     done = bench.exchange(gradient(), Want(step=1), sender=stale)
     assert [ack.outcome for ack in done.acks] == [Outcome.WRONG_TIMELINE] and done.end is None
     pulled = bench.exchange(want=Want(step=0), sender=stale)

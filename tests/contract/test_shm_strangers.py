@@ -31,6 +31,7 @@ from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.consistency.decision import Outcome
 from shardline.errors import ProtocolError, UnreachableError
+from shardline.identity import Identity
 from shardline.lanes.base import Contribution, LaneUnavailable, Sender, Want, Whole
 from shardline.lanes.grpc import GrpcLane
 from shardline.lanes.negotiated import NegotiatedLane
@@ -222,8 +223,8 @@ def test_bytes_are_referred_to_only_by_who_passed_them(bench: ShmBench, ready: P
     mapped = bench.lane.mapped
     assert mapped is not None
     ours = mapped.attached
-    other = dataclasses.replace(SENDER, task="worker/1")
-    later = dataclasses.replace(SENDER, incarnation=2)
+    other = dataclasses.replace(SENDER, who=Identity("worker/1", 1))
+    later = dataclasses.replace(SENDER, who=Identity("worker/0", 2))
 
     def refer(sender: Sender, attached: Attached) -> None:
         requests = referred_requests(sender, 0, [gradient()], None, attached, place=lambda item: 0)
@@ -381,7 +382,7 @@ def test_sixty_four_workers_cost_no_thread_each_and_leave_nothing(ps: Ps, client
     native = len(os.listdir("/proc/self/task"))
     lanes = [ShmLane(bench.peer, 0, spec(), timeout_s=TIMEOUTS.rpc_s) for _ in range(64)]
     for number, lane in enumerate(lanes):
-        sender = dataclasses.replace(SENDER, task=f"worker/{number + 1}")
+        sender = dataclasses.replace(SENDER, who=Identity(f"worker/{number + 1}", 1))
         push = Contribution(
             payloads=Whole([payload(floats([float(number)] * 12))], (FROZEN, STATS)), step=0, block=Block(number, 1)
         )
@@ -580,7 +581,7 @@ def test_an_idle_worker_that_is_killed_leaves_nothing_once_it_is_fenced(bench: S
     gc.collect()
     assert bench.open == 0 and mappings("shardline-child") == set() and descriptors("shardline-child") == 0
     wait_for(lambda: all_descriptors() <= before, "all descriptors to be closed")
-    later = dataclasses.replace(SENDER, incarnation=2)
+    later = dataclasses.replace(SENDER, who=Identity("worker/0", 2))
     sink = Mapping()
     bench.exchange(gradient(), Want(step=1, wait_s=5.0), sender=later, sink=sink)
     assert sink.weights() == STEPPED == ready.weights() and bench.open == 1

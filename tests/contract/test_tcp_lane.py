@@ -12,6 +12,7 @@ import pytest
 
 from shardline.consistency.decision import Outcome
 from shardline.errors import ProtocolError, UnreachableError
+from shardline.identity import Identity
 from shardline.lanes import tcp
 from shardline.lanes.base import BucketPayload, Contribution, LaneUnavailable, Sender, Want, Whole
 from shardline.lanes.tcp import TcpLane
@@ -115,7 +116,7 @@ def test_a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: TcpBench)
 def test_another_life_of_the_worker_opens_sockets_of_its_own(bench: TcpBench) -> None:
     bench.pull(0)
     first = bench.lane._sockets
-    later = Sender(job="plain", timeline=TIMELINE, plan_id=plan_id(), task="worker/0", incarnation=2)
+    later = Sender(job="plain", timeline=TIMELINE, plan_id=plan_id(), who=Identity("worker/0", 2))
     done = bench.exchange(want=Want(step=0), sender=later)
     assert done.end is not None and done.end.outcome is Outcome.SERVED
     assert first is not None and not first.alive and bench.open == 1

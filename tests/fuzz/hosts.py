@@ -381,6 +381,7 @@ class ChiefHost(Host):
             plan_id=view.plan.plan_id,
             task=link.task,
             incarnation=link.incarnation,
+            secret=link.secret,
         )
         payload = bytes(bucket.elements * 4)
         frame = data_pb2.PushFrame(
@@ -405,11 +406,15 @@ class ChiefHost(Host):
 
     def templates(self) -> Templates:
         task = {"task": "worker/0", "incarnation": self._worker_link.incarnation}
+        secret = {"secret": self._worker_link.secret}
         hello = common_pb2.Hello(protocol_minor=1, machine={"torch": "2"}, lanes=[common_pb2.LANE_GRPC])
         job = job_to_proto(_job())
         report = chief_pb2.StepReport(step=1, loss=0.5, samples=4, compute_s=0.1)
-        beat = chief_pb2.Beat(**task, step=0, steps=[report], figures={"examples_total": 4.0}, suspects=["ps/0"])
-        told = chief_pb2.Beat(task="ps/0", incarnation=self._ps_link.incarnation, ps=self._ps.servicer.status())
+        beat = chief_pb2.Beat(
+            **task, **secret, step=0, steps=[report], figures={"examples_total": 4.0}, suspects=["ps/0"]
+        )
+        server = {"task": "ps/0", "incarnation": self._ps_link.incarnation, "secret": self._ps_link.secret}
+        told = chief_pb2.Beat(**server, ps=self._ps.servicer.status())
         found: Templates = {
             "Join": [
                 [chief_pb2.JoinRequest(hello=hello, role="evaluator", stable_id="e", address="127.0.0.1:1", job=job)],
@@ -418,8 +423,8 @@ class ChiefHost(Host):
             ],
             "Heartbeat": [[beat, beat], [told]],
             "GetJob": [[chief_pb2.GetJobRequest(**task)]],
-            "Lease": [[chief_pb2.LeaseRequest(**task, done=[1, 2])]],
-            "Report": [[chief_pb2.ReportRequest(**task, step=4, metrics={"accuracy": 0.5}, metric_order=["accuracy"])]],
+            "Lease": [[chief_pb2.LeaseRequest(**task, **secret, done=[1, 2])]],
+            "Report": [[chief_pb2.ReportRequest(**task, **secret, step=4, metrics={"acc": 0.5}, metric_order=["acc"])]],
             "FetchCut": [[chief_pb2.FetchCutRequest(step=4, params_only=True)]],
             "Status": [[chief_pb2.ChiefStatusRequest()]],
             "Stop": [[chief_pb2.StopJobRequest(reason="enough")]],

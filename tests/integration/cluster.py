@@ -21,6 +21,7 @@ from shardline.client.trainer import Trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.data import BatchSource, replica_gradients
+from shardline.identity import Identity
 from shardline.image import VALUE, BucketImage
 from shardline.job import Job
 from shardline.lanes.base import Lane
@@ -112,8 +113,7 @@ class Worker:
             self.values,
             lanes,
             cluster.timeouts,
-            task=f"worker/{index}",
-            incarnation=incarnation,
+            who=Identity(f"worker/{index}", incarnation),
             index=index,
         )
         self.figures: list[StepFigures] = []

@@ -17,6 +17,7 @@ from shardline.client.trainer import Trainer
 from shardline.client.watching import StepWatch
 from shardline.data import replica_gradients
 from shardline.errors import UnreachableError
+from shardline.identity import Identity
 from shardline.lanes.base import Contribution, Exchanged, Lane, Sender, Sink, Standing, Want
 from tests.integration.cluster import COMPUTE, Cluster, Worker
 
@@ -48,8 +49,7 @@ class OverlapWorker(Worker):
             self.values,
             plain._lanes,
             cluster.timeouts,
-            task=f"worker/{index}",
-            incarnation=incarnation,
+            who=Identity(f"worker/{index}", incarnation),
             index=index,
             overlap=True,
             **settings,

@@ -15,6 +15,7 @@ from shardline.client.layout import BucketSink, ModelLayout, same_bits
 from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
 from shardline.errors import NonFiniteError, ProtocolError
+from shardline.identity import Identity
 from shardline.lanes.base import Contribution, End, Exchanged, Sender, Sink, Standing, Want
 from shardline.reduce import Block
 from shardline.rpc import link as link_module
@@ -123,7 +124,7 @@ def test_a_wait_for_replicas_that_were_moved_here_meanwhile_ends() -> None:
     exchange = Exchange({0: lane}, {0: BucketSink(layout, 0, "raw")}, Timeouts(total_s=10.0), index=0)
     # The interruption itself was lost; the orders are looked at all the same.
     exchange.still_ordered = lambda: lane.calls < 3
-    sender = Sender(job="j", timeline=1, plan_id="p", task="worker/0", incarnation=1)
+    sender = Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1))
     with pytest.raises(Interrupted):
         exchange.run(sender, {0: ShardTask(shard=0, contributions=[], want=Want(step=1))})
     assert lane.calls == 3

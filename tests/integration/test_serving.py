@@ -17,6 +17,7 @@ from shardline.client.layout import BucketSink
 from shardline.config import Timeouts
 from shardline.consistency.decision import Outcome
 from shardline.errors import ShardlineError, UsageError
+from shardline.identity import Identity
 from shardline.lanes.base import Sender, Want
 from shardline.lanes.grpc import GrpcLane
 from shardline.rpc.channel import Peer, channel_options
@@ -32,8 +33,7 @@ def sender_of(cluster: Cluster, task: str) -> Sender:
         job=cluster.spec.name,
         timeline=cluster.timeline,
         plan_id=cluster.plan.plan_id,
-        task=task,
-        incarnation=1,
+        who=Identity(task, 1),
     )
 
 

@@ -60,7 +60,7 @@ class Link(ChiefLink):
 
     def join(self) -> bool:
         self.incarnation = 1
-        self.client.get_job = lambda task, incarnation: self.cluster.view  # type: ignore[method-assign]
+        self.client.get_job = lambda who: self.cluster.view  # type: ignore[method-assign]
         self.cluster.links.append(self)
         self.tell(Phase.RUNNING)
         return True
@@ -125,7 +125,7 @@ class Trap:
         def exchange(sender: Any, contributions: Any, want: Any, sink: Any, *, timeout_s: float) -> Exchanged:
             call = functools.partial(original, sender, timeout_s=timeout_s)
             with self._lock:
-                due = self._is_due(sender.task, contributions)
+                due = self._is_due(sender.who.task, contributions)
                 self.left -= due
             if not due:
                 return call(contributions, want, sink)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from shardline.consistency import asynchronous, sync
 from shardline.consistency.decision import Outcome
+from shardline.identity import Identity
 from shardline.reduce import Block, tree_sum
 from shardline_chief.leases import Lease
 from shardline_ps.authority import Authority, Term
@@ -231,7 +232,7 @@ class Server:
         if not self.up:
             return Outcome.REFUSED
         found = self.authority.admit(
-            job="job", timeline=timeline, plan_id="plan", task=worker.task, incarnation=worker.incarnation, init=False
+            job="job", timeline=timeline, plan_id="plan", who=Identity(worker.task, worker.incarnation), init=False
         ).outcome
         if found is Outcome.SERVED:
             handed = worker.incarnation in self.model.handed_on

@@ -16,10 +16,11 @@ import pytest
 import trustme
 
 from shardline.errors import ClusterSpecError, UsageError
+from shardline.host_header import host_of
 from shardline.rpc.status import ChiefStatus, TaskStatus
 from shardline.security import PLAIN, Security, is_loopback
 from shardline_chief.page import server as page_server
-from shardline_chief.page.access import Access, check_exposure, host_of
+from shardline_chief.page.access import Access, check_exposure
 from shardline_chief.page.app import SECURITY_HEADERS, STREAMS
 from shardline_chief.page.files import read_static
 from shardline_chief.page.history import History
@@ -341,6 +342,16 @@ def test_a_port_that_is_taken_is_said_with_a_remedy(make: Make) -> None:
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(ClusterSpecError, match="--page is '8400'"):
         PageServer("8400", PLAIN, History())
+
+
+def test_requests_that_are_none_leave_no_line(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    page = make()
+    host, _, port = page.address.rpartition(":")
+    for _ in range(100):
+        with socket.create_connection((host, int(port)), timeout=10) as stranger:
+            stranger.sendall(b"\x16\x03\x01 is no HTTP\r\n\r\n")
+            assert b" 400 " in stranger.recv(4096)
+    assert caplog.records == []
 
 
 def test_closing_frees_the_port_and_may_be_done_twice(make: Make) -> None:

@@ -21,12 +21,13 @@ from shardline.checkpoint import Cut
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.errors import FencedError, MismatchError, ProtocolError, UsageError
+from shardline.identity import Identity
 from shardline.image import VALUE, BucketImage
 from shardline.process import Termination
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.link import ChiefLink, Orders, Phase, StepReport
 from shardline.rpc.v1 import chief_pb2
-from shardline.security import Security
+from shardline.security import PLAIN, Security
 from shardline.sharding import make_plan
 from shardline.spec import JobSpec, RuleSpec, TensorSpec
 from shardline.spec_json import job_to_json
@@ -45,9 +46,10 @@ def make_job() -> JobSpec:
 class Chief:
     """A chief in a thread of this process."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, security: Security = PLAIN) -> None:
+        self.security = security
         cluster = ClusterSpec({"chief": ("127.0.0.1:0",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
-        self.config = RoleConfig(role="chief", index=0, cluster=cluster, out=out, timeouts=TIMEOUTS)
+        self.config = RoleConfig(role="chief", index=0, cluster=cluster, out=out, timeouts=TIMEOUTS, security=security)
         self.journal = Journal(out / "chief")
         settings = dataclasses.replace(service._settings(self.config), term=self.journal.begin_term(), chief_uuid="u")
         self.process = service.ChiefProcess(self.config, out, self.journal, make_job(), None, settings)
@@ -60,13 +62,14 @@ class Chief:
             assert self._thread.is_alive()
             self._thread.join(0.01)
         self.address = self.process._server.address
-        self.client = ChiefClient(self.address, TIMEOUTS)
+        self.client = ChiefClient(self.address, TIMEOUTS, security)
 
     def _run(self) -> None:
         self.code = self.process.run(Termination())
 
     def link(self, role: str, index: int = 0, **fields: object) -> ChiefLink:
-        return ChiefLink(self.address, TIMEOUTS, role=role, index=index, address="127.0.0.1:9", **fields)  # type: ignore[arg-type]
+        fields = {"security": self.security, "address": "127.0.0.1:9", **fields}
+        return ChiefLink(self.address, TIMEOUTS, role=role, index=index, **fields)  # type: ignore[arg-type]
 
     def wait(self) -> int | None:
         self._thread.join(10.0)
@@ -152,7 +155,7 @@ def beats(*items: chief_pb2.Beat) -> tuple[queue.SimpleQueue[chief_pb2.Beat | No
 def test_every_heartbeat_is_answered_with_the_orders_whether_they_changed_or_not(chief: Chief) -> None:
     stub = chief.client.stub
     reply = stub.Join(chief_pb2.JoinRequest(role="evaluator", stable_id="s", address="h:1"), timeout=5.0)
-    beat = chief_pb2.Beat(task=reply.task, incarnation=reply.incarnation)
+    beat = chief_pb2.Beat(task=reply.task, incarnation=reply.incarnation, secret=reply.secret)
     fed, stream = beats(beat)
     answers = stub.Heartbeat(stream, timeout=10.0)
     versions = [next(answers).version]
@@ -169,7 +172,7 @@ def test_chief_waits_for_the_stream_of_a_task_that_it_has_just_admitted(chief: C
     chief.client.stop("enough")
     chief._thread.join(0.5)
     assert chief.code is None
-    fed, stream = beats(chief_pb2.Beat(task=reply.task, incarnation=reply.incarnation))
+    fed, stream = beats(chief_pb2.Beat(task=reply.task, incarnation=reply.incarnation, secret=reply.secret))
     assert next(stub.Heartbeat(stream, timeout=5.0)).phase == chief_pb2.PHASE_ENDED
     fed.put(None)
     # It goes because the task has heard of the end, not because the time for that is over.
@@ -181,7 +184,7 @@ def test_a_second_stream_of_the_same_life_is_answered_at_once(chief: Chief) -> N
     stub = chief.client.stub
     reply = stub.Join(chief_pb2.JoinRequest(role="evaluator", stable_id="s", address="h:1"), timeout=5.0)
     for _ in range(2):
-        fed, stream = beats(chief_pb2.Beat(task=reply.task, incarnation=reply.incarnation))
+        fed, stream = beats(chief_pb2.Beat(task=reply.task, incarnation=reply.incarnation, secret=reply.secret))
         assert next(stub.Heartbeat(stream, timeout=10.0)).version == 1 << 32 | 1
         fed.put(None)
 
@@ -273,11 +276,11 @@ def test_another_job_is_refused_over_the_wire_with_the_difference(chief: Chief) 
 
 def test_questions_before_the_job_is_set_up_are_refused_with_a_status(chief: Chief) -> None:
     with pytest.raises(ProtocolError, match="not known yet"):
-        chief.client.get_job("worker/0", 1)
+        chief.client.get_job(Identity("worker/0", 1))
     with pytest.raises(ProtocolError, match="no checkpoint yet"):
         chief.client.fetch_parameters()
     with pytest.raises(FencedError, match="worker/7"):
-        chief.client.lease("worker/7", 1, [])
+        chief.client.lease(Identity("worker/7", 1), [])
 
 
 def test_parameters_of_a_committed_checkpoint_come_whole_and_exact(chief: Chief) -> None:

@@ -12,6 +12,7 @@ from shardline.client import overlap
 from shardline.client.staging import Allocate, Staging, no_memory
 from shardline.consistency.decision import Outcome
 from shardline.errors import JobError, NonFiniteError
+from shardline.identity import Identity
 from shardline.lanes.base import BucketPayload, Contribution, Sender, Want, Whole
 from shardline.reduce import Block
 from shardline.rpc import data
@@ -220,7 +221,7 @@ def test_bytes_that_were_to_stay_in_place_and_travel_after_all_have_a_digest(
     _, staging = staged([torch.full((ELEMENTS,), 3.0)], replicas=1, allocate=shared())
     payload = staging.payload((0, 0), Block(0, 1))
     push = Contribution(payloads=Whole([payload]))
-    sender = Sender(job="job", timeline=1, plan_id="plan", task="worker/0", incarnation=1)
+    sender = Sender(job="job", timeline=1, plan_id="plan", who=Identity("worker/0", 1))
 
     def referred(lane: str) -> list[int]:
         requests = data.referred_requests(sender, 0, [push], None, Attached(lane, 1), place=lambda item: 0)
@@ -242,7 +243,7 @@ def test_a_push_that_need_not_travel_is_one_request_whatever_its_size(lane: str,
     push = Contribution(payloads=Whole([item], in_place=in_place), block=Block(0, 1))
     made = list(
         data.referred_requests(
-            Sender(job="j", timeline=1, plan_id="p", task="worker/0", incarnation=1),
+            Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1)),
             0,
             [push],
             Want(step=1),

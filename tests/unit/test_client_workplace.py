@@ -15,6 +15,7 @@ from shardline.client.workplace import Workplace
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.errors import UnreachableError
+from shardline.identity import Identity
 from shardline.lanes.base import Lane
 from shardline.metrics import Metrics
 from shardline.rpc.client import JobView
@@ -45,8 +46,8 @@ class Told:
 
     def __init__(self, view: JobView) -> None:
         self.view = view
-        self.task, self.incarnation = "worker/0", 1
-        self.client = SimpleNamespace(get_job=lambda task, incarnation: self.view)
+        self.identity = Identity("worker/0", 1)
+        self.client = SimpleNamespace(get_job=lambda who: self.view)
         self.suspected: list[tuple[set[str], int]] = []
 
     def ask(self, question: Callable[[], Any]) -> Any:

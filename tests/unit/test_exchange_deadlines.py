@@ -15,13 +15,14 @@ from shardline.client.exchange import Exchange, Interrupted, Running, ShardOutco
 from shardline.client.layout import BucketSink, ModelLayout
 from shardline.config import Timeouts
 from shardline.errors import UnreachableError
+from shardline.identity import Identity
 from shardline.lanes.base import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.sharding import make_plan
 from shardline.spec import TensorSpec
 
 PATIENCE_S = 20.0
 LOOK_S = 0.01
-SENDER = Sender(job="j", timeline=1, plan_id="p", task="worker/0", incarnation=1)
+SENDER = Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1))
 TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float32"),)
 
 

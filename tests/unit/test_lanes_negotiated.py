@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from shardline.errors import UnreachableError
+from shardline.identity import Identity
 from shardline.lanes.base import Contribution, Exchanged, LaneUnavailable, Sender, Sink, Standing, Want
 from shardline.lanes.negotiated import BREAKS, NegotiatedLane
 
-SENDER = Sender(job="j", timeline=1, plan_id="p", task="worker/0", incarnation=1)
+SENDER = Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1))
 DONE = Exchanged(acks=(), end=None)
 NOBODY: Sink = None  # type: ignore[assignment]
 

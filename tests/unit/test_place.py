@@ -15,10 +15,11 @@ from shardline.cli import options
 from shardline.cli.main import main
 from shardline.config import RoleConfig, Timeouts
 from shardline.errors import ClusterSpecError, MismatchError, ProtocolError, UnreachableError, UsageError
+from shardline.rpc.access import Access
 from shardline.rpc.place import take_place
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import places_pb2, places_pb2_grpc
-from shardline.security import Security
+from shardline.security import PLAIN, Security
 from shardline_chief.control import Control
 from shardline_chief.messages import PlaceAnswer
 from shardline_chief.places_servicer import register_places
@@ -165,7 +166,7 @@ class Asked:
 
 def test_the_chief_knows_addresses_in_one_form_and_takes_no_others() -> None:
     control = Asked()
-    server = RpcServer("127.0.0.1:0", register=[register_places(cast(Control, control))], name="chief")
+    server = RpcServer("127.0.0.1:0", register=[register_places(cast(Control, control), Access(PLAIN))], name="chief")
     try:
         chief = server.start()
         for address in ("a:00", "a:0", "[::1]:022"):

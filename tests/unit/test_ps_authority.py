@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shardline.consistency.decision import Decision, Outcome
+from shardline.identity import Identity
 from shardline_ps.authority import Authority, Term, unknown_features
 
 
@@ -59,7 +60,9 @@ def ask(authority: Authority, **changes: Any) -> Decision:
         "incarnation": 2,
         "init": False,
     }
-    return authority.admit(**{**settings, **changes})
+    message = {**settings, **changes}
+    who = Identity(message.pop("task"), message.pop("incarnation"))
+    return authority.admit(**message, who=who)
 
 
 @pytest.mark.parametrize(

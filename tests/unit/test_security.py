@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, UnreachableError, UsageError
-from shardline.rpc.channel import Peer, open_aio_channel, open_channel
+from shardline.rpc.channel import AioPeer, Peer, open_channel
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
@@ -175,9 +175,14 @@ def test_calls_of_every_kind_work_over_mutual_tls_with_the_token(mutual: RpcServ
 
 def test_calls_made_on_a_loop_work_over_mutual_tls_with_the_token(mutual: RpcServer, files: Files) -> None:
     async def vote() -> bytes:
-        async with open_aio_channel(mutual.address, TIMEOUTS, files.mutual(token_file=files.token)) as channel:
-            answer: bytes = await channel.unary_unary(f"/{SERVICE}/unary_unary")(b"vote", timeout=5.0)
+        peer = AioPeer(mutual.address, TIMEOUTS, files.mutual(token_file=files.token))
+        try:
+            method = f"/{SERVICE}/unary_unary"
+            call = peer.channel.unary_unary(method)
+            answer: bytes = await call(b"vote", metadata=await peer.metadata(method), timeout=5.0)
             return answer
+        finally:
+            await peer.close()
 
     assert asyncio.run(vote()) == b"vote"
 
@@ -387,14 +392,14 @@ def test_unusable_tls_files_are_named_with_their_flag(files: Files, tmp_path: Pa
         ({"tls_cert": missing, "tls_key": key}, f"--tls-cert {missing} can't be read: No such file"),
         ({"tls_cert": cert, "tls_key": missing}, f"--tls-key {missing} can't be read: No such file"),
         ({"tls_ca": missing}, f"--tls-ca {missing} can't be read: No such file"),
-        ({"tls_ca": tmp_path}, f"--tls-ca {tmp_path} can't be read: Is a directory"),
+        ({"tls_ca": tmp_path}, f"--tls-ca {tmp_path} can't be read: it is a folder, not a regular file"),
         ({"tls_ca": junk}, f"--tls-ca {junk} holds no certificate in PEM form"),
         ({"tls_ca": broken}, f"--tls-ca {broken} holds no certificate in PEM form"),
         ({"tls_cert": junk, "tls_key": key}, f"--tls-cert {junk} holds no certificate in PEM form"),
         ({"tls_cert": cert, "tls_key": junk}, f"--tls-key {junk} holds no private key in PEM form"),
         ({"tls_cert": cert, "tls_key": files.stranger[1]}, f"--tls-key {files.stranger[1]} is not the private key of"),
         ({"token_file": missing}, f"--token-file {missing} can't be read: No such file"),
-        ({"tls_ca": Path("/dev/zero")}, "--tls-ca /dev/zero has more than 4 MB; is it the right file?"),
+        ({"tls_ca": Path("/dev/zero")}, "--tls-ca /dev/zero can't be read: it is a device, not a regular file"),
     ]
     for settings, says in cases:
         with pytest.raises(UsageError) as caught:

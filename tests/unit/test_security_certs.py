@@ -85,12 +85,21 @@ def test_every_task_of_a_cluster_gets_a_certificate_with_its_host(tmp_path: Path
         f"{name}.{kind}" for name in ("ca", "chief-0", "ps-0", "ps-1") for kind in ("pem", "key")
     }
     here = ["localhost", "127.0.0.1", "::1"]
-    assert names_in(tmp_path / "chief-0.pem") == ["10.0.0.1", *here]
-    assert names_in(tmp_path / "ps-0.pem") == ["ps-0.example", *here]
-    assert names_in(tmp_path / "ps-1.pem") == ["fd00::7", *here]
+    as_ps = "urn:shardline:role:ps"
+    assert names_in(tmp_path / "chief-0.pem") == ["10.0.0.1", *here, "urn:shardline:role:chief"]
+    assert names_in(tmp_path / "ps-0.pem") == ["ps-0.example", *here, as_ps]
+    assert names_in(tmp_path / "ps-1.pem") == ["fd00::7", *here, as_ps]
     for path in tmp_path.iterdir():
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode == 0o600 if path.suffix == ".key" else mode & 0o133 == 0
+
+
+def test_the_role_of_a_machines_certificate_is_asked_for(tmp_path: Path) -> None:
+    assert main(["certs", str(tmp_path), "--host", "a", "--role", "worker"]) == 0
+    assert main(["certs", str(tmp_path), "--host", "b"]) == 0
+    assert names_in(tmp_path / "a.pem")[-1] == "urn:shardline:role:worker"
+    assert names_in(tmp_path / "b.pem")[-1] == "::1"
+    assert main(["certs", str(tmp_path), "--host", "c", "--role", "root"]) == 2
 
 
 def test_without_a_host_there_is_one_for_this_machine(tmp_path: Path) -> None:

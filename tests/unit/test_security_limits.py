@@ -15,9 +15,9 @@ from shardline.errors import ProtocolError
 from shardline.rpc import limits
 from shardline.rpc.configuration import configuration_from_proto
 from shardline.rpc.convert import ImageAssembler, job_from_proto, sequences_from_proto
-from shardline.rpc.limits import DEFAULT_BYTES, MESSAGE_BYTES, OPEN_BYTES, message_limit
-from shardline.rpc.rights import ADMIN_CALLS, JOB_CALLS, PACKAGE
-from shardline.rpc.server import MAX_MESSAGE_BYTES, RpcServer
+from shardline.rpc.limits import DEFAULT_BYTES, MAX_MESSAGE_BYTES, MESSAGE_BYTES, OPEN_BYTES, message_limit
+from shardline.rpc.rights import PACKAGE, RIGHTS
+from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import (
     chief_pb2,
     chief_pb2_grpc,
@@ -160,7 +160,7 @@ def test_anybody_may_ask_the_health_service_but_not_at_length(channel: grpc.Chan
 
 
 def test_limits_are_of_calls_that_there_are_and_below_the_servers() -> None:
-    names = {f"{service}/{call}" for table in (ADMIN_CALLS, JOB_CALLS) for service in table for call in table[service]}
+    names = {f"{service}/{call}" for service, calls in RIGHTS.items() for call in calls}
     assert MESSAGE_BYTES.keys() <= names and set(limits.OWN_READING) <= names
     assert all(0 < limit <= MAX_MESSAGE_BYTES for limit in MESSAGE_BYTES.values())
     assert message_limit(f"/{PACKAGE}.Chief/Heartbeat") == DEFAULT_BYTES

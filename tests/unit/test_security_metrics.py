@@ -15,7 +15,7 @@ import trustme
 
 from shardline import metrics_page
 from shardline.metrics import Metrics
-from shardline.metrics_page import admitted
+from shardline.metrics_page import Answer, decide
 from shardline.security import PLAIN, Security
 
 TOKEN = "the-job-token-of-this-test"
@@ -138,5 +138,54 @@ def test_silent_readers_hold_nobody_up_and_are_not_any_number(
     ],
 )
 def test_rule_of_who_may_read(peer: str, authorization: str, expected: bool, files: Files) -> None:
-    assert admitted(Security(token_file=files.token), peer=peer, authorization=authorization) is expected
-    assert admitted(PLAIN, peer=peer, authorization=authorization)
+    def asked(security: Security) -> Answer:
+        return decide(security, exposed=True, peer=peer, host="127.0.0.1:9464", authorization=authorization)
+
+    assert asked(Security(token_file=files.token)) is (Answer.PAGE if expected else Answer.NEEDS_TOKEN)
+    assert asked(PLAIN) is Answer.PAGE
+
+
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        ("127.0.0.1:9464", True),
+        ("localhost", True),
+        ("LocalHost:9464", True),
+        ("[::1]:9464", True),
+        ("evil.example:9464", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("10.0.0.7:9464", False),
+        ("[::1", True),
+        ("", False),
+        ("@127.0.0.1", False),
+        ("\xff", False),
+    ],
+)
+def test_rule_of_the_names_under_which_the_page_may_be_read_here(host: str, own: bool, files: Files) -> None:
+    def asked(security: Security, *, exposed: bool, authorization: str = "") -> Answer:
+        return decide(security, exposed=exposed, peer="127.0.0.1", host=host, authorization=authorization)
+
+    # Whoever reads without the token because they are here: a web site in somebody's browser is here, too.
+    here = Answer.PAGE if own else Answer.WRONG_HOST
+    token = Security(token_file=files.token)
+    assert asked(PLAIN, exposed=False) is asked(token, exposed=False) is asked(token, exposed=True) is here
+    # No web site knows the token; and what anybody on the network may read needs no protection here.
+    assert asked(token, exposed=False, authorization=BEARER["Authorization"]) is Answer.PAGE
+    assert asked(PLAIN, exposed=True) is Answer.PAGE
+
+
+@pytest.mark.parametrize("token", [False, True], ids=["no token", "token"])
+def test_a_web_site_that_names_itself_as_this_machine_reads_nothing(
+    metrics: Metrics, files: Files, token: bool
+) -> None:
+    metrics.serve("127.0.0.1", 0, Security(token_file=files.token) if token else PLAIN)
+    port = metrics.address.rpartition(":")[2]
+    for good in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}"):
+        assert read(metrics.url, {"Host": good})[0] == 200
+    status, text = read(metrics.url, {"Host": f"evil.example:{port}"})
+    assert status == 421 and "shardline_" not in text
+    remedy = "ask for them as 127.0.0.1 or localhost" + (", or bring the job's token" if token else "")
+    assert text == f"these metrics were asked for as 'evil.example:{port}'; {remedy}\n"
+    assert len(read(metrics.url, {"Host": "x" * 60_000})[1]) < 300
+    assert read(metrics.url, {"Host": "evil.example", **BEARER})[0] == (200 if token else 421)

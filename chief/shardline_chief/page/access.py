@@ -15,6 +15,7 @@ from http.cookies import CookieError, SimpleCookie
 
 from shardline.cluster import parse_address
 from shardline.errors import UsageError
+from shardline.host_header import names_loopback
 from shardline.security import TOKEN_LIMITS, Security, is_loopback
 
 COOKIE = "shardline-page"
@@ -34,14 +35,6 @@ def check_exposure(address: str, security: Security) -> bool:
     return exposed
 
 
-def host_of(header: str) -> str:
-    """The host in a Host header, without port and brackets; empty where it is none."""
-    text = header.strip()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0]
-
-
 @dataclass(frozen=True)
 class Access:
     """Decides about requests. exposed: the page is open to other machines; then there is a token."""
@@ -56,7 +49,7 @@ class Access:
 
     def right_host(self, header: str) -> bool:
         """Whether the Host header is one under which this page is meant to be seen."""
-        return self.exposed or self.locked or is_loopback(host_of(header))
+        return self.exposed or self.locked or names_loopback(header)
 
     def admitted(self, *, authorization: str, cookie: str) -> bool:
         """Whether these headers bring the token or the cookie."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import heapq
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from shardline import files
 from shardline_chief.page.history import TIME, History
 
 log = logging.getLogger("shardline_chief")
@@ -107,20 +109,30 @@ def _rates(history: History, folder: Path) -> Iterator[Told]:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file, a line each; a line that a death cut short is left out."""
-    if not path.is_file():
+    for text in _texts(path):
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            yield found
+
+
+def _texts(path: Path) -> Iterator[bytes]:
+    """The lines of a file; of one of more than READ_BYTES those that lie within evenly spread pieces."""
+    try:
+        file = files.open_binary(path)
+    except FileNotFoundError:
         return
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        count = READ_BYTES // PIECE_BYTES if size > READ_BYTES else 1
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= READ_BYTES:
+            yield from file.read(READ_BYTES).splitlines()
+            return
+        count = READ_BYTES // PIECE_BYTES
         for number in range(count):
-            if number:
-                # From the first line that begins there; the last piece ends with the file.
-                file.seek(number * (size - PIECE_BYTES) // (count - 1) - 1)
-                file.readline()
-            for text in file.readlines(PIECE_BYTES) if count > 1 else file:
-                try:
-                    found = json.loads(text)
-                except ValueError:
-                    continue
-                if isinstance(found, dict):
-                    yield found
+            # With the byte before it, which says whether a line begins there; the last piece ends with the file.
+            start = number * (size - PIECE_BYTES) // (count - 1)
+            file.seek(max(0, start - 1))
+            first, *lines = file.read(PIECE_BYTES + (start > 0)).split(b"\n")
+            yield from [first, *lines][number > 0 : None if number == count - 1 else -1]

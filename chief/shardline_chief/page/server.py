@@ -60,7 +60,8 @@ class PageServer:
             loop="asyncio",
             lifespan="off",
             log_config=None,
-            log_level="warning",
+            # A warning is what a stranger sent, one line each.
+            log_level="error",
             access_log=False,
             proxy_headers=False,
             server_header=False,

@@ -114,6 +114,7 @@ class JoinReply(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     accepted: _builtins.bool
     reason: _builtins.str
     """Why not, with the difference named. `retry` says whether asking again may help."""
@@ -123,6 +124,10 @@ class JoinReply(_message.Message):
     term: _builtins.int
     timeout_s: _builtins.float
     """The cluster's --timeout; all other durations derive from it."""
+    secret: _builtins.bytes
+    """32 random bytes that only this life of the task is given. It goes with every message that names the life; without
+    it such a message is refused, so that nobody speaks for another task.
+    """
     def __init__(
         self,
         *,
@@ -133,10 +138,11 @@ class JoinReply(_message.Message):
         incarnation: _builtins.int = ...,
         term: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "incarnation", b"incarnation", "reason", b"reason", "retry", b"retry", "task", b"task", "term", b"term", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "incarnation", b"incarnation", "reason", b"reason", "retry", b"retry", "secret", b"secret", "task", b"task", "term", b"term", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -247,6 +253,7 @@ class Beat(_message.Message):
     ORDERS_SEEN_FIELD_NUMBER: _builtins.int
     SUSPECTS_FIELD_NUMBER: _builtins.int
     FIGURES_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     BARRIER_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
@@ -262,6 +269,8 @@ class Beat(_message.Message):
     """Exit code that goes with it."""
     orders_seen: _builtins.int
     """Version of the Orders last obeyed."""
+    secret: _builtins.bytes
+    """Of the life that beats: see JoinReply."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepReport]: ...
     @_builtins.property
@@ -296,11 +305,12 @@ class Beat(_message.Message):
         orders_seen: _builtins.int = ...,
         suspects: _abc.Iterable[_builtins.str] | None = ...,
         figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        secret: _builtins.bytes = ...,
         barrier: Global___BarrierPlace | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "ps", b"ps", "traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "failure", b"failure", "failure_code", b"failure_code", "figures", b"figures", "finished", b"finished", "incarnation", b"incarnation", "leaving", b"leaving", "orders_seen", b"orders_seen", "ps", b"ps", "step", b"step", "steps", b"steps", "suspects", b"suspects", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "failure", b"failure", "failure_code", b"failure_code", "figures", b"figures", "finished", b"finished", "incarnation", b"incarnation", "leaving", b"leaving", "orders_seen", b"orders_seen", "ps", b"ps", "secret", b"secret", "step", b"step", "steps", b"steps", "suspects", b"suspects", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -480,8 +490,11 @@ class LeaseRequest(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
+    secret: _builtins.bytes
+    """See JoinReply."""
     @_builtins.property
     def done(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Leases finished since the last call: their pushes are acknowledged by every shard."""
@@ -492,10 +505,11 @@ class LeaseRequest(_message.Message):
         task: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         done: _abc.Iterable[_builtins.int] | None = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "incarnation", b"incarnation", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "incarnation", b"incarnation", "secret", b"secret", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -568,11 +582,14 @@ class ReportRequest(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     METRIC_ORDER_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     step: _builtins.int
     seconds: _builtins.float
     failure: _builtins.str
+    secret: _builtins.bytes
+    """See JoinReply."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Evaluation metrics of that checkpoint."""
@@ -591,10 +608,11 @@ class ReportRequest(_message.Message):
         seconds: _builtins.float = ...,
         failure: _builtins.str = ...,
         metric_order: _abc.Iterable[_builtins.str] | None = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "incarnation", b"incarnation", "metric_order", b"metric_order", "metrics", b"metrics", "seconds", b"seconds", "step", b"step", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "incarnation", b"incarnation", "metric_order", b"metric_order", "metrics", b"metrics", "seconds", b"seconds", "secret", b"secret", "step", b"step", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -256,6 +256,7 @@ class DataHeader(_message.Message):
     TRACE_ID_FIELD_NUMBER: _builtins.int
     REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
     ATTACHMENT_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Name of the job (namespace). One per cluster for now."""
     timeline: _builtins.int
@@ -275,6 +276,8 @@ class DataHeader(_message.Message):
     """Free text that ties the log lines of one exchange together."""
     attachment: _builtins.int
     """Number that OpenLane gave; lanes tcp and shm only."""
+    secret: _builtins.bytes
+    """What the chief gave to this life of the task alone (JoinReply.secret)."""
     @_builtins.property
     def required_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -292,10 +295,11 @@ class DataHeader(_message.Message):
         trace_id: _builtins.str = ...,
         required_features: _abc.Iterable[_builtins.str] | None = ...,
         attachment: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "incarnation", b"incarnation", "job", b"job", "lane", b"lane", "plan_id", b"plan_id", "protocol_minor", b"protocol_minor", "required_features", b"required_features", "shard", b"shard", "stage", b"stage", "task", b"task", "timeline", b"timeline", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "incarnation", b"incarnation", "job", b"job", "lane", b"lane", "plan_id", b"plan_id", "protocol_minor", b"protocol_minor", "required_features", b"required_features", "secret", b"secret", "shard", b"shard", "stage", b"stage", "task", b"task", "timeline", b"timeline", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -280,19 +280,23 @@ class Member(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     address: _builtins.str
+    key: _builtins.bytes
+    """SHA-256 of the secret that the chief gave to this life; empty = its messages need none."""
     def __init__(
         self,
         *,
         task: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         address: _builtins.str = ...,
+        key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "key", b"key", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
