@@ -9,7 +9,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-monitoring test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers golden
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers golden
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -66,6 +66,20 @@ test: $(STAMP)
 # What people look at: rules and dashboard against a real Prometheus, the chief's page in a real Chromium.
 test-monitoring: $(STAMP)
 	$(BIN)/pytest -q tests/monitoring $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+
+# Every Python on PATH with the newest libraries, one with the oldest that pyproject.toml allows; half an hour and more.
+# make test-versions ARGS="--python /path/to/python3.14"
+test-versions: $(STAMP)
+	$(BIN)/python -m tests.versions $(ARGS)
+
+# Training loops that people bring along (transformers, accelerate, lightning), in an environment of their own.
+test-scripts: tests/scripts/.venv/.installed
+	tests/scripts/.venv/bin/pytest -q tests/scripts $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+
+tests/scripts/.venv/.installed: tests/scripts/requirements.txt pyproject.toml constraints.txt
+	@test -x tests/scripts/.venv/bin/pip || $(PYTHON) -m venv tests/scripts/.venv
+	tests/scripts/.venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' -r $<
+	@touch $@
 
 # Kills, pauses and cut links drawn from seeds, with real processes; about half a minute each. More:
 # make chaos ARGS="--seed 17", or ARGS="--count 200"
@@ -134,5 +148,5 @@ benchmarks/.venvs/%/.installed: benchmarks/peers/requirements-%.txt
 	@touch $@
 
 clean:
-	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv tests/scripts/.venv runs .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

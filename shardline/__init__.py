@@ -13,15 +13,26 @@ if TYPE_CHECKING:
     from shardline import schedule as schedule
     from shardline.client.connect import connect as connect
     from shardline.client.optimizer import ShardlineOptimizer as ShardlineOptimizer
+    from shardline.client.scaler import GradScaler as GradScaler
     from shardline.client.session import Session as Session
     from shardline.errors import RolledBackError as RolledBackError
     from shardline.errors import ShardlineError as ShardlineError
     from shardline.job import Job as Job
 
-__all__ = ["Job", "RolledBackError", "Session", "ShardlineError", "ShardlineOptimizer", "connect", "schedule"]
+__all__ = [
+    "GradScaler",
+    "Job",
+    "RolledBackError",
+    "Session",
+    "ShardlineError",
+    "ShardlineOptimizer",
+    "connect",
+    "schedule",
+]
 
 # torch takes seconds to import, and `shardline --help` needs none of it: names are found when first used.
 _HOMES = {
+    "GradScaler": "shardline.client.scaler",
     "Job": "shardline.job",
     "RolledBackError": "shardline.errors",
     "Session": "shardline.client.session",

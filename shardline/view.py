@@ -1,6 +1,6 @@
 """A cluster at a glance: what the chief's page and `shardline top` show, worked out once from the chief's status.
 
-view = cluster_view(ChiefClient(address, timeouts).status())
+view = cluster_view(ChiefWatch(address, timeouts).status())
 json.dumps(as_json(view))
 
 Pure: no clock, no socket. What isn't known is None (null in JSON), never a zero that looks like a figure.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardline.identity import Identity
+from shardline.rpc.barrier import BarrierPlace
 from shardline.rpc.link import StepReport
 from shardline.rpc.status import PsStatus, Traffic
 from shardline.spec import JobSpec
@@ -74,6 +75,8 @@ class Beat:
     traffic: Traffic = field(default_factory=Traffic)
     suspects: tuple[str, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
+    barrier: BarrierPlace | None = None
+    """The last one that this worker came to."""
     secret: bytes = field(default=b"", repr=False)
 
     @property

@@ -23,6 +23,7 @@ from shardline.spec import JobSpec
 from shardline_chief import admission
 from shardline_chief.actions import Action, CommandResult, Found, MarkBest, Resume, Saved
 from shardline_chief.assignment import replicas_of
+from shardline_chief.barriers import Barriers
 from shardline_chief.ending import Ending
 from shardline_chief.membership import Member, Refused
 from shardline_chief.membership import State as Life
@@ -59,6 +60,7 @@ class Program:
         self._told_failures: set[tuple[str, int]] = set()
         self._told_leaving: set[tuple[str, int]] = set()
         self.workers = Workers(self.state, self.setup, self.running, self.ending, self.recovery)
+        self.barriers = Barriers(self.state)
         self.notes = Notes(self.state)
         self.takeover = Takeover(self.state, self.setup, self.running, self.ending, self.recovery)
         if remembered is not None:
@@ -189,6 +191,8 @@ class Program:
         assert member is not None
         if member.trains:
             state.suspects[beat.task] = beat.suspects
+            if beat.barrier is not None:
+                self.barriers.told(beat.task, beat.barrier)
         if beat.figures:
             state.figures[beat.task, beat.incarnation] = beat.figures
         life = (beat.task, beat.incarnation)
@@ -443,6 +447,7 @@ class Program:
             workers=len(state.trainers()),
             first_step=state.base_step,
             awaited=tuple(state.awaited()) if state.phase in (Phase.WAITING, Phase.INIT) and self._at_start else (),
+            barrier=self.barriers.state_of(task),
         )
 
     @property

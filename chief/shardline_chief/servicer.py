@@ -19,6 +19,7 @@ from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, Sha
 from shardline.identity import Identity
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.access import Access
+from shardline.rpc.barrier import BarrierPlace
 from shardline.rpc.configuration import placement_to_proto
 from shardline.rpc.convert import DTYPE_TO_PROTO, job_from_proto, job_to_proto, plan_to_proto
 from shardline.rpc.limits import (
@@ -324,6 +325,7 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
         traffic=Traffic.from_proto(message.traffic),
         suspects=tuple(message.suspects),
         figures=dict(message.figures),
+        barrier=BarrierPlace.from_proto(message.barrier) if message.HasField("barrier") else None,
         secret=message.secret,
     )
 
@@ -364,4 +366,5 @@ def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
         first_step=orders.first_step,
         awaited=orders.awaited,
         fenced=orders.fenced,
+        barrier=orders.barrier.to_proto() if orders.barrier is not None else None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.errors import TaskLostError
+from shardline.errors import JobError, TaskLostError
 from shardline.rpc.link import Phase
 from shardline_chief.actions import CommandResult
 from shardline_chief.ending import Ending
@@ -106,7 +106,7 @@ class Workers:
             return
         lacking = not state.working() or state.too_few()
         if state.script:
-            lacking = len({*(m.task for m in state.trainers()), *state.finished}) < state.settings.trainers
+            lacking = bool(self._gone_from_script())
         if not lacking or len(state.finished) >= state.settings.trainers:
             state.alone_since_s = None
             return
@@ -115,7 +115,7 @@ class Workers:
         if now_s - state.alone_since_s >= state.timeouts.lost_s:
             who = "every task that trains"
             if state.script:
-                who = "a worker that a script needs"
+                who = f"{', '.join(self._gone_from_script())}, without which a script can't go on,"
             elif state.trainers():
                 who = f"{self._gone()} ({len(state.trainers())} of at least {state.settings.min_workers} train)"
             self.ending.begin(
@@ -124,12 +124,18 @@ class Workers:
                 exit_code=TaskLostError.exit_code,
             )
 
+    def _gone_from_script(self) -> list[str]:
+        """Workers of a script that are not there and have not done their part."""
+        there = {*(member.task for member in self.state.trainers()), *self.state.finished}
+        names = [f"worker/{index}" for index in range(self.state.settings.workers)]
+        return [task for task in names if task not in there]
+
     def _gone(self) -> str:
         """Tasks that trained and do no more."""
         return ", ".join(m.task for m in self.state.members if m.trains and not m.living) or "a task that trains"
 
     def _uneven(self, now_s: float) -> None:
-        """Workers of a synchronous script make different numbers of steps: end where the first one has finished."""
+        """Workers of a synchronous script make different numbers of steps: fail where the first one has finished."""
         state = self.state
         ahead = self.running.ahead() if state.phase is Phase.RUNNING else []
         if not ahead:
@@ -141,10 +147,12 @@ class Workers:
         undecided = len(state.working()) > len(ahead)
         if undecided and now_s - self._uneven_since_s < state.timeouts.lost_s:
             return
-        done = ", ".join(f"{task} finished at step {state.steps.get(task, 0)}" for task in sorted(state.finished))
-        sentence = (
-            f"{done}, so {', '.join(ahead)} can't go on: each step of a synchronous script needs all workers. Give all "
-            "the same number of steps"
+        made = {task: state.steps.get(task, 0) for task in sorted(state.finished)}
+        done = ", ".join(f"{task} made {steps} steps and ended" for task, steps in made.items())
+        self.ending.begin(
+            f"{done}, {', '.join(ahead)} {'was' if len(ahead) == 1 else 'were'} to make {max(made.values()) + 1} or "
+            "more: each step of a synchronous script needs all workers, so the job ends here. Have all make the same "
+            "number of steps, and call optimizer.step() in each of them",
+            now_s,
+            exit_code=JobError.exit_code,
         )
-        state.say("uneven", sentence, "warning")
-        self.ending.begin(f"stopped: {sentence}", now_s)

@@ -18,8 +18,8 @@ from shardline.security import Security
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shardline.rpc.client import ChiefClient
     from shardline.rpc.status import ChiefStatus, TaskStatus
+    from shardline.rpc.watch import ChiefWatch
 
 TABLE_WIDTH = 250
 
@@ -40,12 +40,12 @@ def chief_address(cluster: str | None) -> str:
     return _spec(cluster).chief
 
 
-def _client(cluster: str | None, timeout: float, security: Security) -> ChiefClient:
+def _client(cluster: str | None, timeout: float, security: Security) -> ChiefWatch:
     timeouts = Timeouts(total_s=timeout)
     address = chief_address(cluster)
-    from shardline.rpc.client import ChiefClient
+    from shardline.rpc.watch import ChiefWatch
 
-    return ChiefClient(address, timeouts, security)
+    return ChiefWatch(address, timeouts, security)
 
 
 @click.command(short_help="Show the tasks of a running cluster.")

@@ -32,7 +32,7 @@ from shardline import files
 from shardline.allocator import ALLOCATOR
 from shardline.cli.fates import MAX_RESTARTS as MAX_RESTARTS
 from shardline.cli.fates import Ended, describe_code, lacking, may_restart
-from shardline.cli.roles import COMMANDS
+from shardline.cli.roles import COMMANDS, reads
 from shardline.cluster import ClusterSpec, parse_task
 from shardline.config import Timeouts, check_standbys
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError
@@ -131,7 +131,7 @@ def task_command(
     command += ["--task", task, "--out", str(options.out)]
     command += ["--timeout", str(options.timeouts.total_s), "--join-timeout", str(options.timeouts.join_s)]
     command += ["--device", device, "--host", "127.0.0.1", "--metrics-port", "0", "--life-fd", str(life_fd)]
-    if not options.script:
+    if not options.script and reads(role, "job"):
         command += ["--job", str(options.job)]
     if options.gpu_memory_fraction is not None:
         command += ["--gpu-memory-fraction", str(options.gpu_memory_fraction)]
@@ -149,17 +149,21 @@ def task_command(
         command.append("--chief-trains")
     if role == "chief":
         command += ["--page", options.page] if options.page is not None else ["--no-page"]
-    if options.inexact:
+    if role == "chief" and options.inexact:
         command.append("--inexact")
-    for name, value in options.overrides:
+    for name, value in options.overrides if reads(role, "settings") else ():
         command += ["--set", f"{name}={value}"]
-    command += ["--lane", options.lane, "--overlap" if options.overlap else "--no-overlap"]
+    if reads(role, "lane"):
+        command += ["--lane", options.lane]
+    if reads(role, "overlap"):
+        command.append("--overlap" if options.overlap else "--no-overlap")
     if role == "chief" and options.insecure_bind:
         command.append("--insecure-bind")
     if role in ("chief", "ps") and options.security.admin_token_file is not None:
         command += ["--admin-token-file", str(options.security.admin_token_file.absolute())]
     for name, path in _shared_paths(options).items():
-        command += [f"--{name.replace('_', '-')}", str(path)]
+        if reads(role, name):
+            command += [f"--{name.replace('_', '-')}", str(path)]
     return command
 
 

@@ -114,25 +114,25 @@ join_timeout = option(
     help="Seconds that a task tries to join, and a chief that starts waits for its tasks.",
 )
 cluster = option("--cluster", metavar="FILE", help="cluster.json; without it TF_CONFIG.")
-resume = option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out. (chief)")
-chief_trains = option("--chief-trains", is_flag=True, help="The chief trains too, as in TensorFlow. (chief)")
+resume = option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out.")
+chief_trains = option("--chief-trains", is_flag=True, help="The chief trains too, as in TensorFlow.")
 min_workers = option(
     "--min-workers",
     type=click.IntRange(min=1),
     default=1,
-    help="With fewer tasks that train the job stands still, and ends when it did so for --timeout. (chief)",
+    help="With fewer tasks that train the job stands still, and ends when it did so for --timeout.",
 )
 max_workers = option(
     "--max-workers",
     type=click.IntRange(min=1),
     default=64,
-    help="Workers that may take part; more than the cluster has may join while it trains. (chief)",
+    help="Workers that may take part; more than the cluster has may join while it trains.",
 )
 standbys = option(
     "--standbys",
     type=int,
     default=0,
-    help="1 = another ps follows each one to the bit, and takes over when it dies: no step is made again. (chief)",
+    help="1 = another ps follows each one to the bit, and takes over when it dies: no step is made again.",
 )
 inexact = option(
     "--inexact", is_flag=True, help="Allow machines whose gradients differ in the last bits in one synchronous job."
@@ -151,7 +151,7 @@ secured = together(
 )
 admin = _file(
     "--admin-token-file",
-    "File with the admin token, for what only the chief may do, and to end the job; not for workers. (ps, chief)",
+    "File with the admin token, for what only the chief may do, and to end the job; not for workers.",
 )
 insecure_bind = option(
     "--insecure-bind", is_flag=True, help="Listen beyond this machine without TLS, on a network that is yours alone."
@@ -178,9 +178,9 @@ page = together(
         "--page",
         metavar="HOST:PORT",
         default="127.0.0.1:0",
-        help='The chief\'s own page, 0 = a free port; beyond this machine it needs --token-file; "off": none. (chief)',
+        help='The chief\'s own page, 0 = a free port; beyond this machine it needs --token-file; "off": none.',
     ),
-    click.option("--no-page", is_flag=True, help="No page. (chief)"),
+    click.option("--no-page", is_flag=True, help="No page."),
 )
 
 
@@ -317,7 +317,7 @@ def _take_place(role: str, flags: Mapping[str, Any], secured_by: Security) -> Me
     spec = read_spec(flags["cluster"])
     _check_chief_port(Membership(spec, role, 0), ready_fd=None)
     address = own_address(flags["address"] or ":0")
-    # Imports torch, which --help must not.
+    # Imports grpc, which --help must not.
     from shardline.rpc.place import take_place
 
     task = take_place(spec.chief, role, address, timeouts(flags), secured_by)

@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from shardline import lifeline, log, native_log
 from shardline.cli import options
@@ -23,13 +24,30 @@ from shardline.run_lock import RunLock
 ENTRY_POINTS = "shardline.roles"
 
 ABOUT = {
-    "ps": "Hold shards of the parameters and apply every update. Knows no model: --job is accepted and not read.",
+    "ps": "Hold shards of the parameters and apply every update. Knows no model.",
     "worker": "Train replicas of the job.",
     "chief": "Admit the other tasks, write checkpoints and logs, end the job.",
     "evaluator": "Score every checkpoint.",
 }
 
 Run = Callable[[RoleConfig], int]
+
+COMPUTING = ("worker", "chief", "evaluator")
+READERS: Mapping[str, tuple[str, ...]] = {
+    "job": COMPUTING,
+    "steps": COMPUTING,
+    "consistency": COMPUTING,
+    "seed": COMPUTING,
+    "settings": COMPUTING,
+    "lane": ("ps", "worker", "chief"),
+    "run_dir": ("ps", "worker", "chief"),
+    "overlap": ("worker", "chief"),
+    "exit_with_job": ("ps", "worker", "evaluator"),
+    "admin_token_file": ("ps", "chief"),
+    **dict.fromkeys(("resume", "chief_trains", "min_workers", "max_workers", "standbys", "inexact"), ("chief",)),
+    **dict.fromkeys(("page", "no_page"), ("chief",)),
+}
+"""Roles that read a setting, where not all do. Lanes and overlap are those of a chief that trains."""
 
 role_options = options.together(
     options.cluster,
@@ -47,7 +65,12 @@ role_options = options.together(
         "--bind", metavar="HOST", help="Interface that the services bind to. Default: the host of the task's address."
     ),
     options.option("--job", type=click.Path(path_type=Path), metavar="JOB.py", help="File that defines the job."),
-    options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Checkpoints, logs and metrics."),
+    options.option(
+        "--out",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Folder of the results; of other tasks than the chief for their log.",
+    ),
     options.resume,
     options.timeout,
     options.join_timeout,
@@ -104,7 +127,7 @@ def _run(role: str, config: RoleConfig) -> int:
         config = _locked(config)
     json_path = config.out / "logs" / f"{role}-{config.index}.jsonl" if config.out is not None else None
     log.setup(config.task, json_path=json_path)
-    for caution in config.cautions():
+    for caution in (*_not_read(role, config.task), *config.cautions()):
         logging.getLogger("shardline").warning("%s", caution)
     # Imports torch, as the role is about to; the allocator is told before either takes memory of any size.
     from shardline.allocator import tune_allocator
@@ -124,13 +147,37 @@ def _locked(config: RoleConfig) -> RoleConfig:
     return dataclasses.replace(config, lock_fd=RunLock.take(folder).fd)
 
 
-def role_command(role: str) -> click.Command:
-    """The click command of a role."""
+def reads(role: str, setting: str) -> bool:
+    """Whether tasks of a role read the setting of this name, such as "chief_trains"."""
+    return role in READERS.get(setting, ROLES)
 
-    def run(**flags: Any) -> int:
-        return run_role(role, flags)
 
-    return click.command(role, help=ABOUT[role], short_help=ABOUT[role].split(".")[0] + ".")(role_options(run))
+def role_command(role: str, run: Callable[[str, dict[str, Any]], int] = run_role) -> click.Command:
+    """The click command of a role; run(role, flags) runs its task.
+
+    It takes the flags of all roles, so that all tasks of a cluster may be given the same ones, shows its own, and reads
+    no variable that is for others.
+    """
+
+    def start(**flags: Any) -> int:
+        return run(role, flags)
+
+    command = click.command(role, help=ABOUT[role], short_help=ABOUT[role].split(".")[0] + ".")(role_options(start))
+    for option in command.params:
+        if isinstance(option, click.Option) and not reads(role, str(option.name)):
+            option.hidden, option.envvar = True, None
+    return command
+
+
+def _not_read(role: str, task: str) -> list[str]:
+    """A sentence for each flag on the command line that is for other roles."""
+    context = click.get_current_context()
+    return [
+        f"{task} does not read {option.opts[0]}; it is for {', '.join(READERS[str(option.name)])}"
+        for option in context.command.params
+        if not reads(role, str(option.name))
+        and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+    ]
 
 
 COMMANDS = tuple(role_command(role) for role in ROLES)

@@ -103,7 +103,7 @@ class Poller:
 
     def _ask(self) -> None:
         asked_at = self.now()
-        # Imports torch and grpc, which --help must not.
+        # Imports grpc, which --help must not.
         from shardline.view import cluster_view
 
         try:
@@ -346,7 +346,7 @@ def top(cluster: str | None, interval: float, once: bool, timeout: float, **file
     from rich.console import Console
 
     from shardline.cli.progress import on_terminal
-    from shardline.rpc.client import ChiefClient
+    from shardline.rpc.watch import ChiefWatch
 
     console = Console()
     live = on_terminal(console) and not once
@@ -357,7 +357,7 @@ def top(cluster: str | None, interval: float, once: bool, timeout: float, **file
         sys.stdout.reconfigure(errors="replace")
     # What is logged on the way, such as a name that has no address, is shown as the reason of the silence.
     logging.getLogger("shardline").addHandler(logging.NullHandler())
-    client = ChiefClient(address, Timeouts(total_s=timeout), security)
+    client = ChiefWatch(address, Timeouts(total_s=timeout), security)
     poller = Poller(client, min(interval, POLL_S), timeout)
     screen = Screen(poller, console, address)
     poller.start()

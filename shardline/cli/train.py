@@ -223,10 +223,10 @@ class _Poller:
         self._ended.set()
 
     def _run(self) -> None:
-        # Imports torch, by way of the tensors in other calls; the cluster is starting meanwhile.
-        from shardline.rpc.client import ChiefClient
+        # Imports grpc, which --help must not.
+        from shardline.rpc.watch import ChiefWatch
 
-        client = ChiefClient(self._address, Timeouts(total_s=POLL_TIMEOUT_S), self._security)
+        client = ChiefWatch(self._address, Timeouts(total_s=POLL_TIMEOUT_S), self._security)
         try:
             while not self._ended.wait(POLL_S):
                 # A chief that is busy or has just ended is no news: the end of its process is what counts.

@@ -89,4 +89,5 @@ class Carried:
         if not trainer.is_sync:
             trainer.step += 1
         seconds = time.monotonic() - self._began_s
-        return StepFigures(seconds=seconds, computed_s=self._began_s, staleness=0, outcomes={})
+        skipped = trainer.is_sync and trainer.stood_still(self._base)
+        return StepFigures(seconds=seconds, computed_s=self._began_s, outcomes={}, skipped=skipped)

@@ -86,8 +86,14 @@ class StepFigures:
     seconds: float
     computed_s: float
     """When the last gradient had been computed, by the monotonic clock."""
-    staleness: int
     outcomes: Mapping[int, ShardOutcome]
+    skipped: bool
+    """It changed nothing, since a gradient was not finite."""
+
+    @property
+    def staleness(self) -> int:
+        """Of the shard that had gone furthest."""
+        return max((ack.staleness for outcome in self.outcomes.values() for ack in outcome.acks), default=0)
 
 
 class Running:

@@ -124,6 +124,12 @@ class ModelLayout:
         for number in self.buffers:
             self._tensors[number].copy_(self._saved[number])
 
+    @property
+    def trained(self) -> dict[str, torch.Tensor]:
+        """The tensors that gradients change, by name."""
+        kinds = zip(self.plan.tensors, self._tensors, strict=True)
+        return {spec.name: tensor for spec, tensor in kinds if spec.kind is TensorKind.PARAM}
+
     def changed_buffers(self) -> dict[int, torch.Tensor]:
         """Buffers whose bits differ from the remembered ones, by tensor number."""
         return {

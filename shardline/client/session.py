@@ -22,10 +22,13 @@ import torch
 from torch import nn
 
 from shardline.client.attachment import ScriptSettings, check_named, meter_step, script_spec
+from shardline.client.barrier import Barrier
 from shardline.client.carried import Carried
 from shardline.client.exchange import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.optimizer import ShardlineOptimizer
+from shardline.client.optimizer_state import Standing, check_unused
 from shardline.client.overlap import Expected
+from shardline.client.own_loop import OwnLoop
 from shardline.client.pipeline import Pipeline, Sent
 from shardline.client.shared_gradients import SharedGradients
 from shardline.client.steps import StepFinder
@@ -94,6 +97,9 @@ class Session:
         self._contributed: list[StepReport] = []
         self._step_began_s = self._accounted_s = time.monotonic()
         self._loss: float | None = None
+        self._skipped = False
+        self._barrier = Barrier()
+        self._own_loop = OwnLoop()
         self._lent: SharedGradients | None = None
         self._closed = False
 
@@ -115,7 +121,7 @@ class Session:
 
     @property
     def replica(self) -> int:
-        """First logical replica of this worker; in asynchronous mode its index."""
+        """First logical replica of this worker; of a script its index, known before attach()."""
         return self._steps.assigned[0] if self._steps.assigned and self.trainer.is_sync else self.config.index
 
     @property
@@ -125,15 +131,51 @@ class Session:
 
     @property
     def num_replicas(self) -> int:
-        """Logical replicas of the job; in asynchronous mode the workers of the cluster spec."""
-        if self.trainer.is_sync:
-            return self.trainer.job.replicas
-        return max(1, self.config.cluster.num("worker"))
+        """Logical replicas of the job; of a script the workers of the cluster spec, known before attach()."""
+        trainer = self._place.current
+        if trainer is not None and trainer.is_sync:
+            return trainer.job.replicas
+        return self._script.workers
 
     @property
     def step(self) -> int:
         """Step whose parameters the model holds; in asynchronous mode, pushes of this worker."""
+        self._own_loop.knows_the_step()
         return self.trainer.step
+
+    @property
+    def standing(self) -> Standing:
+        """Where the job is, for state dicts."""
+        trainer = self.trainer
+        step = trainer.step if trainer.is_sync else min(trainer.base.values(), default=0)
+        return Standing(step=step, incarnation=self.link.incarnation, is_sync=trainer.is_sync)
+
+    def resumed(self) -> None:
+        """A state that was saved at this step has been loaded, and with it the weights that the servers have."""
+        self._own_loop.knows_the_step()
+        self._own_loop.pulled()
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step changed nothing, since a gradient was not finite and nan_policy is "skip".
+
+        Synchronous: of any replica, and so the same in all of them. Asynchronous: of this one.
+        """
+        return self._skipped
+
+    def check_scaler(self) -> None:
+        """A gradient scaler is about to step. Raises JobError where not all replicas could skip an overflow."""
+        policy = self.job.consistency.nan_policy
+        if policy != "skip":
+            raise JobError(
+                'a GradScaler needs connect(nan_policy="skip"), by which all replicas skip the step in which one of '
+                f'them overflows; the job\'s is "{policy}"'
+            )
+        if self._place.overlaps:
+            raise JobError(
+                "a GradScaler and overlap exclude each other: scaled gradients would leave during backward(); use "
+                "attach(..., overlap=False) or SHARDLINE_OVERLAP=0"
+            )
 
     @property
     def job(self) -> JobSpec:
@@ -202,6 +244,9 @@ class Session:
             self.metrics.url,
         )
         self._begin()
+        check_unused(optimizer.state.values(), self.standing)
+        if job is None and not zero_copy:
+            self._own_loop.attached(self.standing.step, self.trainer.layout.trained)
         self._optimizer = ShardlineOptimizer(self, optimizer, spec.rule.name)
         if zero_copy:
             owned = {id(item) for group in optimizer.param_groups for item in group["params"]}
@@ -237,6 +282,7 @@ class Session:
                 initialized.add(orders.timeline)
         if self._place.view is not None and self._place.view.job.script:
             self._steps.locate_until_there()
+            self._barrier.begin(self.trainer.step, begun=False)
 
     # Orders
 
@@ -259,9 +305,12 @@ class Session:
         Raises JobError where the body has overlap, called backward() and left step() out.
         """
         self._steps.iterating = True
+        self._own_loop.knows_the_step()
         try:
             while True:
                 number = self._steps.next()
+                self._barrier.begin(self.trainer.step, begun=True)
+                self._own_loop.pulled()
                 if number is None:
                     return
                 if total is not None and number >= total:
@@ -353,6 +402,8 @@ class Session:
         Outside of steps(): True too where a standby has taken over, since what was contributed is taken along; raises
         RolledBackError where the job went back.
         """
+        self._skipped = False
+        self._own_loop.about_to_step()
         if not self._contributed:
             replica = self.replica if self.trainer.is_sync else 0
             # Kept as they are: this returns when they are acknowledged.
@@ -384,6 +435,7 @@ class Session:
                 self._pipeline.sent = sent
             else:
                 self._account(sent, figures)
+            self._own_loop.pulled()
             return True
 
     def wait(self) -> None:
@@ -412,11 +464,27 @@ class Session:
 
     def _account(self, sent: Sent, figures: StepFigures) -> None:
         """Tell metrics and chief about a step that is closed."""
+        self._skipped = figures.skipped
         step_s = time.monotonic() - max(sent.began_s, self._accounted_s)
         self._accounted_s = time.monotonic()
         meter_step(self.metrics, self.trainer, figures, sent.reports, step_s, self._place.peers)
         for item in sent.reports:
             self.link.report(replace(item, exchange_s=figures.seconds, staleness=figures.staleness))
+
+    def barrier(self, *, timeout_s: float | None = None) -> bool:
+        """Wait until all workers of the cluster spec have called this; False where the job is stopped meanwhile.
+
+        timeout_s: default ten times --timeout. A worker that dies is waited for as in any step; started again it passes
+        by itself the barriers that it had before its loop. Raises JobError naming a worker that has ended instead of
+        coming here, UnreachableError after timeout_s naming those that are missing, TaskLostError where the job fails.
+        """
+        if self._closed:
+            raise UsageError("this session is closed, so no barrier can be met")
+        if not self.job.script:
+            raise UsageError("barrier() is for scripts: the replicas of a job file may be anywhere")
+        self.wait()
+        limit_s = 10.0 * self.config.timeouts.total_s if timeout_s is None else timeout_s
+        return self._barrier.meet(self.link, self.trainer.step, is_sync=self.trainer.is_sync, timeout_s=limit_s)
 
     def log_loss(self, loss: float) -> None:
         """Loss of the open step, for logs and the dashboard of a script's job."""
@@ -486,6 +554,8 @@ class Session:
                 self._steps.finish_part()
                 # A script's job ends when all its workers have finished; nobody needs this process after that.
                 self._link.wait(lambda o: o.phase is Phase.ENDED or o.fenced, timeout_s=self.config.timeouts.total_s)
+                if code := self._link.orders.exit_code:
+                    log.error("the job has ended with exit code %d: %s", code, self._link.orders.reason)
         except JobError as error:
             self.fail(error)
             raise

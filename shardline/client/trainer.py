@@ -121,8 +121,7 @@ class Trainer:
         self._running: Running | None = None
         self._finished = False
         """send() was called for the open step."""
-        self._start_s = 0.0
-        self._computed_s = 0.0
+        self._start_s = self._computed_s = 0.0
         self._touched = False
         """A forward pass of the open step may have changed the model's buffers."""
         # Overlap
@@ -201,12 +200,8 @@ class Trainer:
         if not self.is_sync:
             self._pull_latest()
             return set(owned)
-        steps = dict.fromkeys(owned, 0)
-        for number, shard in enumerate(sorted(self._lanes)):
-            standing = self._standing(shard, owned)
-            for replica in owned:
-                found = standing.replicas[replica]
-                steps[replica] = found if number == 0 else min(steps[replica], found)
+        standings = [self._standing(shard, owned) for shard in sorted(self._lanes)]
+        steps = {replica: min(standing.replicas[replica] for standing in standings) for replica in owned}
         self.step = min(steps.values())
         self._pull(self.step)
         return {replica for replica, step in steps.items() if step == self.step}
@@ -567,11 +562,16 @@ class Trainer:
         target = self.step if self._finished else self.step + 1
         for shard in outcomes:
             self.acknowledged[shard] += 1
+        base, dropped = self.base, any(push.skip for (push, *_) in self._pushes.values())
         self._arrived(target if self.is_sync else None)
         self.step = target
         self._first = False
-        lag = max((ack.staleness for outcome in outcomes.values() for ack in outcome.acks), default=0)
-        return StepFigures(seconds=seconds, computed_s=self._computed_s, staleness=lag, outcomes=outcomes)
+        skipped = self.stood_still(base) if self.is_sync else dropped
+        return StepFigures(seconds=seconds, computed_s=self._computed_s, outcomes=outcomes, skipped=skipped)
+
+    def stood_still(self, base: Mapping[int, int]) -> bool:
+        """Synchronous: whether the step since these versions made no new one of any shard: all have skipped it."""
+        return self.job.consistency.nan_policy == "skip" and self.base == base
 
     def _learn(self) -> None:
         """After a step: what was seen in it of the order of things."""

@@ -25,15 +25,15 @@ from shardline.rpc.convert import (
     sequences_to_proto,
 )
 from shardline.rpc.errors import from_status
-from shardline.rpc.status import ChiefStatus, PsStatus
+from shardline.rpc.status import PsStatus
 from shardline.rpc.v1 import (
     access_pb2_grpc,
     chief_pb2,
-    chief_pb2_grpc,
     common_pb2,
     parameter_server_pb2,
     parameter_server_pb2_grpc,
 )
+from shardline.rpc.watch import ChiefWatch
 from shardline.security import PLAIN, Security
 from shardline.sharding import Plan
 from shardline.spec import DTYPES, JobSpec
@@ -273,13 +273,11 @@ class Parameters:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-class ChiefClient:
-    """Questions to the chief; every call has a deadline and is safe to repeat."""
+class ChiefClient(ChiefWatch):
+    """A task's questions to the chief; every call has a deadline and is safe to repeat."""
 
     def __init__(self, address: str, timeouts: Timeouts | None = None, security: Security = PLAIN) -> None:
-        self.timeouts = timeouts or Timeouts()
-        self.peer = Peer("chief", address, self.timeouts, security)
-        self.stub = chief_pb2_grpc.ChiefStub(self.peer.channel)
+        super().__init__(address, timeouts, security)
         self.access = access_pb2_grpc.AccessStub(self.peer.channel)
 
     def get_job(self, who: Identity) -> JobView:
@@ -360,21 +358,6 @@ class ChiefClient:
             raise from_status(error, peer=str(self.peer), what="FetchCut", waited_s=waited_s) from error
         finish()
         return Parameters(step=at_step, tensors=found)
-
-    def status(self, timeout_s: float | None = None) -> ChiefStatus:
-        """Job, tasks, rates."""
-        request = chief_pb2.ChiefStatusRequest()
-        reply = self.peer.call(self.stub.Status, request, what="Status", timeout_s=timeout_s)
-        return ChiefStatus.from_proto(reply)
-
-    def stop(self, reason: str) -> int:
-        """Ask the chief to end the job with a checkpoint; returns the step it will stop at, 0 while not known."""
-        reply = self.peer.call(self.stub.Stop, chief_pb2.StopJobRequest(reason=reason), what="Stop")
-        return int(reply.stop_step)
-
-    def close(self) -> None:
-        """Close the channel."""
-        self.peer.close()
 
 
 def _tensor_bytes_of(head: chief_pb2.NamedTensor) -> int:

@@ -20,6 +20,7 @@ import torch
 from shardline.config import Timeouts
 from shardline.errors import FencedError, InternalError, MismatchError, ShardlineError, UnreachableError
 from shardline.identity import Identity
+from shardline.rpc.barrier import BarrierPlace, BarrierState
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.convert import job_to_proto
@@ -74,6 +75,8 @@ class Orders:
     fenced: bool = False
     awaited: tuple[str, ...] = ()
     """Before training begins: tasks that it waits for."""
+    barrier: BarrierState | None = None
+    """How it stands with the barrier that this task told last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +184,7 @@ class ChiefLink:
         """Since when there has been no working stream; None while there is one."""
         self.lost: ShardlineError | None = None
         self.figures: dict[str, float] = {}
+        self._barrier: BarrierPlace | None = None
         self._suspects: tuple[int, tuple[str, ...]] = (0, ())
         """Timeline in which these tasks were not heard."""
 
@@ -323,6 +327,11 @@ class ChiefLink:
         self._finished = True
         self.beat_now()
 
+    def reach(self, barrier: BarrierPlace) -> None:
+        """Tell the chief that this worker is at a barrier."""
+        self._barrier = barrier
+        self.beat_now()
+
     def suspect(self, tasks: Iterable[str], timeline: int) -> None:
         """Tell the chief that these tasks are not heard from here, until told otherwise or as long as it names this
         timeline: who has their names in the next one may be other processes.
@@ -452,6 +461,8 @@ class ChiefLink:
             figures=self.figures,
             suspects=suspects if timeline == self._orders.timeline else (),
         )
+        if self._barrier is not None:
+            beat.barrier.CopyFrom(self._barrier.to_proto())
         if self._failure is not None:
             beat.failure, beat.failure_code = self._failure
         if self._ps_status is not None:
@@ -588,4 +599,5 @@ def _orders_from_proto(message: chief_pb2.Orders) -> Orders:
         first_step=message.first_step,
         fenced=message.fenced,
         awaited=tuple(message.awaited),
+        barrier=BarrierState.from_proto(message.barrier) if message.HasField("barrier") else None,
     )

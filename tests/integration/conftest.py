@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from shardline import log
+from shardline.process import Termination
 from shardline.rpc import data
+from tests.integration.services import Services
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +28,16 @@ def one_thread_per_replica() -> Iterator[None]:
 def no_push_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of tests are: here they stand for larger ones, whose buckets leave one by one."""
     monkeypatch.setattr(data, "SMALL_BYTES", 0)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Services]]:
+    # Signals and the log belong to the process, which is pytest's.
+    monkeypatch.setattr(Termination, "install", lambda self: None)
+    monkeypatch.setattr(log, "setup", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for name in ("TF_CONFIG", "SHARDLINE_CLUSTER", "SHARDLINE_TASK"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    yield lambda out=".", **settings: Services(tmp_path / out, **settings)
+    torch.set_num_threads(threads)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -174,13 +177,13 @@ from shardline_chief.page.server import PageServer
 page = PageServer(sys.argv[1], PLAIN, History())
 print(page.start(), flush=True)
 while not threading.Event().wait(0.2):
-    page.show(ChiefStatus(job=sys.argv[2], phase="running", step=7, steps=10))
+    page.show(ChiefStatus(job=sys.argv[2], phase=sys.argv[3], step=7, steps=10))
 """
 
 
-def alone(address: str, job: str) -> subprocess.Popen[str]:
+def alone(address: str, job: str, *, phase: str = "running") -> subprocess.Popen[str]:
     """A page server in a process of its own, serving when this returns."""
-    process = subprocess.Popen([sys.executable, "-c", ALONE, address, job], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", ALONE, address, job, phase], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("http://")
     return process
@@ -287,6 +290,109 @@ def test_what_fails_stands_on_the_page_for_as_long_as_it_does(browser: Browser) 
         assert browser.console == []
     finally:
         server.close()
+
+
+class Between(http.server.BaseHTTPRequestHandler):
+    """What stands between a browser and the chief, and keeps a part of it to itself."""
+
+    page: PageServer
+    hold: tuple[str, ...] = ()
+    """Paths whose answer never comes."""
+    refuse: tuple[str, ...] = ()
+    """Paths that are answered with 502."""
+    over: threading.Event
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path in self.hold:
+            self.over.wait(60.0)
+            return
+        if path in self.refuse:
+            self.send_error(502)
+            return
+        with urllib.request.urlopen(self.page.url.rstrip("/") + self.path, timeout=10.0) as reply:
+            body = reply.read()
+            self.send_response(reply.status)
+            self.send_header("Content-Type", reply.headers["Content-Type"])
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def between() -> Iterator[Callable[..., tuple[PageServer, str]]]:
+    """A page server and the address at which something between shows it."""
+    page, over = PageServer("127.0.0.1:0", PLAIN, History()), threading.Event()
+    page.start()
+    servers: list[http.server.ThreadingHTTPServer] = []
+
+    def make(**settings: tuple[str, ...]) -> tuple[PageServer, str]:
+        handler = type("Here", (Between,), {"page": page, "over": over, **settings})
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return page, f"http://127.0.0.1:{server.server_address[1]}/"
+
+    yield make
+    over.set()
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+    page.close()
+
+
+def test_a_stream_whose_news_do_not_come_through_leaves_a_page_that_asks(
+    browser: Browser, between: Callable[..., tuple[PageServer, str]]
+) -> None:
+    page, url = between(hold=("/api/stream",))
+    page.show(ChiefStatus(phase="running", step=1, steps=10))
+    browser.open(url)
+    browser.wait("document.querySelector('#step').innerText === '1'", "the first step")
+    assert browser.text("#contact") == "live"
+    for step_now in (2, 3, 4):
+        page.show(ChiefStatus(phase="running", step=step_now, steps=10))
+        took_s = browser.wait(f"document.querySelector('#step').innerText === '{step_now}'", "the next step")
+        assert took_s < SPOKEN_S
+
+
+def test_a_page_that_has_never_reached_the_chief_says_so(
+    browser: Browser, between: Callable[..., tuple[PageServer, str]]
+) -> None:
+    _, url = between(refuse=("/api/stream", "/api/view", "/api/history"))
+    browser.open(url)
+    browser.wait("document.querySelector('#contact').className.includes('lost')", "that there is no chief")
+    assert re.fullmatch(r"the chief can't be reached; asking since \d\d:\d\d:\d\d", browser.text("#contact"))
+
+
+def test_a_page_whose_scripts_do_not_load_does_not_say_that_it_connects(
+    browser: Browser, between: Callable[..., tuple[PageServer, str]]
+) -> None:
+    _, url = between(refuse=("/feed.js",))
+    browser.open(url)
+    assert browser.text("#contact") == "not connected to the chief"
+
+
+def test_a_page_that_saw_the_end_keeps_saying_so_when_the_chief_is_gone(browser: Browser) -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    chief = alone(address, "over", phase="ended")
+    try:
+        browser.open(f"http://{address}/")
+        browser.wait("document.querySelector('#job').innerText === 'over'", "the page")
+    finally:
+        end(chief)
+    browser.requests.clear()
+    never = threading.Event()
+    deadline_s = time.monotonic() + 20.0
+    while sum("api/view" in address for address in browser.requests) < 3:
+        assert time.monotonic() < deadline_s, browser.requests
+        browser.ask("0")
+        never.wait(0.05)
+    said = browser.text("#contact")
+    assert re.fullmatch(r"the job has ended; the chief's last word came at \d\d:\d\d:\d\d", said)
+    assert browser.ask("document.body.className") == ""
 
 
 def test_a_refused_stream_leaves_a_page_that_asks(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardline.errors import FencedError
+from shardline.errors import FencedError, JobError, TaskLostError
 from shardline.rpc.link import Phase
 from shardline_chief.actions import Cut
 from shardline_chief.messages import Beat
@@ -207,7 +207,7 @@ def test_a_script_ends_when_all_its_workers_have_finished() -> None:
     assert cluster.finish.exit_code == 0
 
 
-def test_a_script_whose_workers_make_different_numbers_of_steps_ends_where_the_first_finished() -> None:
+def test_a_script_whose_workers_make_different_numbers_of_steps_fails_where_the_first_finished() -> None:
     cluster = script()
     # Reports of the last common step, still open: worker/1 was faster.
     for ps in cluster.ps:
@@ -235,9 +235,22 @@ def test_a_script_whose_workers_make_different_numbers_of_steps_ends_where_the_f
     cluster.tick()
     assert [save.step for save in cluster.saves] == [0, 5]
     assert cluster.finish is not None
-    assert cluster.finish.exit_code == 0
-    assert "worker/0 finished at step 5, so worker/1 can't go on" in cluster.finish.reason
-    assert [say.level for say in cluster.said if say.kind == "uneven"] == ["warning"]
+    assert cluster.finish.exit_code == JobError.exit_code
+    assert cluster.finish.reason.startswith("worker/0 made 5 steps and ended, worker/1 was to make 6 or more: ")
+    assert [say.level for say in cluster.said if say.sentence == cluster.finish.reason] == ["error", "error"]
+
+
+def test_a_script_whose_worker_is_gone_ends_with_its_name() -> None:
+    cluster = script(workers=3)
+    cluster.advance(5)
+    cluster.tick(T / 2, silent=("worker/1",))
+    assert cluster.finish is None
+    cluster.tick(T, silent=("worker/1",))
+    assert cluster.finish is not None
+    assert cluster.finish.exit_code == TaskLostError.exit_code
+    assert cluster.finish.reason.startswith(
+        "worker/1, without which a script can't go on, is gone and none came within"
+    )
 
 
 def test_a_third_worker_that_is_busy_elsewhere_is_given_time_before_an_uneven_script_ends() -> None:
@@ -259,7 +272,7 @@ def test_a_third_worker_that_is_busy_elsewhere_is_given_time_before_an_uneven_sc
     assert cluster.program.state.phase is Phase.RUNNING
     cluster.tick(T)
     assert cluster.finish is not None
-    assert cluster.finish.exit_code == 0
+    assert cluster.finish.exit_code == JobError.exit_code
     assert cluster.saves[-1].step == 5
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -87,6 +89,18 @@ def chief(tmp_path: Path) -> Iterator[Chief]:
     chief = Chief(tmp_path)
     yield chief
     chief.close()
+
+
+@pytest.mark.parametrize("command", [["status"], ["stop"], ["top", "--once"]], ids=" ".join)
+def test_a_command_that_only_asks_the_chief_does_not_import_torch(chief: Chief, command: list[str]) -> None:
+    spec = json.dumps({"chief": [chief.address], "ps": 1, "worker": 1})
+    code = (
+        f"import sys; from shardline.cli.main import main; assert main({[*command, '--cluster', spec]!r}) == 0; "
+        "heavy = {'torch', 'numpy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=30, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 def test_a_task_joins_gets_orders_and_is_told_the_end(chief: Chief, tmp_path: Path) -> None:

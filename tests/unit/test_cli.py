@@ -5,6 +5,7 @@ import io
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from shardline import errors
-from shardline.cli import cluster_commands, options, progress
+from shardline import errors, log
+from shardline.cli import cluster_commands, options, progress, roles
 from shardline.cli import main as command_line
 from shardline.cli.launcher import Ended
 from shardline.cli.main import main
@@ -45,13 +46,11 @@ def parse(role: str, *arguments: str, **environment: str) -> RoleConfig:
     """The settings that a role's command line makes."""
     found: list[RoleConfig] = []
 
-    def keep(**flags: Any) -> None:
+    def keep(role: str, flags: dict[str, Any]) -> int:
         found.append(options.role_config(role, flags, environ=environment))
+        return 0
 
-    from shardline.cli.roles import role_options
-
-    command = click.command(role)(role_options(keep))
-    command.main(list(arguments), standalone_mode=False)
+    roles.role_command(role, keep).main(list(arguments), standalone_mode=False)
     return found[0]
 
 
@@ -183,6 +182,59 @@ def test_help_names_every_exit_code_of_the_errors() -> None:
     for cls in (errors.UsageError, errors.TaskLostError, errors.CheckpointError, errors.FencedError):
         assert f"{cls.exit_code}  {(cls.__doc__ or '').splitlines()[0]}" in text
     assert "130" in text and "143" in text
+
+
+OWN_FLAGS = {
+    "--job": ("worker", "chief", "evaluator"),
+    "--steps": ("worker", "chief", "evaluator"),
+    "--set": ("worker", "chief", "evaluator"),
+    "--device": ("ps", "worker", "chief", "evaluator"),
+    "--lane": ("ps", "worker", "chief"),
+    "--run-dir": ("ps", "worker", "chief"),
+    "--overlap": ("worker", "chief"),
+    "--exit-with-job": ("ps", "worker", "evaluator"),
+    "--admin-token-file": ("ps", "chief"),
+    "--resume": ("chief",),
+    "--chief-trains": ("chief",),
+    "--min-workers": ("chief",),
+    "--max-workers": ("chief",),
+    "--standbys": ("chief",),
+    "--inexact": ("chief",),
+    "--page": ("chief",),
+    "--no-page": ("chief",),
+    "--cluster": ("ps", "worker", "chief", "evaluator"),
+    "--token-file": ("ps", "worker", "chief", "evaluator"),
+}
+
+
+@pytest.mark.parametrize("role", ["ps", "worker", "chief", "evaluator"])
+def test_help_of_a_role_shows_the_flags_that_it_reads_and_no_others(role: str) -> None:
+    text = CliRunner().invoke(command_line.cli, [role, "--help"], terminal_width=200).output
+    shown = {flag for flag in OWN_FLAGS if re.search(rf"(?<![\w-]){flag}(?![\w-])", text)}
+    assert shown == {flag for flag, roles in OWN_FLAGS.items() if role in roles}
+
+
+def test_a_flag_of_another_role_is_accepted_and_said_not_to_be_read(
+    cluster_file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found: list[RoleConfig] = []
+
+    def role_of(role: str) -> Any:
+        return lambda config: found.append(config) or 0
+
+    monkeypatch.setattr(roles, "find_role", role_of)
+    monkeypatch.setattr(log, "setup", lambda *_, **__: None)
+    monkeypatch.setenv("SHARDLINE_STANDBYS", "1")
+    place = ["--cluster", cluster_file, "--task", "ps/0"]
+    assert main(["ps", *place, "--lane", "grpc"]) == 0
+    assert caplog.messages == []
+    assert main(["ps", *place, "--steps", "9", "--resume"]) == 0
+    assert caplog.messages == [
+        "ps/0 does not read --resume; it is for chief",
+        "ps/0 does not read --steps; it is for worker, chief, evaluator",
+    ]
+    # Nor a variable, which all tasks of a machine may have.
+    assert [one.standbys for one in found] == [0, 0]
 
 
 def test_help_needs_neither_torch_nor_grpc() -> None:

@@ -60,7 +60,8 @@ def chief(config):
             return int(line[1])
 
 def other(config):
-    settings = json.loads(config.job.read_text())
+    # A ps is told of no job.
+    settings = json.loads((config.job or config.out.parent / "job.py").read_text())
     print(config.task, "args", os.environ.get("SHARDLINE_JOB_ARGS", ""), flush=True)
     if config.task in settings:
         print(f"shardline: {config.task} has had enough", file=sys.stderr, flush=True)
@@ -173,7 +174,8 @@ def test_children_get_lane_overlap_and_where_the_secrets_are(tmp_path: Path, mon
     )
     command = task_command(settings, "ps/0", ready_fd=None, life_fd=8)
     assert command[command.index("--lane") + 1] == "tcp"
-    assert "--no-overlap" in command
+    assert "--no-overlap" not in command, "a server has nothing to overlap with"
+    assert "--no-overlap" in task_command(settings, "chief/0", ready_fd=None, life_fd=8)
     assert command[command.index("--token-file") + 1] == str(tmp_path / "token"), "a script may change its folder"
     assert command[command.index("--run-dir") + 1] == str(tmp_path)
     assert "never-on-a-command-line" not in " ".join(command)

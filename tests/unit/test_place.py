@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, cast
 
-import click
 import grpc
 import pytest
 
@@ -62,12 +61,13 @@ def serve() -> Iterator[Callable[[Answer], tuple[str, Giver]]]:
 def parse(role: str, *arguments: str) -> RoleConfig:
     found: list[RoleConfig] = []
 
-    def keep(**flags: Any) -> None:
+    def keep(role: str, flags: dict[str, Any]) -> int:
         found.append(options.role_config(role, flags, environ={}))
+        return 0
 
-    from shardline.cli.roles import role_options
+    from shardline.cli.roles import role_command
 
-    click.command(role)(role_options(keep)).main(list(arguments), standalone_mode=False)
+    role_command(role, keep).main(list(arguments), standalone_mode=False)
     return found[0]
 
 

@@ -56,6 +56,7 @@ def test_a_node_splits_into_the_largest_power_of_two_below_it_and_the_rest(count
     assert left.count < block.count <= 2 * left.count
 
 
+@settings(deadline=None)
 @given(REPLICAS)
 def test_the_tree_has_each_replica_as_one_leaf_and_knows_its_nodes(replicas: int) -> None:
     tree = list(nodes(Block(0, replicas)))

@@ -11,7 +11,7 @@ import trustme
 
 from shardline.cli import options
 from shardline.cli.launcher import LaunchOptions, task_command, task_environment
-from shardline.cli.roles import role_options
+from shardline.cli.roles import role_command
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.errors import UsageError
@@ -76,9 +76,19 @@ def test_every_listener_of_a_task_is_under_the_rule(
     config("chief", security=Security(tls_cert=files["cert"], tls_key=files["key"]), **settings)
 
 
+def keeping(role: str, found: list[RoleConfig]) -> click.Command:
+    """A role's command that keeps its settings and runs nothing."""
+
+    def keep(role: str, flags: dict[str, Any]) -> int:
+        found.append(options.role_config(role, flags, {}))
+        return 0
+
+    return role_command(role, keep)
+
+
 def test_flag_and_variable_say_that_the_network_is_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[RoleConfig] = []
-    command = click.command("ps")(role_options(lambda **flags: found.append(options.role_config("ps", flags, {}))))
+    command = keeping("ps", found)
     arguments = ["--cluster", f'{{"chief": ["{HERE[:-1]}1"], "ps": ["{ELSEWHERE}"]}}']
     with pytest.raises(UsageError, match="or say --insecure-bind"):
         command.main(arguments, standalone_mode=False)
@@ -115,7 +125,7 @@ def test_chief_and_servers_warn_where_the_jobs_token_is_every_right(role: str, f
 
 def role_security(role: str, **given: Path) -> Security:
     found: list[RoleConfig] = []
-    command = click.command(role)(role_options(lambda **flags: found.append(options.role_config(role, flags, {}))))
+    command = keeping(role, found)
     spec = '{"chief": ["127.0.0.1:1"], "ps": 1, "worker": 1, "evaluator": 1}'
     flags = [text for name, path in given.items() for text in (f"--{name.replace('_', '-')}", str(path))]
     command.main(["--cluster", spec, "--bind", "127.0.0.1", *flags], standalone_mode=False)

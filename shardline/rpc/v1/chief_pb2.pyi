@@ -149,6 +149,72 @@ class JoinReply(_message.Message):
 Global___JoinReply: _TypeAlias = JoinReply  # noqa: Y015
 
 @_typing.final
+class BarrierPlace(_message.Message):
+    """A barrier of a script. In the order of its fields, so that who is at a later one has been at all before it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Step that the worker is in; 0 in asynchronous mode."""
+    begun: _builtins.bool
+    """It has begun a step since its process was started."""
+    number: _builtins.int
+    """How many it has met before in this step; in asynchronous mode since its process was started."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        begun: _builtins.bool = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "number", b"number", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BarrierPlace: _TypeAlias = BarrierPlace  # noqa: Y015
+
+@_typing.final
+class BarrierState(_message.Message):
+    """How it stands with the barrier that a worker told last."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: _builtins.int
+    PASSED_FIELD_NUMBER: _builtins.int
+    HOPELESS_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    passed: _builtins.bool
+    """All workers have been there: it may go on."""
+    hopeless: _builtins.bool
+    """Somebody it waits for has ended and will never come."""
+    @_builtins.property
+    def place(self) -> Global___BarrierPlace: ...
+    @_builtins.property
+    def waits_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers that have not been there; of a hopeless one those that have ended."""
+
+    def __init__(
+        self,
+        *,
+        place: Global___BarrierPlace | None = ...,
+        passed: _builtins.bool = ...,
+        hopeless: _builtins.bool = ...,
+        waits_for: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hopeless", b"hopeless", "passed", b"passed", "place", b"place", "waits_for", b"waits_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BarrierState: _TypeAlias = BarrierState  # noqa: Y015
+
+@_typing.final
 class Beat(_message.Message):
     """What a task tells with each heartbeat."""
 
@@ -188,6 +254,7 @@ class Beat(_message.Message):
     SUSPECTS_FIELD_NUMBER: _builtins.int
     FIGURES_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    BARRIER_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
     step: _builtins.int
@@ -218,6 +285,10 @@ class Beat(_message.Message):
     def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Names of figures for `shardline status` and the chief's logs, such as "examples_total"."""
 
+    @_builtins.property
+    def barrier(self) -> Global___BarrierPlace:
+        """The last barrier that this worker came to; absent = none."""
+
     def __init__(
         self,
         *,
@@ -235,10 +306,11 @@ class Beat(_message.Message):
         suspects: _abc.Iterable[_builtins.str] | None = ...,
         figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         secret: _builtins.bytes = ...,
+        barrier: Global___BarrierPlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ps", b"ps", "traffic", b"traffic"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "ps", b"ps", "traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "failure_code", b"failure_code", "figures", b"figures", "finished", b"finished", "incarnation", b"incarnation", "leaving", b"leaving", "orders_seen", b"orders_seen", "ps", b"ps", "secret", b"secret", "step", b"step", "steps", b"steps", "suspects", b"suspects", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "failure", b"failure", "failure_code", b"failure_code", "figures", b"figures", "finished", b"finished", "incarnation", b"incarnation", "leaving", b"leaving", "orders_seen", b"orders_seen", "ps", b"ps", "secret", b"secret", "step", b"step", "steps", b"steps", "suspects", b"suspects", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -303,6 +375,7 @@ class Orders(_message.Message):
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
     AWAITED_FIELD_NUMBER: _builtins.int
+    BARRIER_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Increases with every change."""
     phase: Global___Phase.ValueType
@@ -330,6 +403,10 @@ class Orders(_message.Message):
     def awaited(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Before training begins: tasks that it waits for."""
 
+    @_builtins.property
+    def barrier(self) -> Global___BarrierState:
+        """Absent where this task has told of no barrier."""
+
     def __init__(
         self,
         *,
@@ -347,10 +424,11 @@ class Orders(_message.Message):
         first_step: _builtins.int = ...,
         fenced: _builtins.bool = ...,
         awaited: _abc.Iterable[_builtins.str] | None = ...,
+        barrier: Global___BarrierState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "checkpoint_step", b"checkpoint_step", "exit_code", b"exit_code", "fenced", b"fenced", "final_step", b"final_step", "first_step", b"first_step", "init", b"init", "phase", b"phase", "reason", b"reason", "replicas", b"replicas", "stop_step", b"stop_step", "timeline", b"timeline", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "barrier", b"barrier", "checkpoint_step", b"checkpoint_step", "exit_code", b"exit_code", "fenced", b"fenced", "final_step", b"final_step", "first_step", b"first_step", "init", b"init", "phase", b"phase", "reason", b"reason", "replicas", b"replicas", "stop_step", b"stop_step", "timeline", b"timeline", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -203,13 +203,17 @@ function contact(state, since) {
     at("contact"),
     {
       live: "live",
+      unreached: `the chief can't be reached; asking since ${when}`,
       lost: `lost contact with the chief since ${when}`,
+      over: `the job has ended; the chief's last word came at ${when}`,
       ended: `the chief has ended at ${when}; this is its last word`,
     }[state],
   );
-  at("contact").className = `contact ${state}`;
-  document.body.classList.toggle("lost", state === "lost");
+  const alarm = state === "lost" || state === "unreached";
+  at("contact").className = `contact ${{ live: "live" }[state] ?? (alarm ? "lost" : "ended")}`;
+  document.body.classList.toggle("lost", alarm);
 }
 
+put(at("contact"), "connecting …");
 const curves = new Curves(at("curves"));
 new Feed({ onView: show, onHistory: (news) => curves.take(news), onContact: contact });

@@ -1,0 +1,33 @@
+"""What whoever watches a job asks the chief. Needs no torch, so that commands which only ask start at once."""
+
+from __future__ import annotations
+
+from shardline.config import Timeouts
+from shardline.rpc.channel import Peer
+from shardline.rpc.status import ChiefStatus
+from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
+from shardline.security import PLAIN, Security
+
+
+class ChiefWatch:
+    """The job at a glance, and its end; every call has a deadline and is safe to repeat."""
+
+    def __init__(self, address: str, timeouts: Timeouts | None = None, security: Security = PLAIN) -> None:
+        self.timeouts = timeouts or Timeouts()
+        self.peer = Peer("chief", address, self.timeouts, security)
+        self.stub = chief_pb2_grpc.ChiefStub(self.peer.channel)
+
+    def status(self, timeout_s: float | None = None) -> ChiefStatus:
+        """Job, tasks, rates."""
+        request = chief_pb2.ChiefStatusRequest()
+        reply = self.peer.call(self.stub.Status, request, what="Status", timeout_s=timeout_s)
+        return ChiefStatus.from_proto(reply)
+
+    def stop(self, reason: str) -> int:
+        """Ask the chief to end the job with a checkpoint; returns the step it will stop at, 0 while not known."""
+        reply = self.peer.call(self.stub.Stop, chief_pb2.StopJobRequest(reason=reason), what="Stop")
+        return int(reply.stop_step)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self.peer.close()
