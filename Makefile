@@ -32,12 +32,12 @@ proto-check: $(STAMP)
 		{ echo "the generated stubs are not what proto/ says; run: make proto" >&2; exit 1; }; }
 
 docs: $(STAMP)
-	$(BIN)/python -m shardline.metrics > docs/metrics.md
+	$(BIN)/python -m shardline.observability.metrics > docs/metrics.md
 	$(BIN)/python -m benchmarks.report > docs/results.md
 	$(BIN)/python deploy/grafana/make_dashboard.py > deploy/grafana/dashboards/shardline.json
 
 docs-check: $(STAMP)
-	@$(BIN)/python -m shardline.metrics | diff docs/metrics.md - && \
+	@$(BIN)/python -m shardline.observability.metrics | diff docs/metrics.md - && \
 	$(BIN)/python -m benchmarks.report | diff docs/results.md - && \
 	$(BIN)/python deploy/grafana/make_dashboard.py | diff deploy/grafana/dashboards/shardline.json - || \
 		{ echo "generated pages are not what their sources say; run: make docs" >&2; exit 1; }

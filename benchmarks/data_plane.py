@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.process import ContenderError
-from shardline.client.exchange import Restart
-from shardline.client.trainer import Trainer
+from shardline.client.exchange.shard_exchange import Restart
+from shardline.client.step.trainer import Trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
+from shardline.core.identity import Identity
+from shardline.core.plan import Plan, make_plan
+from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
 from shardline.errors import ShardlineError
-from shardline.identity import Identity
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.rpc.channel import Peers
 from shardline.rpc.client import JobView, PsControl
-from shardline.rpc.configuration import Configuration, Placement
+from shardline.rpc.messages.configuration import Configuration, Placement
 from shardline.security import Security
-from shardline.sharding import Plan, make_plan
-from shardline.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
 from shardline.update import rule
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from shardline.allocator import ALLOCATOR
+from shardline.host.allocator import ALLOCATOR
 
 ROOT = Path(__file__).resolve().parent.parent
 Prefix = tuple[str, ...]

@@ -175,7 +175,7 @@ def make_certificate(folder: Path, hosts: list[str]) -> None:
 def serve(address: str, index: int, tls: Path | None) -> None:
     """The process of one ps: serve until SIGTERM."""
     from benchmarks.data_plane import idle_mb, start_server, usage
-    from shardline.process import Termination
+    from shardline.host.process import Termination
 
     termination = Termination()
     termination.install()

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardline import schedule as schedule
-    from shardline.client.connect import connect as connect
-    from shardline.client.optimizer import ShardlineOptimizer as ShardlineOptimizer
-    from shardline.client.scaler import GradScaler as GradScaler
-    from shardline.client.session import Session as Session
+    from shardline.client.api.connect import connect as connect
+    from shardline.client.api.optimizer import ShardlineOptimizer as ShardlineOptimizer
+    from shardline.client.api.scaler import GradScaler as GradScaler
+    from shardline.client.api.session import Session as Session
     from shardline.errors import RolledBackError as RolledBackError
     from shardline.errors import ShardlineError as ShardlineError
     from shardline.job import Job as Job
@@ -32,13 +32,13 @@ __all__ = [
 
 # torch takes seconds to import, and `shardline --help` needs none of it: names are found when first used.
 _HOMES = {
-    "GradScaler": "shardline.client.scaler",
+    "GradScaler": "shardline.client.api.scaler",
     "Job": "shardline.job",
     "RolledBackError": "shardline.errors",
-    "Session": "shardline.client.session",
+    "Session": "shardline.client.api.session",
     "ShardlineError": "shardline.errors",
-    "ShardlineOptimizer": "shardline.client.optimizer",
-    "connect": "shardline.client.connect",
+    "ShardlineOptimizer": "shardline.client.api.optimizer",
+    "connect": "shardline.client.api.connect",
 }
 
 

@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from shardline import files
 from shardline.errors import UsageError
-from shardline.rpc.rights import ROLE_URI
+from shardline.host import files
+from shardline.rpc.auth.rights import ROLE_URI
 from shardline.security import FILE_LIMIT_BYTES
 
 HERE = ("localhost", "127.0.0.1", "::1")
@@ -45,7 +45,7 @@ def make_certificates(
 ) -> Made:
     """Write NAME.pem and NAME.key for each name's host, signed by the folder's CA, which is made if there is none.
 
-    roles: by name, the role that a certificate is good for (see shardline.rpc.rights); without one it is good for all.
+    roles: by name, the role that a certificate is good for (see rpc.auth.rights); without one it is good for all.
     Nothing that is there is written over. Private keys are readable for their owner alone. A name is its files' and a
     host is an IP address or a DNS name. Raises UsageError, and then nothing was written.
     """

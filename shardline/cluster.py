@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardline import files
 from shardline.errors import ClusterSpecError
+from shardline.host import files
 
 ROLES = ("chief", "ps", "worker", "evaluator")
 

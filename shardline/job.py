@@ -37,13 +37,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from shardline.codecs import check_codec
+from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, calling, seed_everything
 from shardline.errors import JobError, ShardlineError
 from shardline.model import model_tensors
 from shardline.schedule import complete, constant
-from shardline.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.update import check_tensors, rule, rule_from_optimizer
-from shardline.wire.codecs import check_codec
 
 __all__ = ["Job", "load_job", "lowest_is_best", "model_tensors"]
 

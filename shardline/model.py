@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from shardline.core.spec import TensorKind, TensorSpec, dtype_name
 from shardline.errors import JobError
-from shardline.spec import TensorKind, TensorSpec, dtype_name
 from shardline.update import wants_whole
 
 

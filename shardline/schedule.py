@@ -21,8 +21,8 @@ import dataclasses
 import math
 import sys
 
+from shardline.core.spec import ScheduleSpec
 from shardline.errors import JobError
-from shardline.spec import ScheduleSpec
 
 KINDS = ("constant", "step", "linear", "cosine")
 """Kinds of schedule, by ScheduleSpec.kind."""

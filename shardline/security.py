@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardline import files
 from shardline.errors import UsageError
+from shardline.host import files
 
 if TYPE_CHECKING:
     import ssl

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardline.core.digest import params_sha256
+from shardline.core.plan import Plan, Slice, make_plan, padded
+from shardline.core.reduce import clip_scale, global_norm, mean_, square_sums, tree_sum
+from shardline.core.spec import JobSpec, TensorKind
 from shardline.data import BatchSource, replica_gradients
-from shardline.digest import params_sha256
 from shardline.errors import NonFiniteError
 from shardline.job import Job
 from shardline.model import named_values
-from shardline.reduce import clip_scale, global_norm, mean_, square_sums, tree_sum
 from shardline.schedule import factor
-from shardline.sharding import Plan, Slice, make_plan, padded
-from shardline.spec import JobSpec, TensorKind
 
 Gradients = dict[str, torch.Tensor | None]
 Values = dict[str, torch.Tensor]
@@ -52,7 +52,7 @@ class ReferenceResult:
 
     @property
     def sha256(self) -> str:
-        """shardline.digest.params_sha256 of the parameters."""
+        """shardline.core.digest.params_sha256 of the parameters."""
         return params_sha256(self.params)
 
 

@@ -10,9 +10,9 @@ import torch
 
 from shardline.checkpoint import CheckpointStore, Cut
 from shardline.checkpoint.files import Files
-from shardline.image import VALUE, BucketImage
-from shardline.sharding import Plan, make_plan
-from shardline.spec import DTYPES, Argument, JobSpec, RuleSpec, TensorKind, TensorSpec
+from shardline.core.image import VALUE, BucketImage
+from shardline.core.plan import Plan, make_plan
+from shardline.core.spec import DTYPES, Argument, JobSpec, RuleSpec, TensorKind, TensorSpec
 
 SHARD_0 = "shard-00000-of-00002.safetensors"
 PARAM, FROZEN, BUFFER = TensorKind.PARAM, TensorKind.FROZEN, TensorKind.BUFFER

@@ -13,29 +13,29 @@ from shardline.checkpoint import Checkpoint, CheckpointStore, committed_steps
 from shardline.checkpoint.manifest import step_folder
 from shardline.cluster import parse_address
 from shardline.config import DEFAULT_OUT, RoleConfig, check_standbys
+from shardline.core.spec import JobSpec
 from shardline.errors import UsageError
+from shardline.host.process import Termination, tell_ready
+from shardline.host.run_lock import RunLock, unwritable
 from shardline.job import load_job
-from shardline.metrics import Metrics
-from shardline.process import Termination, tell_ready
-from shardline.rpc.access import CHIEF_AUDIENCE, Access
+from shardline.observability.metrics import Metrics
+from shardline.rpc.auth.access import CHIEF_AUDIENCE, Access
 from shardline.rpc.server import RpcServer
-from shardline.run_lock import RunLock, unwritable
-from shardline.spec import JobSpec
-from shardline_chief.checkpointer import Checkpointer, ResumePoint
-from shardline_chief.commands import Commander
-from shardline_chief.control import Control
-from shardline_chief.journal import Journal
+from shardline_chief.io.checkpointer import Checkpointer, ResumePoint
+from shardline_chief.io.commands import Commander
+from shardline_chief.io.control import Control
+from shardline_chief.io.journal import Journal
+from shardline_chief.io.places import PLACES, register_places
+from shardline_chief.io.reporter import Reporter
+from shardline_chief.io.servicer import SERVICES, ChiefServicer, register
+from shardline_chief.io.trainer import Trainer
 from shardline_chief.page.access import check_exposure
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
-from shardline_chief.places_servicer import PLACES, register_places
-from shardline_chief.program import Program
-from shardline_chief.replay import Remembered, replay
-from shardline_chief.reporter import Reporter
-from shardline_chief.servicer import SERVICES, ChiefServicer, register
-from shardline_chief.state import Settings
-from shardline_chief.takeover import obstacle
-from shardline_chief.trainer import Trainer
+from shardline_chief.rules.program import Program
+from shardline_chief.rules.replay import Remembered, replay
+from shardline_chief.rules.state import Settings
+from shardline_chief.rules.takeover import obstacle
 
 log = logging.getLogger("shardline_chief")
 

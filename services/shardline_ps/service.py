@@ -11,23 +11,23 @@ from collections.abc import Callable
 import torch
 
 from shardline.cluster import parse_address
+from shardline.codecs import RAW
 from shardline.config import RoleConfig
 from shardline.errors import InternalError, ShardlineError, UnreachableError
-from shardline.line_rate import meter_line
-from shardline.metrics import Metrics
-from shardline.process import Termination, free_memory, memory_limit, resolve_device, tell_ready
-from shardline.rpc.configuration import PsConfiguration
+from shardline.host.process import Termination, free_memory, memory_limit, resolve_device, tell_ready
+from shardline.observability.line_rate import meter_line
+from shardline.observability.metrics import Metrics
 from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.rpc.server import RpcServer
-from shardline.wire.codecs import RAW
-from shardline_ps.attachments import Attachments, LaneOffer
-from shardline_ps.bulk import TcpOffer
-from shardline_ps.metering import Meter
-from shardline_ps.replicate_servicer import Replicas
+from shardline_ps.control.votes import Voters
+from shardline_ps.data.attachments import Attachments, LaneOffer
+from shardline_ps.data.shm_server import ShmOffer, publish
+from shardline_ps.data.tcp_server import TcpOffer
+from shardline_ps.memory.metering import Meter
 from shardline_ps.servicer import ParameterServer, register
-from shardline_ps.shared import ShmOffer, publish
+from shardline_ps.standby.sender import Replicas
 from shardline_ps.store import ParameterStore
-from shardline_ps.vote_servicer import Voters
 
 log = logging.getLogger("shardline.ps")
 SERVICES = ("shardline.rpc.v1.ParameterServer", "shardline.rpc.v1.Coordinator", "shardline.rpc.v1.Replication")

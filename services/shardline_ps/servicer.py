@@ -11,38 +11,38 @@ from typing import Any, TypeVar
 
 import grpc
 
-from shardline.consistency.decision import Outcome
+from shardline.core.image import BucketImage, WorkerSequence
+from shardline.core.outcome import Outcome
 from shardline.errors import FencedError, ProtocolError
-from shardline.image import BucketImage, WorkerSequence
 from shardline.lanes.base import LaneUnavailable
 from shardline.rpc import errors as rpc_errors
-from shardline.rpc.configuration import Placement, configuration_from_proto, placement_from_proto
-from shardline.rpc.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
 from shardline.rpc.limits import MAX_MEMBERS, MAX_SENTENCE, at_most, short
-from shardline.rpc.records import verdict_from_proto
+from shardline.rpc.messages.configuration import Placement, configuration_from_proto, placement_from_proto
+from shardline.rpc.messages.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
+from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.wire.protobuf import ReplyView, read_request, write_reply
-from shardline_ps.admission_servicer import (
+from shardline_ps.control.admission import (
     LANES,
     admit_data,
     holder_of,
     lane_name,
     outcome_to_proto,
 )
-from shardline_ps.attachments import Attachments
-from shardline_ps.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
-from shardline_ps.calls import OpenCalls
-from shardline_ps.pull_servicer import pull
-from shardline_ps.push_pull_servicer import PushPullTalk, Replies, readable
-from shardline_ps.push_servicer import NoRoomError, PushReceiver, PushResult
-from shardline_ps.renewal import Change, Remains
-from shardline_ps.replica_servicer import Replication
-from shardline_ps.replicate_servicer import Replicas
-from shardline_ps.shard import Shard
-from shardline_ps.status_servicer import ps_status
+from shardline_ps.control.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
+from shardline_ps.control.status import ps_status
+from shardline_ps.control.votes import Voters
+from shardline_ps.control.voting import Ballot, Verdict
+from shardline_ps.data.attachments import Attachments
+from shardline_ps.data.calls import OpenCalls
+from shardline_ps.data.conversation import PushPullTalk, Replies, readable
+from shardline_ps.data.pull_sender import pull
+from shardline_ps.data.push_receiver import NoRoomError, PushReceiver, PushResult
+from shardline_ps.shard.retired_shards import Change, Remains
+from shardline_ps.shard.shard import Shard
+from shardline_ps.standby.sender import Replicas
+from shardline_ps.standby.servicer import Replication
 from shardline_ps.store import ParameterStore, PsConfiguration, numbers, planned_bytes
-from shardline_ps.vote_servicer import Voters
-from shardline_ps.voting import Ballot, Verdict
 
 log = logging.getLogger("shardline.ps")
 GRACE_S = 0.25

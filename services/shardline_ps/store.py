@@ -12,28 +12,28 @@ from typing import TypeVar
 
 import torch
 
+from shardline.codecs import check_codec
+from shardline.core.plan import ShardSpec
+from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError, UsageError
-from shardline.rpc.configuration import Placement, PsConfiguration
-from shardline.sharding import ShardSpec
-from shardline.spec import TensorKind
+from shardline.rpc.messages.configuration import Placement, PsConfiguration
 from shardline.update import check_tensors
-from shardline.wire.codecs import check_codec
-from shardline_ps.authority import Authority
-from shardline_ps.buffers import Buffers
-from shardline_ps.configuration import (
+from shardline_ps.control.authority import Authority
+from shardline_ps.control.configuration import (
     least_staging_bytes,
     memory_plan,
     memory_sentence,
     planned_bytes,
     staging_limit,
 )
-from shardline_ps.holes import Holes
-from shardline_ps.publication import PlainPublication, Publication
-from shardline_ps.renewal import Change, Remains
-from shardline_ps.shard import Shard, ShardSettings
-from shardline_ps.signals import Signal
-from shardline_ps.staging import Ledger, Staging
-from shardline_ps.standby import Standby
+from shardline_ps.data.signals import Signal
+from shardline_ps.memory.heap_trimmer import Holes
+from shardline_ps.memory.staging import Ledger, Staging
+from shardline_ps.shard.buffers import Buffers
+from shardline_ps.shard.publication import PlainPublication, Publication
+from shardline_ps.shard.retired_shards import Change, Remains
+from shardline_ps.shard.shard import Shard, ShardSettings
+from shardline_ps.standby.standby import Standby
 
 __all__ = ["ParameterStore", "PsConfiguration", "TrafficTally", "numbers", "planned_bytes"]
 
@@ -55,7 +55,7 @@ class ParameterStore:
     """Shards of one ps. Configuration changes on the server's loop; tensor work runs in `pool`.
 
     memory_limit_bytes bounds what Configure may allocate; None = no bound.
-    staging_bytes bounds receive slots and partial sums; None = by the plan, see shardline_ps.staging.
+    staging_bytes bounds receive slots and partial sums; None = by the plan, see shardline_ps.memory.staging.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class ParameterStore:
         return shard
 
     def memory_plan(self, configuration: PsConfiguration) -> dict[str, int]:
-        """Bytes that a configuration's shards may come to hold, by kind; see shardline_ps.configuration."""
+        """Bytes that a configuration's shards may come to hold, by kind; see shardline_ps.control.configuration."""
         return memory_plan(configuration, staging=self.staging_bytes, lanes=self.lane_bytes(configuration))
 
     def _make_shard(self, number: int, settings: ShardSettings) -> Shard:

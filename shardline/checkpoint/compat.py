@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from shardline.core.spec import JobSpec, TensorSpec
+from shardline.core.spec_json import job_to_json
 from shardline.errors import CheckpointError, JobError
-from shardline.spec import JobSpec, TensorSpec
-from shardline.spec_json import job_to_json
 from shardline.update.layout import state_kinds
 
 _SYNC_IDENTITY = ("replicas", "batch_size", "accumulate", "seed", "samples")

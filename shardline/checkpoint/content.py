@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from shardline.core.image import VALUE, BucketImage
+from shardline.core.plan import BucketSpec, Plan, Slice, quantum_rows
+from shardline.core.spec import DTYPE_NAMES, DTYPES, TensorSpec
 from shardline.errors import CheckpointError
-from shardline.image import VALUE, BucketImage
-from shardline.sharding import BucketSpec, Plan, Slice, quantum_rows
-from shardline.spec import DTYPE_NAMES, DTYPES, TensorSpec
 from shardline.update.layout import flat_elements, state_spans
 
 STATE = "state"

@@ -10,12 +10,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from shardline import files
 from shardline.checkpoint.files import os_text
 from shardline.checkpoint.manifest import MANIFEST
 from shardline.checkpoint.reader import Checkpoint
 from shardline.checkpoint.store import committed_steps, newest_valid
 from shardline.errors import CheckpointError, UsageError
+from shardline.host import files
 
 SUFFIXES = (".safetensors", ".pt")
 

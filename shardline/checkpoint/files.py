@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shardline import files
 from shardline.errors import CheckpointError
+from shardline.host import files
 
 READ_BYTES = 4 << 20
 

@@ -15,13 +15,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from shardline import files
 from shardline.checkpoint.files import os_text
+from shardline.core.image import WorkerSequence
+from shardline.core.plan import BucketSpec, Plan, ShardSpec, Slice, check_plan
+from shardline.core.spec import DTYPES, JobSpec, TensorKind
+from shardline.core.spec_json import job_from_json, job_to_json
 from shardline.errors import CheckpointError, ShardlineError
-from shardline.image import WorkerSequence
-from shardline.sharding import BucketSpec, Plan, ShardSpec, Slice, check_plan
-from shardline.spec import DTYPES, JobSpec, TensorKind
-from shardline.spec_json import job_from_json, job_to_json
+from shardline.host import files
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1

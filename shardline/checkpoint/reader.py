@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shardline import files
 from shardline.checkpoint import manifest as manifests
 from shardline.checkpoint.compat import resume_notes
 from shardline.checkpoint.content import COMPLEX_KEYS, INITIALIZED, SCALAR, STATE, Key, stored_dtype
 from shardline.checkpoint.files import file_digest, os_text
 from shardline.checkpoint.manifest import FileEntry
+from shardline.core.image import VALUE, BucketImage, WorkerSequence
+from shardline.core.plan import BucketSpec, Plan, Slice
+from shardline.core.spec import DTYPES, JobSpec, TensorSpec
 from shardline.errors import CheckpointError
-from shardline.image import VALUE, BucketImage, WorkerSequence
-from shardline.sharding import BucketSpec, Plan, Slice
-from shardline.spec import DTYPES, JobSpec, TensorSpec
+from shardline.host import files
 from shardline.update.layout import flat_elements, state_spans
 
 

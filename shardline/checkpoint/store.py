@@ -21,16 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardline import files
 from shardline.checkpoint import manifest as manifests
 from shardline.checkpoint.content import ContentDigest, safetensors_chunks, shard_entries, slice_rows
 from shardline.checkpoint.files import Files, explained, file_digest, os_text, try_lock
 from shardline.checkpoint.manifest import FileEntry, parse_step_folder, shard_file, step_folder
 from shardline.checkpoint.reader import Checkpoint
+from shardline.core.image import BucketImage
+from shardline.core.plan import Plan
+from shardline.core.spec import JobSpec
 from shardline.errors import CheckpointError, UsageError
-from shardline.image import BucketImage
-from shardline.sharding import Plan
-from shardline.spec import JobSpec
+from shardline.host import files
 
 LATEST, BEST = "latest", "best"
 BEST_BYTES = 1 << 20

@@ -8,7 +8,7 @@ import click
 
 from shardline.cluster import parse_address, read_spec
 from shardline.errors import UsageError
-from shardline.rpc.rights import ROLES
+from shardline.rpc.auth.rights import ROLES
 
 
 @click.command(short_help="Make a test CA and a certificate for each task.")

@@ -18,7 +18,7 @@ from shardline.security import Security
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shardline.rpc.status import ChiefStatus, TaskStatus
+    from shardline.rpc.messages.status import ChiefStatus, TaskStatus
     from shardline.rpc.watch import ChiefWatch
 
 TABLE_WIDTH = 250
@@ -88,7 +88,7 @@ def versions(task: TaskStatus) -> str:
 
 def standbys(task: TaskStatus) -> str:
     """Standbys of a ps's shards, such as "0:ps/1 in step, 2:ps/0 copying"; empty where there are to be none."""
-    from shardline.view import STANDBY_WORDS
+    from shardline.observability.view import STANDBY_WORDS
 
     return ", ".join(
         f"{shard.shard}:{shard.standby_task} {STANDBY_WORDS[shard.standby]}" for shard in task.shards if shard.standby

@@ -28,18 +28,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from shardline import files
-from shardline.allocator import ALLOCATOR
 from shardline.cli.fates import MAX_RESTARTS as MAX_RESTARTS
 from shardline.cli.fates import Ended, describe_code, lacking, may_restart
 from shardline.cli.roles import COMMANDS, reads
 from shardline.cluster import ClusterSpec, parse_task
 from shardline.config import Timeouts, check_standbys
+from shardline.core.waiting import EVERY_S, Waiting
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError
-from shardline.ports import CAN_HOLD, held_port
-from shardline.run_lock import RunLock, unwritable
+from shardline.host import files
+from shardline.host.allocator import ALLOCATOR
+from shardline.host.ports import CAN_HOLD, held_port
+from shardline.host.run_lock import RunLock, unwritable
 from shardline.security import PLAIN, Security
-from shardline.waiting import EVERY_S, Waiting
 
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
 """What shardline.connect() takes from the environment where the script doesn't say it."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import click
 
 from shardline import errors
-from shardline.cli.bench import bench
+from shardline.cli.bench.command import bench
 from shardline.cli.certs import certs
 from shardline.cli.cluster_commands import export, status, stop
 from shardline.cli.health import health

@@ -13,13 +13,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from shardline import lifeline, log, native_log
 from shardline.cli import options
 from shardline.cluster import ROLES, wants_place
 from shardline.config import DEFAULT_OUT, RoleConfig
 from shardline.errors import UsageError
-from shardline.lossy import protect_output
-from shardline.run_lock import RunLock
+from shardline.host import lifeline
+from shardline.host.run_lock import RunLock
+from shardline.observability import log, native_log
+from shardline.observability.lossy import protect_output
 
 ENTRY_POINTS = "shardline.roles"
 
@@ -130,7 +131,7 @@ def _run(role: str, config: RoleConfig) -> int:
     for caution in (*_not_read(role, config.task), *config.cautions()):
         logging.getLogger("shardline").warning("%s", caution)
     # Imports torch, as the role is about to; the allocator is told before either takes memory of any size.
-    from shardline.allocator import tune_allocator
+    from shardline.host.allocator import tune_allocator
     from shardline.rpc.names import wait_for_own_name
 
     tune_allocator()

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from shardline.cli.top_frame import Silence
-    from shardline.rpc.status import ChiefStatus
-    from shardline.view import ClusterView
+    from shardline.observability.view import ClusterView
+    from shardline.rpc.messages.status import ChiefStatus
 
 ASK_S = 3.0
 """One question's deadline: after so long without an answer the chief counts as silent."""
@@ -104,7 +104,7 @@ class Poller:
     def _ask(self) -> None:
         asked_at = self.now()
         # Imports grpc, which --help must not.
-        from shardline.view import cluster_view
+        from shardline.observability.view import cluster_view
 
         try:
             view = cluster_view(self.source.status(timeout_s=min(ASK_S, max(0.5, self.deadline_s / 3))))

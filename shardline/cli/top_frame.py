@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardline.view import ClusterView, EventView, ShardView, TaskView
+from shardline.observability.view import ClusterView, EventView, ShardView, TaskView
 
 POINTS = 240
 """Of a curve; older ones are forgotten."""

@@ -22,21 +22,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardline import files
 from shardline.cli import options
 from shardline.cli.fates import Ended, describe_code
 from shardline.cli.launcher import LaunchError, LaunchOptions, LocalCluster
 from shardline.cli.news import News
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
-from shardline.run_lock import ever_begun
+from shardline.host import files
+from shardline.host.run_lock import ever_begun
 from shardline.security import Security
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from shardline.cli.progress import Display
-    from shardline.rpc.status import ChiefStatus
+    from shardline.rpc.messages.status import ChiefStatus
 
 POLL_S = 0.5
 SUMMARY_BYTES = 16 << 20

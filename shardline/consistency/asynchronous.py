@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.consistency.decision import Decision, Outcome
+from shardline.core.outcome import Decision, Outcome
 
 
 def admit_push(seq: int, *, last_seq: int, skip: bool = False) -> Decision:

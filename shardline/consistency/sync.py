@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from shardline.consistency.decision import Decision, Outcome
-from shardline.reduce import Block, is_node
+from shardline.core.outcome import Decision, Outcome
+from shardline.core.reduce import Block, is_node
 
 
 def admit_push(step: int, counted: Collection[int], block: Block, *, bucket_step: int, replicas: int) -> Decision:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardline.consistency.decision import Outcome
-from shardline.identity import Identity
-from shardline.reduce import Block
-from shardline.wire.frames import Buffer
+from shardline.core.identity import Identity
+from shardline.core.outcome import Outcome
+from shardline.core.reduce import Block
+from shardline.core.tensor_bytes import Buffer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from shardline.consistency.decision import Outcome
+from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes.base import (
     Ack,
@@ -25,7 +25,8 @@ from shardline.lanes.base import (
     Want,
 )
 from shardline.rpc.channel import Peer, end_call
-from shardline.rpc.data import (
+from shardline.rpc.errors import from_status
+from shardline.rpc.messages.data import (
     PullReader,
     ack_from_proto,
     open_lane_request,
@@ -36,7 +37,6 @@ from shardline.rpc.data import (
     single_push_pull_method,
     standing_from_proto,
 )
-from shardline.rpc.errors import from_status
 from shardline.wire.protobuf import ReplyView, RequestView
 
 LAST_WORD_S = 1.0

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from shardline.cluster import parse_address
 from shardline.config import RoleConfig
+from shardline.core.plan import ShardSpec
 from shardline.lanes.base import Lane
-from shardline.lanes.grpc import GrpcLane
+from shardline.lanes.grpc.client import GrpcLane
 from shardline.lanes.negotiated import Fallback, NegotiatedLane
-from shardline.lanes.shm import ShmLane
-from shardline.lanes.tcp import TcpLane
+from shardline.lanes.shm.client import ShmLane
+from shardline.lanes.tcp.client import TcpLane
 from shardline.rpc.channel import Peer
-from shardline.sharding import ShardSpec
 
 
 def open_lane(

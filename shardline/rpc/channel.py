@@ -15,11 +15,11 @@ import tenacity
 from shardline.cluster import parse_address
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, UnreachableError
-from shardline.rpc.access import CHIEF_AUDIENCE, STALE_KEY, Prover
+from shardline.rpc.auth.access import CHIEF_AUDIENCE, STALE_KEY, Prover
+from shardline.rpc.auth.rights import takes_proof
 from shardline.rpc.errors import from_status
 from shardline.rpc.limits import MAX_MESSAGE_BYTES
 from shardline.rpc.names import HostName, is_literal, no_address, unknown_name
-from shardline.rpc.rights import takes_proof
 from shardline.rpc.v1 import access_pb2, access_pb2_grpc
 from shardline.security import PLAIN, Metadata, Security
 

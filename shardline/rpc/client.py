@@ -10,12 +10,16 @@ import grpc
 import torch
 
 from shardline.config import Timeouts
+from shardline.core.identity import Identity
+from shardline.core.image import BucketImage, WorkerSequence
+from shardline.core.plan import Plan
+from shardline.core.spec import DTYPES, JobSpec
+from shardline.core.tensor_bytes import tensor_from_bytes
 from shardline.errors import CheckpointError, FencedError, ProtocolError
-from shardline.identity import Identity
-from shardline.image import BucketImage, WorkerSequence
 from shardline.rpc.channel import Peer, end_call
-from shardline.rpc.configuration import Configuration, Placement, configuration_to_proto, placement_to_proto
-from shardline.rpc.convert import (
+from shardline.rpc.errors import from_status
+from shardline.rpc.messages.configuration import Configuration, Placement, configuration_to_proto, placement_to_proto
+from shardline.rpc.messages.convert import (
     ImageAssembler,
     dtype_from_proto,
     image_parts,
@@ -24,8 +28,7 @@ from shardline.rpc.convert import (
     sequences_from_proto,
     sequences_to_proto,
 )
-from shardline.rpc.errors import from_status
-from shardline.rpc.status import PsStatus
+from shardline.rpc.messages.status import PsStatus
 from shardline.rpc.v1 import (
     access_pb2_grpc,
     chief_pb2,
@@ -35,9 +38,6 @@ from shardline.rpc.v1 import (
 )
 from shardline.rpc.watch import ChiefWatch
 from shardline.security import PLAIN, Security
-from shardline.sharding import Plan
-from shardline.spec import DTYPES, JobSpec
-from shardline.wire.frames import tensor_from_bytes
 
 
 class PsControl:

@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from shardline.errors import ProtocolError, ShardlineError
-from shardline.rpc.handlers import behavior_of, same_kind
+from shardline.rpc.auth.handlers import behavior_of, same_kind
 
 KB, MB = 1 << 10, 1 << 20
 

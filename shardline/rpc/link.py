@@ -18,16 +18,16 @@ import grpc
 import torch
 
 from shardline.config import Timeouts
+from shardline.core.identity import Identity
+from shardline.core.spec import JobSpec
+from shardline.core.waiting import Waiting
 from shardline.errors import FencedError, InternalError, MismatchError, ShardlineError, UnreachableError
-from shardline.identity import Identity
-from shardline.rpc.barrier import BarrierPlace, BarrierState
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
-from shardline.rpc.convert import job_to_proto
+from shardline.rpc.messages.barrier import BarrierPlace, BarrierState
+from shardline.rpc.messages.convert import job_to_proto
 from shardline.rpc.v1 import access_pb2, chief_pb2, common_pb2, parameter_server_pb2
 from shardline.security import PLAIN, Security
-from shardline.spec import JobSpec
-from shardline.waiting import Waiting
 
 log = logging.getLogger("shardline.link")
 T = TypeVar("T")

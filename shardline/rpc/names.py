@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 from shardline.cluster import parse_address
 from shardline.config import RoleConfig
+from shardline.core.waiting import Waiting
 from shardline.errors import UnreachableError
-from shardline.waiting import Waiting
 
 log = logging.getLogger("shardline.rpc")
 

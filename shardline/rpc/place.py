@@ -11,11 +11,11 @@ import grpc
 
 from shardline.cluster import MAX_TASKS
 from shardline.config import Timeouts
+from shardline.core.waiting import Waiting
 from shardline.errors import MismatchError, ProtocolError, UnreachableError
 from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import places_pb2, places_pb2_grpc
 from shardline.security import PLAIN, Security
-from shardline.waiting import Waiting
 
 log = logging.getLogger("shardline.rpc")
 

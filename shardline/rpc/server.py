@@ -15,10 +15,10 @@ from grpc_reflection.v1alpha import reflection
 
 from shardline.cluster import format_address
 from shardline.errors import InternalError, UsageError
-from shardline.rpc.access import STALE_KEY, Access, role_of
-from shardline.rpc.handlers import HandlerCache, checked
+from shardline.rpc.auth.access import STALE_KEY, Access, role_of
+from shardline.rpc.auth.handlers import HandlerCache, checked
+from shardline.rpc.auth.rights import PACKAGE, Token, right_of, role_refusal, takes_proof
 from shardline.rpc.limits import MAX_MESSAGE_BYTES, bounded, message_limit
-from shardline.rpc.rights import PACKAGE, Token, right_of, role_refusal, takes_proof
 from shardline.rpc.v1 import access_pb2, access_pb2_grpc
 from shardline.security import PLAIN, Security
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardline.config import Timeouts
 from shardline.rpc.channel import Peer
-from shardline.rpc.status import ChiefStatus
+from shardline.rpc.messages.status import ChiefStatus
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
 from shardline.security import PLAIN, Security
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from shardline import schedule as schedules
+from shardline.core.image import VALUE
+from shardline.core.plan import BucketSpec
+from shardline.core.spec import DTYPES, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.errors import CheckpointError, JobError, ProtocolError
-from shardline.image import VALUE
-from shardline.sharding import BucketSpec
-from shardline.spec import DTYPES, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.update import rules
 from shardline.update.elementwise import ElementwiseStates
 from shardline.update.layout import flat_elements, state_kinds

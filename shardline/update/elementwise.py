@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.sharding import BucketSpec, padded
+from shardline.core.plan import BucketSpec, padded
 from shardline.update import sgd
 from shardline.update.layout import StateKind
 

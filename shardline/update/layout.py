@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from shardline.core.plan import BucketSpec
+from shardline.core.spec import Argument, TensorSpec
 from shardline.errors import JobError
-from shardline.sharding import BucketSpec
-from shardline.spec import Argument, TensorSpec
 from shardline.update.rules import is_elementwise, optimizer_class, torch_arguments
 
 PACKED: Mapping[str, tuple[str, ...]] = {"Adafactor": ("row_var", "col_var", "variance")}

@@ -21,8 +21,8 @@ from typing import Any, cast
 
 import torch
 
+from shardline.core.spec import DTYPES, Argument, RuleSpec, TensorKind, TensorSpec
 from shardline.errors import JobError, ProtocolError
-from shardline.spec import DTYPES, Argument, RuleSpec, TensorKind, TensorSpec
 
 ALLOWED: Mapping[str, bool] = {
     "SGD": True,

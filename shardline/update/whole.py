@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.sharding import BucketSpec
-from shardline.spec import DTYPES, TensorSpec
+from shardline.core.plan import BucketSpec
+from shardline.core.spec import DTYPES, TensorSpec
 from shardline.update.layout import StateKind, flat_elements, state_shape, state_spans
 
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 
+from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
 from shardline.rpc.v1 import data_pb2
-from shardline.wire.frames import Buffer
 
 ALIGNMENT = 16
 """Offset of a large payload within its message is a multiple of this, as is the memory of a bytes object's content."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from shardline.allocator import ALLOCATOR
+from shardline.host.allocator import ALLOCATOR
 
 ROOT = Path(__file__).parents[2]
 PATHS = (ROOT, *(ROOT / name for name in ("services", "worker", "chief", "evaluator")))

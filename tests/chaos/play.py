@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from shardline.checkpoint import CheckpointStore
+from shardline.core.plan import make_plan
 from shardline.job import load_job
-from shardline.sharding import make_plan
 from shardline.testing import reference
 from tests.chaos.field import Field
 from tests.chaos.job import BATCH, COUNTERS, RATE, SAMPLES, write_job

@@ -12,16 +12,16 @@ import pytest
 
 from shardline.checkpoint import CheckpointStore
 from shardline.config import Timeouts
-from shardline.rpc.access import CHIEF_AUDIENCE, Access
+from shardline.rpc.auth.access import CHIEF_AUDIENCE, Access
+from shardline.rpc.auth.rights import PACKAGE, RIGHTS, Token
 from shardline.rpc.channel import open_channel
 from shardline.rpc.client import ChiefClient
-from shardline.rpc.rights import PACKAGE, RIGHTS, Token
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2
 from shardline.security import PLAIN, Security
-from shardline_chief.control import Control
-from shardline_chief.servicer import ChiefServicer
-from shardline_chief.servicer import register as register_chief
+from shardline_chief.io.control import Control
+from shardline_chief.io.servicer import ChiefServicer
+from shardline_chief.io.servicer import register as register_chief
 from shardline_ps.servicer import register
 from tests.contract.plain_client import DEADLINE_S, TIMELINE, PlainClient
 from tests.contract.refusals import unchanged

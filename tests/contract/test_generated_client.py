@@ -7,7 +7,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from shardline.rpc.convert import plan_from_proto
+from shardline.rpc.messages.convert import plan_from_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, plan_pb2
 from tests.contract.plain_client import (
     DEADLINE_S,

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
+from shardline.core.identity import Identity
 from shardline.errors import UsageError
-from shardline.identity import Identity
 from shardline.rpc.channel import open_channel
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.link import Phase

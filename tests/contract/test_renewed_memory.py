@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 
+from shardline.core.plan import ShardSpec
 from shardline.errors import UsageError
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2
-from shardline.sharding import ShardSpec
 from shardline_ps import servicer
-from shardline_ps.publication import Publication
+from shardline_ps.shard.publication import Publication
 from tests.contract.plain_client import FIRST_W, TIMELINE, PlainClient, W
 from tests.contract.refusals import refused, unchanged
 from tests.contract.test_fenced_calls import Half

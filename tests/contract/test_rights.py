@@ -17,9 +17,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from shardline.certs import make_certificates
 from shardline.config import Timeouts
-from shardline.rpc.access import CHIEF_AUDIENCE, Access
+from shardline.rpc.auth.access import CHIEF_AUDIENCE, Access
+from shardline.rpc.auth.rights import JOINING, PACKAGE, RIGHTS, ROLES, Token, right_of
 from shardline.rpc.channel import AioPeer, Peer, open_channel
-from shardline.rpc.rights import JOINING, PACKAGE, RIGHTS, ROLES, Token, right_of
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import chief_pb2, parameter_server_pb2, places_pb2
 from shardline.security import Security

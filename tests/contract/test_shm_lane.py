@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 import torch
 
-from shardline import segments
-from shardline.client.exchange import Interrupted
+from shardline.client.exchange.shard_exchange import Interrupted
 from shardline.config import Timeouts
-from shardline.consistency.decision import Outcome
+from shardline.core.outcome import Outcome
+from shardline.core.reduce import Block
 from shardline.errors import ProtocolError, ShardlineError, UnreachableError, UsageError
+from shardline.host import segments
 from shardline.lanes.base import Arrival, BucketPayload, Contribution, LaneUnavailable, Want, Whole
-from shardline.reduce import Block
-from shardline.rpc.data import referred_requests
+from shardline.rpc.messages.data import referred_requests
 from shardline.rpc.v1 import common_pb2
 from shardline.testing import reference
-from shardline_ps.shared import SegmentPublication, ShmOffer, publish
+from shardline_ps.data.shm_server import SegmentPublication, ShmOffer, publish
 from tests.contract.lanes import (
     DEADLINE_S,
     GRADIENTS,
@@ -316,7 +316,7 @@ def test_noise_at_the_socket_is_refused_and_the_next_one_is_served(bench: ShmBen
 
 
 def test_who_says_nothing_does_not_stay(bench: ShmBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardline_ps.shared._Guest.limit_s", 0.1)
+    monkeypatch.setattr("shardline_ps.data.shm_server._Guest.limit_s", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.settimeout(5.0)
         silent.connect(segments.to_kernel(bench.offer.address))
@@ -451,7 +451,7 @@ def test_nothing_is_left_when_lane_and_server_are_closed(ps: Ps, client: PlainCl
 DYING_WORKER = """
 import sys, threading
 from shardline.rpc.channel import Peer
-from shardline.rpc.data import referred_requests
+from shardline.rpc.messages.data import referred_requests
 from shardline.lanes.base import Contribution
 from tests.contract.lanes import *
 

@@ -26,21 +26,22 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from shardline import segments
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
-from shardline.consistency.decision import Outcome
+from shardline.core.identity import Identity
+from shardline.core.outcome import Outcome
+from shardline.core.reduce import Block
 from shardline.errors import ProtocolError, UnreachableError
-from shardline.identity import Identity
+from shardline.host import segments
 from shardline.lanes.base import Contribution, LaneUnavailable, Sender, Want, Whole
-from shardline.lanes.grpc import GrpcLane
+from shardline.lanes.grpc.client import GrpcLane
 from shardline.lanes.negotiated import NegotiatedLane
-from shardline.lanes.shm import ShmLane
-from shardline.reduce import Block
-from shardline.rpc.data import Attached, referred_requests
-from shardline_ps import bulk, shared
+from shardline.lanes.shm.client import ShmLane
+from shardline.rpc.messages.data import Attached, referred_requests
+from shardline_ps.data import shm_server as shared
+from shardline_ps.data import tcp_server as bulk
+from shardline_ps.data.shm_server import SegmentPublication, ShmOffer, publish
 from shardline_ps.service import offers
-from shardline_ps.shared import SegmentPublication, ShmOffer, publish
 from tests.contract.lanes import (
     DEADLINE_S,
     GRADIENTS,
@@ -341,7 +342,7 @@ def test_without_a_common_network_a_socket_in_a_folder_is_within_reach(
 def test_a_crowd_that_says_nothing_keeps_a_worker_waiting_and_no_longer(
     bench: ShmBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardline_ps.shared._Guest.limit_s", 0.1)
+    monkeypatch.setattr("shardline_ps.data.shm_server._Guest.limit_s", 0.1)
     bench.token()
     before = all_descriptors()
     crowd: list[socket.socket] = []
@@ -361,7 +362,7 @@ def test_a_crowd_that_says_nothing_keeps_a_worker_waiting_and_no_longer(
 
 
 def test_a_door_that_stays_shut_is_left_within_its_time(bench: ShmBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardline.lanes.shm.KNOCK_S", 0.3)
+    monkeypatch.setattr("shardline.lanes.shm.client.KNOCK_S", 0.3)
     bench.token()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as shut, contextlib.ExitStack() as crowd:
         bench.offer.address = segments.new_address(None)

@@ -10,16 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardline.consistency.decision import Outcome
+from shardline.core.identity import Identity
+from shardline.core.outcome import Outcome
+from shardline.core.reduce import Block
 from shardline.errors import ProtocolError, UnreachableError
-from shardline.identity import Identity
-from shardline.lanes import tcp
 from shardline.lanes.base import BucketPayload, Contribution, LaneUnavailable, Sender, Want, Whole
-from shardline.lanes.tcp import TcpLane
-from shardline.reduce import Block
+from shardline.lanes.tcp import client as tcp
+from shardline.lanes.tcp import frames as bulk
+from shardline.lanes.tcp.client import TcpLane
 from shardline.rpc.channel import Peer
-from shardline.rpc.data import Attached, referred_requests
-from shardline.wire import bulk
+from shardline.rpc.messages.data import Attached, referred_requests
 from tests.contract.lanes import (
     DEADLINE_S,
     SENDER,

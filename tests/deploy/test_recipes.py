@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shardline.ports import held_port
+from shardline.host.ports import held_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "deploy.md"

@@ -22,8 +22,8 @@ import pytest
 from shardline.checkpoint import committed_steps
 from shardline.cli.launcher import LaunchOptions, LocalCluster
 from shardline.config import Timeouts
+from shardline.host.ports import held_port
 from shardline.job import load_job
-from shardline.ports import held_port
 from shardline.testing import reference
 from tests.chaos.nursery import Nursery
 from tests.e2e.warm import WarmProcess, descendants

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 MID_STEP = """
 import os, signal, sys, threading
 from pathlib import Path
-from shardline.lanes.grpc import GrpcLane
+from shardline.lanes.grpc.client import GrpcLane
 
 folder = Path(__file__).parent
 plain = GrpcLane.exchange

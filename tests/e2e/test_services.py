@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from shardline.config import Timeouts
 from shardline.rpc.client import ChiefClient
-from shardline.rpc.status import ChiefStatus
+from shardline.rpc.messages.status import ChiefStatus
 from tests.e2e.support import (
     RUN_ID,
     HandCluster,

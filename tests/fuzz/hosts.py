@@ -20,10 +20,12 @@ from grpc_reflection.v1alpha import reflection_pb2
 from shardline.checkpoint import CheckpointStore
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
-from shardline.image import BucketImage
-from shardline.process import Termination
-from shardline.rpc.convert import job_to_proto
+from shardline.core.image import BucketImage
+from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
+from shardline.core.tensor_bytes import tensor_bytes
+from shardline.host.process import Termination
 from shardline.rpc.link import ChiefLink, Phase
+from shardline.rpc.messages.convert import job_to_proto
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import (
     chief_pb2,
@@ -35,10 +37,8 @@ from shardline.rpc.v1 import (
     plan_pb2,
 )
 from shardline.rpc.v1 import parameter_server_pb2_grpc as ps_grpc
-from shardline.spec import JobSpec, RuleSpec, TensorSpec
-from shardline.wire.frames import tensor_bytes
 from shardline_chief import service
-from shardline_chief.journal import Journal
+from shardline_chief.io.journal import Journal
 from shardline_ps.service import PsProcess
 from tests.checkpoint_cases import cut_of
 from tests.contract.plain_client import PlainClient

@@ -23,12 +23,12 @@ from shardline.checkpoint.manifest import MANIFEST, SEQUENCES, _self_digest
 from shardline.checkpoint.reader import Checkpoint
 from shardline.checkpoint.store import BEST
 from shardline.cluster import ClusterSpec, from_tf_config, locate
+from shardline.core.plan import make_plan
+from shardline.core.spec import JobSpec, RuleSpec, TensorKind
+from shardline.core.spec_json import job_from_json, job_to_json
 from shardline.errors import CheckpointError, ClusterSpecError, JobError, ShardlineError
-from shardline.rpc.convert import job_from_proto, job_to_proto
+from shardline.rpc.messages.convert import job_from_proto, job_to_proto
 from shardline.schedule import check
-from shardline.sharding import make_plan
-from shardline.spec import JobSpec, RuleSpec, TensorKind
-from shardline.spec_json import job_from_json, job_to_json
 from shardline.update import rules
 from tests.checkpoint_cases import cut_of, job_of, spec
 from tests.fuzz.calls import Finding

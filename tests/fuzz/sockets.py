@@ -15,10 +15,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from shardline import segments
 from shardline.cluster import parse_address
+from shardline.host import segments
+from shardline.lanes.tcp import frames as bulk
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2
-from shardline.wire import bulk
 from tests.fuzz.calls import Finding, LogWatch
 from tests.fuzz.hosts import PsHost
 from tests.fuzz.messages import Draw, damaged

@@ -16,31 +16,31 @@ from typing import Any
 
 import torch
 
-from shardline.client.exchange import StepFigures
-from shardline.client.trainer import Trainer
+from shardline.client.exchange.shard_exchange import StepFigures
+from shardline.client.step.trainer import Trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
+from shardline.core.identity import Identity
+from shardline.core.image import VALUE, BucketImage
+from shardline.core.plan import Plan, Slice, make_plan
+from shardline.core.spec import TensorKind
 from shardline.data import BatchSource, replica_gradients
-from shardline.identity import Identity
-from shardline.image import VALUE, BucketImage
 from shardline.job import Job
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
 from shardline.rpc.channel import Peer
 from shardline.rpc.client import JobView, PsControl
-from shardline.rpc.configuration import Configuration, Placement
+from shardline.rpc.messages.configuration import Configuration, Placement
 from shardline.rpc.server import RpcServer
-from shardline.sharding import Plan, Slice, make_plan
-from shardline.spec import TensorKind
 from shardline.testing import ReferenceResult
-from shardline_ps.attachments import Attachments
-from shardline_ps.replicate_servicer import Replicas
+from shardline_ps.control.votes import Voters
+from shardline_ps.data.attachments import Attachments
 from shardline_ps.service import offers
 from shardline_ps.servicer import ParameterServer, register
-from shardline_ps.shard import Shard
+from shardline_ps.shard.shard import Shard
+from shardline_ps.standby.sender import Replicas
 from shardline_ps.store import ParameterStore
-from shardline_ps.vote_servicer import Voters
 
 COMPUTE = threading.Lock()
 """replica_gradients seeds the process's generators, so replicas compute one at a time; exchanges overlap."""

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardline import log
-from shardline.process import Termination
-from shardline.rpc import data
+from shardline.host.process import Termination
+from shardline.observability import log
+from shardline.rpc.messages import data
 from tests.integration.services import Services
 
 

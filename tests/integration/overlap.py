@@ -11,13 +11,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from shardline.client.gate import Gate
-from shardline.client.overlap import Expected
-from shardline.client.trainer import Trainer
-from shardline.client.watching import StepWatch
+from shardline.client.exchange.watching import StepWatch
+from shardline.client.overlap.gate import Gate
+from shardline.client.overlap.scheduler import Expected
+from shardline.client.step.trainer import Trainer
+from shardline.core.identity import Identity
 from shardline.data import replica_gradients
 from shardline.errors import UnreachableError
-from shardline.identity import Identity
 from shardline.lanes.base import Contribution, Exchanged, Lane, Sender, Sink, Standing, Want
 from tests.integration.cluster import COMPUTE, Cluster, Worker
 

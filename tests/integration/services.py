@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardline
-from shardline.client.session import Session
+from shardline.client.api.session import Session
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline_chief import service as chief_service

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardline.client.exchange import Interrupted, Restart
+from shardline.client.exchange.shard_exchange import Interrupted, Restart
 from shardline.errors import UnreachableError
 from shardline.job import Job
-from shardline.rpc.configuration import Configuration, Placement
-from shardline.rpc.status import ShardStatus
+from shardline.rpc.messages.configuration import Configuration, Placement
+from shardline.rpc.messages.status import ShardStatus
 from tests.integration.cluster import PATIENCE_S, Cluster, Worker
 
 MEMBERS = {f"worker/{index}": 1 for index in range(8)}

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from shardline import schedule
-from shardline.client.exchange import Restart, Stopped
-from shardline.consistency.decision import Outcome
+from shardline.client.exchange.shard_exchange import Restart, Stopped
+from shardline.core.image import WorkerSequence
+from shardline.core.outcome import Outcome
 from shardline.data import BatchSource, derive, seed_everything
 from shardline.errors import NonFiniteError, UnreachableError
-from shardline.image import WorkerSequence
 from shardline.job import Job
 from shardline.lanes.base import Contribution, Exchanged, Lane, Sender, Sink, Standing, Want
 from shardline.model import named_values

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.session import Session
+from shardline.client.api.session import Session
 from shardline.errors import JobError, TaskLostError, UnreachableError, UsageError
 from tests.integration.services import PATIENCE_S, Services
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardline.client.exchange import Interrupted, Restart, Stopped
+from shardline.client.exchange.shard_exchange import Interrupted, Restart, Stopped
 from shardline.errors import ProtocolError
 from shardline.job import Job
 from shardline.lanes.base import BucketPayload, Contribution, Exchanged, Lane, Payloads, Sender, Sink, Standing, Want

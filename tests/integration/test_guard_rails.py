@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.exchange import Exchange, Interrupted, ShardTask
-from shardline.client.layout import BucketSink, ModelLayout, same_bits
+from shardline.client.exchange.shard_exchange import Exchange, Interrupted, ShardTask
+from shardline.client.step.layout import BucketSink, ModelLayout, same_bits
 from shardline.config import Timeouts
-from shardline.consistency.decision import Outcome
+from shardline.core.identity import Identity
+from shardline.core.outcome import Outcome
+from shardline.core.plan import make_plan
+from shardline.core.reduce import Block
+from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import NonFiniteError, ProtocolError
-from shardline.identity import Identity
 from shardline.lanes.base import Contribution, End, Exchanged, Sender, Sink, Standing, Want
-from shardline.reduce import Block
 from shardline.rpc import link as link_module
 from shardline.rpc.link import ChiefLink, Phase
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
-from shardline.sharding import make_plan
-from shardline.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.update import rule
-from shardline_ps.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
 
 TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float16"),)
 

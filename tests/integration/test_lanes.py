@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange import Interrupted
+from shardline.client.exchange.shard_exchange import Interrupted
 from shardline.config import Timeouts
-from shardline.consistency.decision import Outcome
+from shardline.core.outcome import Outcome
 from shardline.job import Job
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.testing import ReferenceResult, reference
@@ -185,7 +185,7 @@ def test_who_waits_for_room_longer_than_the_timeout_goes_on_when_slow_workers_co
         staging._ledger.limit = staging._ledger.reserved
         late = threading.Event()
         asked: dict[int, float] = {}
-        monkeypatch.setattr("shardline.client.exchange.time", Hurried)
+        monkeypatch.setattr("shardline.client.exchange.shard_exchange.time", Hurried)
 
         def run(replica: int) -> set[str]:
             worker = cluster.worker(replica)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.session import Session
+from shardline.client.api.session import Session
 from shardline.errors import JobError
 from tests.integration.services import Services, backward, make_model
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from shardline import schedule
-from shardline.client.arrivals import Key
-from shardline.client.layout import copy_each
-from shardline.client.live import LivePayloads
-from shardline.client.overlap import Expected
+from shardline.client.api.live import LivePayloads
+from shardline.client.overlap.arrivals import Key
+from shardline.client.overlap.scheduler import Expected
+from shardline.client.step.layout import copy_each
 from shardline.errors import JobError, NonFiniteError
 from shardline.lanes.base import (
     Contribution,
@@ -304,7 +304,7 @@ def test_weights_that_are_not_contiguous_are_whole_when_they_are_read() -> None:
 
 
 class LazyDevice:
-    """Stands for a GPU that begins nothing before somebody waits for it: see shardline.client.device.HostPath.
+    """Stands for a GPU that begins nothing before somebody waits for it: see shardline.client.exchange.device.HostPath.
 
     What is read too early is old, what is overwritten too early is wrong: both change the bits.
     """
@@ -373,7 +373,7 @@ def test_a_device_that_copies_late_is_waited_for_before_anybody_reads(
 
     job = make_job("adam", model=Rich)
     with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS, lane=lane) as cluster:
-        monkeypatch.setattr("shardline.client.trainer.host_path", lazy)
+        monkeypatch.setattr("shardline.client.step.trainer.host_path", lazy)
         train(cluster, [[0, 1], [2]], per_layer=per_layer)
         assert_same_end(cluster.state(), reference(job))
     # Each of the two workers has one for the trainer that it doesn't use.

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 import torch
 
-from shardline.client import trainer as trainer_module
-from shardline.client.priority import pull_order
+from shardline.client.overlap.priority import pull_order
+from shardline.client.step import trainer as trainer_module
 from shardline.lanes.base import (
     Arrival,
     BucketPayload,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.session import Session
+from shardline.client.api.session import Session
 from tests.integration.services import Services, backward, make_model
 
 GOES_ON = "the job goes on at step 3, and this script has neither asked for that"

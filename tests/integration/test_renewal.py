@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange import Restart
+from shardline.client.exchange.shard_exchange import Restart
 from shardline.lanes.negotiated import NegotiatedLane
-from shardline.lanes.shm import ShmLane
-from shardline.lanes.tcp import TcpLane
+from shardline.lanes.shm.client import ShmLane
+from shardline.lanes.tcp.client import TcpLane
 from tests.integration.cluster import TIMELINE, Cluster, Worker
 from tests.integration.jobs import Wide, make_job
 from tests.integration.test_deaths import wait_for

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardline
-from shardline.client.session import Session
+from shardline.client.api.session import Session
 from shardline.errors import JobError
 from tests.integration.services import Services, batch, make_model
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange import Interrupted
-from shardline.client.layout import BucketSink
+from shardline.client.exchange.shard_exchange import Interrupted
+from shardline.client.step.layout import BucketSink
 from shardline.config import Timeouts
-from shardline.consistency.decision import Outcome
+from shardline.core.identity import Identity
+from shardline.core.outcome import Outcome
 from shardline.errors import ShardlineError, UsageError
-from shardline.identity import Identity
 from shardline.lanes.base import Sender, Want
-from shardline.lanes.grpc import GrpcLane
+from shardline.lanes.grpc.client import GrpcLane
 from shardline.rpc.channel import Peer, channel_options
-from shardline.rpc.data import ps_stub, pull_request
+from shardline.rpc.messages.data import ps_stub, pull_request
 from shardline.rpc.server import RpcServer
 from tests.integration.cluster import PATIENCE_S, Cluster, Ps
 from tests.integration.jobs import make_job

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.image import BucketImage
+from shardline.core.image import BucketImage
+from shardline.core.records import Begin
 from shardline.job import Job
 from shardline.model import named_values
-from shardline.rpc.records import Begin
 from shardline.testing import ReferenceResult, reference
-from shardline_ps import replication
+from shardline_ps.standby import record_log as replication
 from tests.integration.cluster import COMPUTE, Worker, assert_same_end, same_bits
 from tests.integration.jobs import Rich, make_job
 from tests.integration.standbys import Protected

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client import session as sessions
-from shardline.client import workplace
-from shardline.client.carried import Carried
-from shardline.client.session import Session
+from shardline.client.api import session as sessions
+from shardline.client.api.session import Session
+from shardline.client.exchange import workplace
+from shardline.client.step.retained_contribution import Carried
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.errors import RolledBackError, UnreachableError

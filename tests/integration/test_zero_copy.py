@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange import Interrupted
-from shardline.client.shared_gradients import SharedGradients
-from shardline.client.zero_copy import regions
+from shardline.client.exchange.shard_exchange import Interrupted
+from shardline.client.step.shared_gradients import SharedGradients
+from shardline.client.step.zero_copy import regions
 from shardline.config import Timeouts
+from shardline.core.plan import make_plan
+from shardline.core.spec import TensorSpec
 from shardline.errors import UsageError
 from shardline.job import Job
 from shardline.lanes.negotiated import NegotiatedLane
-from shardline.lanes.shm import ShmLane
-from shardline.sharding import make_plan
-from shardline.spec import TensorSpec
+from shardline.lanes.shm.client import ShmLane
 from shardline.testing import ReferenceResult, reference
 from tests.integration.cluster import Cluster, assert_same_end
 from tests.integration.jobs import Rich, Wide, make_job

@@ -16,7 +16,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from grafana_foundation_sdk.models.prometheus import Dataquery
 
 from shardline.cluster import ROLES
-from shardline.metrics import BY_NAME
+from shardline.observability.metrics import BY_NAME
 from tests.monitoring.promql import DASHBOARD, GRAFANA, PROMETHEUS, dashboard, metrics_of, of_dashboard, of_rules, rules
 
 ROOT = Path(__file__).parents[2]

@@ -4,5 +4,5 @@
     AsyncModel(AsyncSetup(seed=7)).run()            # asynchronous pushes: PROTOCOL 1.5
 
 Every message, answer, death and command of the chief is one atomic action. The rules are the real ones
-(shardline.consistency, shardline.reduce). What a schedule breaks is raised as Broken.
+(shardline.consistency, shardline.core.reduce). What a schedule breaks is raised as Broken.
 """

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardline.consistency import asynchronous
-from shardline.consistency.decision import Decision, Outcome
+from shardline.core.outcome import Decision, Outcome
 from tests.protocol_model.numbers import require
 
 LIMIT = 20_000

@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from shardline.consistency.decision import Outcome
-from shardline_chief.leases import Lease
+from shardline.core.outcome import Outcome
+from shardline_chief.rules.leases import Lease
 from tests.protocol_model.chief_life import Call, Chief, Resigned
 from tests.protocol_model.chief_tasks import ChiefSetup, Copy, Counts, Server, Worker
 from tests.protocol_model.numbers import reference, require

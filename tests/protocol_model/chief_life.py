@@ -10,10 +10,10 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shardline_chief.assignment import assign, replicas_of
-from shardline_chief.leases import Lease, Leases
-from shardline_chief.replay import Remembered, replay
-from shardline_ps.authority import Term
+from shardline_chief.rules.assignment import assign, replicas_of
+from shardline_chief.rules.leases import Lease, Leases
+from shardline_chief.rules.replay import Remembered, replay
+from shardline_ps.control.authority import Term
 from tests.protocol_model.chief_tasks import Copy, Refusal, Server, Steps, Worker, World
 
 

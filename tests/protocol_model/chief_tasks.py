@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
 from shardline.consistency import asynchronous, sync
-from shardline.consistency.decision import Outcome
-from shardline.identity import Identity
-from shardline.reduce import Block, tree_sum
-from shardline_chief.leases import Lease
-from shardline_ps.authority import Authority, Term
+from shardline.core.identity import Identity
+from shardline.core.outcome import Outcome
+from shardline.core.reduce import Block, tree_sum
+from shardline_chief.rules.leases import Lease
+from shardline_ps.control.authority import Authority, Term
 from tests.protocol_model.numbers import APPLY, Setup, State, advance, gradient, require
 
 Steps = Generator[None, None, Any]

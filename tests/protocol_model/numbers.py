@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from shardline.consistency import sync
-from shardline.consistency.decision import Decision, Outcome
-from shardline.reduce import Block, clip_scale, global_norm, split, tree_sum
+from shardline.core.outcome import Decision, Outcome
+from shardline.core.reduce import Block, clip_scale, global_norm, split, tree_sum
 
 CLIP_NORM = 0.9
 

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardline.consistency.decision import Outcome
+from shardline.core.outcome import Outcome
 from tests.protocol_model.asynchronous import AsyncMessage, AsyncModel, AsyncSetup, AsyncShard, Record
 from tests.protocol_model.numbers import require
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from shardline.consistency.decision import Outcome
-from shardline.reduce import Block, cover, split
+from shardline.core.outcome import Outcome
+from shardline.core.reduce import Block, cover, split
 from tests.protocol_model.numbers import (
     APPLY,
     Broken,

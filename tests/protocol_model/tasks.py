@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardline.reduce import Block
+from shardline.core.reduce import Block
 from tests.protocol_model.numbers import State, Verdict
 
 

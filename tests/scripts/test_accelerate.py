@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardline
-from shardline.client.session import Session
+from shardline.client.api.session import Session
 from shardline.errors import JobError
 from tests.integration.services import Services, batch, make_model
 from tests.integration.test_scaler import SCALE, STEPS, loss_of, plain_torch

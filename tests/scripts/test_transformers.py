@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.session import Session
+from shardline.client.api.session import Session
 from shardline.config import Timeouts
 from shardline.errors import JobError
 from tests.e2e.support import PATIENCE_S, mortal_cluster, summary_of

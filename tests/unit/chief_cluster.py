@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config import Timeouts
+from shardline.core.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.errors import CheckpointError, ProtocolError, ShardlineError, UnreachableError, UsageError
 from shardline.rpc.link import Orders, Phase
-from shardline.rpc.status import HeldCut, PsStatus, ShardStatus, StandbyStatus
-from shardline.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
-from shardline_chief.actions import (
+from shardline.rpc.messages.status import HeldCut, PsStatus, ShardStatus, StandbyStatus
+from shardline_chief.rules.actions import (
     Action,
     Activate,
     Answer,
@@ -36,9 +36,9 @@ from shardline_chief.actions import (
     Say,
     Tell,
 )
-from shardline_chief.messages import Beat, Join, JoinAnswer
-from shardline_chief.program import Program
-from shardline_chief.state import Settings
+from shardline_chief.rules.messages import Beat, Join, JoinAnswer
+from shardline_chief.rules.program import Program
+from shardline_chief.rules.state import Settings
 
 T = 60.0
 JOIN = 3 * T

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shardline.errors import UsageError
-from shardline.rpc.access import WINDOW, Access, Prover, role_of
-from shardline.rpc.rights import RIGHTS, ROLES, Caller, Token, joining_refusal, right_of, role_refusal, takes_proof
+from shardline.rpc.auth.access import WINDOW, Access, Prover, role_of
+from shardline.rpc.auth.rights import RIGHTS, ROLES, Caller, Token, joining_refusal, right_of, role_refusal, takes_proof
 from shardline.rpc.v1 import access_pb2, chief_pb2, parameter_server_pb2, places_pb2
 from shardline.security import ADMIN_KEY, PLAIN, Security, holds, key_of
 

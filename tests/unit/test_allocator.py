@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from shardline import allocator
+from shardline.host import allocator
 
 
 def test_allocator_keeps_what_is_freed() -> None:
     """Counted where it matters: pages that are faulted in again by a block taken and freed over and over."""
     code = """
 import ctypes, resource, sys
-from shardline.allocator import tune_allocator
+from shardline.host.allocator import tune_allocator
 assert tune_allocator() is (sys.argv[1] == "glibc")
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -37,7 +37,7 @@ def test_threads_share_one_arena() -> None:
     """An arena of a thread's own gives its memory back whenever it is empty: after every push."""
     code = """
 import ctypes, sys, threading
-from shardline.allocator import tune_allocator
+from shardline.host.allocator import tune_allocator
 assert tune_allocator() is (sys.argv[1] == "glibc")
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

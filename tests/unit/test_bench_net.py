@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from shardline.cli import bench_link
-from shardline.cli.bench import Figures, headline, table
-from shardline.cli.bench_lane import LaneFigures
-from shardline.cli.bench_link import LINE_BYTES, MAGIC, LinkClient, LinkFigures, LinkServer, check_request, is_local
+from shardline.cli.bench import link as bench_link
+from shardline.cli.bench.command import Figures, headline, table
+from shardline.cli.bench.lane import LaneFigures
+from shardline.cli.bench.link import LINE_BYTES, MAGIC, LinkClient, LinkFigures, LinkServer, check_request, is_local
 from shardline.cli.main import main
 from shardline.errors import ClusterSpecError, ProtocolError, ShardlineError, UnreachableError, UsageError
 

@@ -21,13 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.errors import ProtocolError, UnreachableError
-from shardline.wire import bulk
-from shardline_ps import bulk as server_bulk
-from shardline_ps import bulk_attachment
-from shardline_ps.attachments import Holder, Opening
-from shardline_ps.buffers import Buffers
-from shardline_ps.bulk import TcpOffer, Tokens
-from shardline_ps.bulk_attachment import TcpAttachment
+from shardline.lanes.tcp import frames as bulk
+from shardline_ps.data import tcp_attachment as bulk_attachment
+from shardline_ps.data import tcp_server as server_bulk
+from shardline_ps.data.attachments import Holder, Opening
+from shardline_ps.data.tcp_attachment import TcpAttachment
+from shardline_ps.data.tcp_server import TcpOffer, Tokens
+from shardline_ps.shard.buffers import Buffers
 
 T = TypeVar("T")
 Contexts = tuple[ssl.SSLContext, ssl.SSLContext]

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from shardline.checkpoint import Checkpoint, CheckpointStore, Cut, export, find_checkpoint
 from shardline.checkpoint.content import ContentDigest, Key, shard_entries, slice_rows
+from shardline.core.image import VALUE, BucketImage
+from shardline.core.plan import BucketSpec, Plan, ShardSpec, Slice, make_plan
+from shardline.core.spec import Argument, ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.errors import CheckpointError, UsageError
-from shardline.image import VALUE, BucketImage
-from shardline.sharding import BucketSpec, Plan, ShardSpec, Slice, make_plan
-from shardline.spec import Argument, ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.update import BucketRule, is_elementwise, rule
 from shardline.update.layout import flat_elements
 from tests.checkpoint_cases import (

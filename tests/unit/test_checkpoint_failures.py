@@ -18,9 +18,9 @@ import torch
 from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.checkpoint import manifest as manifests
 from shardline.checkpoint.files import Files, try_lock
+from shardline.core.image import VALUE, BucketImage
+from shardline.core.plan import make_plan
 from shardline.errors import CheckpointError
-from shardline.image import VALUE, BucketImage
-from shardline.sharding import make_plan
 from tests.checkpoint_cases import (
     SHARD_0,
     SMALL,

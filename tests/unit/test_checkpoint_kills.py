@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardline.checkpoint import CheckpointStore, committed_steps, newest_valid
-from shardline.sharding import make_plan
+from shardline.core.plan import make_plan
 from tests.checkpoint_cases import SMALL, assert_same_images, cut_of, images_of, state_of
 from tests.checkpoint_writer import KEEP, write_on
 

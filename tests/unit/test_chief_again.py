@@ -10,13 +10,13 @@ import pytest
 
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.core.spec import TensorSpec
 from shardline.errors import ProtocolError, UsageError
 from shardline.rpc.link import Phase
-from shardline.spec import TensorSpec
 from shardline_chief import service
-from shardline_chief.actions import Command, CommandResult, Configure, Find
-from shardline_chief.leases import Leases
-from shardline_chief.replay import Remembered, replay
+from shardline_chief.rules.actions import Command, CommandResult, Configure, Find
+from shardline_chief.rules.leases import Leases
+from shardline_chief.rules.replay import Remembered, replay
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import FakePs, make_job, running

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardline.rpc.barrier import BarrierPlace, BarrierState
-from shardline_chief.barriers import Barriers
-from shardline_chief.state import Settings, State
+from shardline.rpc.messages.barrier import BarrierPlace, BarrierState
+from shardline_chief.rules.barriers import Barriers
+from shardline_chief.rules.state import Settings, State
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import Cluster, make_job

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from shardline.checkpoint import Checkpoint, CheckpointStore
+from shardline.core.image import BucketImage, WorkerSequence
+from shardline.core.plan import Plan, make_plan
+from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import CheckpointError, UnreachableError
-from shardline.image import BucketImage, WorkerSequence
-from shardline.rpc.configuration import Placement
-from shardline.sharding import Plan, make_plan
-from shardline.spec import ConsistencySpec, JobSpec
-from shardline_chief.actions import Save, Saved
-from shardline_chief.checkpointer import Checkpointer, restore
+from shardline.rpc.messages.configuration import Placement
+from shardline_chief.io.checkpointer import Checkpointer, restore
+from shardline_chief.rules.actions import Save, Saved
 from tests.checkpoint_cases import SHARD_0, assert_same_images, cut_of, flip_byte, images_of, job_of
 
 PATIENCE_S = 20.0

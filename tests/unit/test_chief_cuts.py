@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from shardline.rpc.status import HeldCut, ShardStatus
-from shardline_chief.cuts import CutLedger
+from shardline.rpc.messages.status import HeldCut, ShardStatus
+from shardline_chief.rules.cuts import CutLedger
 
 
 def told(shard: int, step: int, *cuts: HeldCut) -> ShardStatus:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardline.errors import UsageError
-from shardline_chief.journal import Journal
+from shardline_chief.io.journal import Journal
 
 
 def test_second_chief_in_the_same_folder_is_refused_with_the_process_that_holds_it(tmp_path: Path) -> None:

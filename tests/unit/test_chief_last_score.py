@@ -11,10 +11,10 @@ import pytest
 
 from shardline.checkpoint.compat import resume_notes
 from shardline.cli.train import report
+from shardline.core.spec import RuleSpec
 from shardline.errors import CheckpointError
-from shardline.spec import RuleSpec
-from shardline_chief.checkpointer import ResumePoint
-from shardline_chief.summary import summary
+from shardline_chief.io.checkpointer import ResumePoint
+from shardline_chief.io.summary import summary
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import Cluster, FakeResume, T, make_job

@@ -8,8 +8,8 @@ import pytest
 
 from shardline.errors import FencedError, JobError, TaskLostError
 from shardline.rpc.link import Phase
-from shardline_chief.actions import Cut
-from shardline_chief.messages import Beat
+from shardline_chief.rules.actions import Cut
+from shardline_chief.rules.messages import Beat
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import JOIN, Cluster, T, make_job, running

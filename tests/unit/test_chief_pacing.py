@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardline_chief.actions import Cut, Hurry, Save, Saved
-from shardline_chief.pacing import (
+from shardline_chief.rules.actions import Cut, Hurry, Save, Saved
+from shardline_chief.rules.pacing import (
     FREE_BYTES,
     LEAST_RATE,
     Links,

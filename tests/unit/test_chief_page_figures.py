@@ -10,11 +10,11 @@ import pytest
 
 from shardline.cli import options
 from shardline.errors import ClusterSpecError
-from shardline.metrics import Metrics
+from shardline.observability.metrics import Metrics
+from shardline.observability.view import cluster_view
 from shardline.rpc.link import StepReport
-from shardline.view import cluster_view
-from shardline_chief.reporter import Pace, Reporter, Shelf
-from shardline_chief.summary import overview
+from shardline_chief.io.reporter import Pace, Reporter, Shelf
+from shardline_chief.io.summary import overview
 from tests.unit.chief_cluster import Cluster, make_job, running
 
 

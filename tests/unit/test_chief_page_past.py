@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from shardline.metrics import Metrics
+from shardline.observability.metrics import Metrics
 from shardline.rpc.link import StepReport
+from shardline_chief.io.reporter import Reporter
 from shardline_chief.page import past
 from shardline_chief.page.history import History
 from shardline_chief.page.past import recall
-from shardline_chief.reporter import Reporter
 
 
 def chief(folder: Path, history: History) -> Reporter:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardline.rpc.link import Phase
-from shardline_chief.actions import Activate, CommandResult, Configure, Cut, Members, Release, Restore
-from shardline_chief.messages import Beat, Join
+from shardline_chief.rules.actions import Activate, CommandResult, Configure, Cut, Members, Release, Restore
+from shardline_chief.rules.messages import Beat, Join
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import JOIN, Cluster, FakeResume, T, make_job, other, running

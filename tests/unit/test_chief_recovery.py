@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from shardline.rpc.configuration import Placement
+from shardline.core.spec import ConsistencySpec
 from shardline.rpc.link import Phase
-from shardline.spec import ConsistencySpec
-from shardline_chief.actions import Cut, Restore
-from shardline_chief.membership import Member
-from shardline_chief.messages import Beat
-from shardline_chief.recovery import ATTEMPTS, moved
+from shardline.rpc.messages.configuration import Placement
+from shardline_chief.rules.actions import Cut, Restore
+from shardline_chief.rules.membership import Member
+from shardline_chief.rules.messages import Beat
+from shardline_chief.rules.recovery import ATTEMPTS, moved
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import Cluster, T, make_job, other, phase, running

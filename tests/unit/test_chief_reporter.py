@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shardline.metrics import Metrics
+from shardline.observability.metrics import Metrics
 from shardline.rpc.link import StepReport
-from shardline_chief.reporter import OPEN_STEPS, Rate, Reporter, StepBoard
+from shardline_chief.io.reporter import OPEN_STEPS, Rate, Reporter, StepBoard
 
 
 def report(step: int, replica: int = 0, loss: float = 1.0) -> StepReport:

@@ -20,20 +20,21 @@ import torch
 from shardline.checkpoint import Cut
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
+from shardline.core.identity import Identity
+from shardline.core.image import VALUE, BucketImage
+from shardline.core.plan import make_plan
+from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
+from shardline.core.spec_json import job_to_json
 from shardline.errors import FencedError, MismatchError, ProtocolError, UsageError
-from shardline.identity import Identity
-from shardline.image import VALUE, BucketImage
-from shardline.process import Termination
+from shardline.host.process import Termination
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.link import ChiefLink, Orders, Phase, StepReport
 from shardline.rpc.v1 import chief_pb2
 from shardline.security import PLAIN, Security
-from shardline.sharding import make_plan
-from shardline.spec import JobSpec, RuleSpec, TensorSpec
-from shardline.spec_json import job_to_json
-from shardline_chief import control, service, trainer
-from shardline_chief.journal import Journal
-from shardline_chief.replay import Remembered, replay
+from shardline_chief import service
+from shardline_chief.io import control, trainer
+from shardline_chief.io.journal import Journal
+from shardline_chief.rules.replay import Remembered, replay
 
 TIMEOUTS = Timeouts(total_s=6.0)
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from shardline.config import check_standbys
+from shardline.core.spec import TensorSpec
 from shardline.errors import UsageError
-from shardline.rpc.configuration import Placement
 from shardline.rpc.link import Phase
-from shardline.rpc.status import ShardStatus
-from shardline.spec import TensorSpec
-from shardline_chief.actions import AskStatus, Heir, Lead, Promote
-from shardline_chief.standbys import Protection, after_loss, protected, without_standbys
+from shardline.rpc.messages.configuration import Placement
+from shardline.rpc.messages.status import ShardStatus
+from shardline_chief.rules.actions import AskStatus, Heir, Lead, Promote
+from shardline_chief.rules.standbys import Protection, after_loss, protected, without_standbys
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import Cluster, T, make_job, phase

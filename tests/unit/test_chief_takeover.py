@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from shardline.core.spec import TensorSpec
 from shardline.errors import FencedError, UsageError
 from shardline.rpc.link import Phase
-from shardline.spec import TensorSpec
-from shardline_chief.actions import (
+from shardline_chief.rules.actions import (
     Action,
     Command,
     CommandResult,
@@ -24,11 +24,11 @@ from shardline_chief.actions import (
     Record,
     Release,
 )
-from shardline_chief.messages import Beat, Join, JoinAnswer
-from shardline_chief.program import Program
-from shardline_chief.replay import Remembered, replay
-from shardline_chief.state import Settings
-from shardline_chief.takeover import obstacle
+from shardline_chief.rules.messages import Beat, Join, JoinAnswer
+from shardline_chief.rules.program import Program
+from shardline_chief.rules.replay import Remembered, replay
+from shardline_chief.rules.state import Settings
+from shardline_chief.rules.takeover import obstacle
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import JOIN, Cluster, FakePs, T, make_job, phase

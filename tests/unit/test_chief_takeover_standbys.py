@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from shardline.rpc.configuration import Placement
+from shardline.core.spec import TensorSpec
 from shardline.rpc.link import Phase
-from shardline.rpc.status import PsStatus, ShardStatus, StandbyStatus
-from shardline.spec import TensorSpec
-from shardline_chief.actions import AskStatus, Configure, Heir, Promote, Record, Restore
-from shardline_chief.replay import replay
-from shardline_chief.standbys import as_found, protected, without_standbys
+from shardline.rpc.messages.configuration import Placement
+from shardline.rpc.messages.status import PsStatus, ShardStatus, StandbyStatus
+from shardline_chief.rules.actions import AskStatus, Configure, Heir, Promote, Record, Restore
+from shardline_chief.rules.replay import replay
+from shardline_chief.rules.standbys import as_found, protected, without_standbys
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import FakePs, T, make_job, phase

@@ -8,28 +8,28 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shardline.client import overlap
-from shardline.client.staging import Allocate, Staging, no_memory
-from shardline.consistency.decision import Outcome
+from shardline.client.overlap import scheduler as overlap
+from shardline.client.step.staging import Allocate, Staging, no_memory
+from shardline.codecs import RAW, codec_for
+from shardline.core.identity import Identity
+from shardline.core.outcome import Outcome
+from shardline.core.plan import BucketSpec, Plan, make_plan
+from shardline.core.reduce import Block
+from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
+from shardline.core.tensor_bytes import digest, fingerprint, tensor_bytes
 from shardline.errors import JobError, NonFiniteError
-from shardline.identity import Identity
 from shardline.lanes.base import BucketPayload, Contribution, Sender, Want, Whole
-from shardline.reduce import Block
-from shardline.rpc import data
-from shardline.rpc.data import Attached, bucket_header
+from shardline.rpc.messages import data
+from shardline.rpc.messages.data import Attached, bucket_header
 from shardline.rpc.v1 import data_pb2
-from shardline.sharding import BucketSpec, Plan, make_plan
-from shardline.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.update import rule
-from shardline.wire.codecs import RAW, codec_for
-from shardline.wire.frames import digest, fingerprint, tensor_bytes
 from shardline.wire.protobuf import PushFrameView
-from shardline_ps import gradients
-from shardline_ps.buffers import Buffers
-from shardline_ps.push_pull_servicer import is_soon_whole
-from shardline_ps.quick import QUICK_BYTES
-from shardline_ps.shard import Gradient, Shard, ShardSettings
-from shardline_ps.slots import Slot, opened
+from shardline_ps.data.conversation import is_soon_whole
+from shardline_ps.memory.slots import Slot, opened
+from shardline_ps.shard import gradients
+from shardline_ps.shard.buffers import Buffers
+from shardline_ps.shard.inline_apply import QUICK_BYTES
+from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
 
 ELEMENTS = 64
 LARGEST = torch.finfo(torch.float32).max

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from shardline import errors, log
+from shardline import errors
 from shardline.cli import cluster_commands, options, progress, roles
 from shardline.cli import main as command_line
 from shardline.cli.launcher import Ended
@@ -27,7 +27,8 @@ from shardline.cli.train import Polled, _Run, check_summary, launch_options, rep
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts, environment_security, environment_switch
 from shardline.errors import ClusterSpecError, JobError, UsageError
-from shardline.rpc.status import ChiefStatus, ShardStatus, TaskStatus
+from shardline.observability import log
+from shardline.rpc.messages.status import ChiefStatus, ShardStatus, TaskStatus
 from shardline.security import Security
 
 SPEC = {"chief": ["127.0.0.1:2220"], "ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0", "127.0.0.1:0"]}

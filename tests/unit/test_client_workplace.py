@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.workplace import Workplace
+from shardline.client.exchange.workplace import Workplace
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
+from shardline.core.identity import Identity
+from shardline.core.plan import make_plan
+from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
 from shardline.errors import UnreachableError
-from shardline.identity import Identity
 from shardline.lanes.base import Lane
-from shardline.metrics import Metrics
+from shardline.observability.metrics import Metrics
 from shardline.rpc.client import JobView
-from shardline.rpc.configuration import Placement
 from shardline.rpc.link import ChiefLink, Orders
-from shardline.sharding import make_plan
-from shardline.spec import JobSpec, RuleSpec, TensorSpec
+from shardline.rpc.messages.configuration import Placement
 
 TIMEOUTS = Timeouts(total_s=2.0)
 

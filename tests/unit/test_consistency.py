@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardline.consistency import asynchronous, sync
-from shardline.consistency.decision import Outcome
-from shardline.reduce import Block
+from shardline.core.outcome import Outcome
+from shardline.core.reduce import Block
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from shardline.client.device import HostPath
-from shardline.client.staging import Staging
+from shardline.client.exchange.device import HostPath
+from shardline.client.step.staging import Staging
+from shardline.core.plan import make_plan
+from shardline.core.spec import TensorSpec
 from shardline.errors import UsageError
-from shardline.process import resolve_device
-from shardline.segments import Segment
-from shardline.sharding import make_plan
-from shardline.spec import TensorSpec
+from shardline.host.process import resolve_device
+from shardline.host.segments import Segment
 
 
 class Cuda:

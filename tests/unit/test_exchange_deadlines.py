@@ -9,16 +9,17 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from shardline.client import arrivals, exchange
-from shardline.client.arrivals import Arrivals
-from shardline.client.exchange import Exchange, Interrupted, Running, ShardOutcome, ShardTask
-from shardline.client.layout import BucketSink, ModelLayout
+from shardline.client.exchange import shard_exchange as exchange
+from shardline.client.exchange.shard_exchange import Exchange, Interrupted, Running, ShardOutcome, ShardTask
+from shardline.client.overlap import arrivals
+from shardline.client.overlap.arrivals import Arrivals
+from shardline.client.step.layout import BucketSink, ModelLayout
 from shardline.config import Timeouts
+from shardline.core.identity import Identity
+from shardline.core.plan import make_plan
+from shardline.core.spec import TensorSpec
 from shardline.errors import UnreachableError
-from shardline.identity import Identity
 from shardline.lanes.base import Contribution, Exchanged, Sender, Sink, Standing, Want
-from shardline.sharding import make_plan
-from shardline.spec import TensorSpec
 
 PATIENCE_S = 20.0
 LOOK_S = 0.01

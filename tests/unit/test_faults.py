@@ -19,16 +19,16 @@ from shardline.cli.news import AGAIN_S, News
 from shardline.cli.top_frame import Curves, frame
 from shardline.cli.train import Polled, _Run
 from shardline.config import Timeouts
-from shardline.metrics import Metrics
-from shardline.rpc.status import ChiefStatus, EventStatus, TaskStatus
-from shardline.view import as_json, cluster_view
-from shardline_chief.reporter import Reporter
-from shardline_chief.summary import overview
+from shardline.observability.metrics import Metrics
+from shardline.observability.view import as_json, cluster_view
+from shardline.rpc.messages.status import ChiefStatus, EventStatus, TaskStatus
+from shardline_chief.io.reporter import Reporter
+from shardline_chief.io.summary import overview
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import Cluster, running
 
-from shardline_chief.actions import Cut
+from shardline_chief.rules.actions import Cut
 
 FAULT = "no checkpoint at step 40: No space left on device; the last good checkpoint is of step 10: /out/step-10"
 STATUS = ChiefStatus(job="digits", phase="running", step=45, steps=100, faults=(FAULT,))

@@ -17,7 +17,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from shardline import files
 from shardline.certs import make_certificates
 from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.checkpoint import manifest as manifests
@@ -26,16 +25,17 @@ from shardline.checkpoint.manifest import FileEntry, shard_file
 from shardline.cli.main import cli
 from shardline.cli.train import read_summary
 from shardline.cluster import ClusterSpec
+from shardline.core.plan import make_plan
 from shardline.errors import CheckpointError, ClusterSpecError, ShardlineError, UsageError
-from shardline.files import UnsuitableFileError
-from shardline.log import close, setup
-from shardline.metrics import Metrics
+from shardline.host import files
+from shardline.host.files import UnsuitableFileError
+from shardline.observability.log import close, setup
+from shardline.observability.metrics import Metrics
 from shardline.rpc.limits import MAX_TENSORS
 from shardline.security import Security
-from shardline.sharding import make_plan
-from shardline_chief.journal import Journal
+from shardline_chief.io.journal import Journal
+from shardline_chief.io.reporter import Reporter
 from shardline_chief.page.history import History
-from shardline_chief.reporter import Reporter
 from tests.checkpoint_cases import SHARD_0, job_of, prepare, spec, state_of
 
 DEADLINE_S = 10.0
@@ -413,8 +413,8 @@ def test_export_says_which_newer_checkpoints_it_passed_over(tmp_path: Path) -> N
 def test_run_folder_has_no_temporary_name_that_could_be_foreseen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardline_chief.summary import write_json
-    from shardline_chief.targets import Targets
+    from shardline_chief.io.summary import write_json
+    from shardline_chief.io.targets import Targets
 
     made: list[str] = []
     real = os.open

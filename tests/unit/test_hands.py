@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shardline.client.hands import WORTH_BYTES, Hands
+from shardline.client.step.parallel_map import WORTH_BYTES, Hands
 
 DEADLINE_S = 10.0
 

@@ -54,12 +54,47 @@ def within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
+PURE = (
+    "shardline/core",
+    "shardline/consistency",
+    "shardline/update",
+    "shardline/codecs",
+    "shardline/cadence",
+    "shardline/topology",
+    "shardline/storage",
+)
+"""Domain values and rules: no message, no transport and no socket in them."""
+OUTER = (
+    "shardline.rpc",
+    "shardline.lanes",
+    "shardline.wire",
+    "shardline.client",
+    "shardline.cli",
+    "shardline.server",
+    "grpc",
+    "google.protobuf",
+    "socket",
+    "asyncio",
+)
+LEAVES = {
+    "shardline.core": ("shardline.core", "shardline.errors"),
+    "shardline.host": ("shardline.host", "shardline.errors", "shardline.config"),
+}
+"""Packages that need nothing of the library beyond these."""
+
+
+def under(path: str, folder: str) -> bool:
+    return path.startswith(folder + "/")
+
+
 def may_use_stubs(path: str) -> bool:
-    parts = Path(path).parts
-    if parts[:2] in (("shardline", "wire"), ("shardline", "rpc")):
-        return True
-    name = Path(path).stem
-    return parts[0] != "shardline" and (name == "servicer" or name.endswith("_servicer"))
+    """Messages are for those who send and read them."""
+    if path.startswith("shardline/"):
+        return any(under(path, f"shardline/{part}") for part in ("wire", "rpc", "server", "lanes"))
+    return any(under(path, folder) for folder in SPEAKERS)
+
+
+SPEAKERS = ("services/shardline_ps", "chief/shardline_chief/io")
 
 
 def refusal(item: Import) -> str | None:
@@ -71,7 +106,13 @@ def refusal(item: Import) -> str | None:
     if top in ROLES and top != own:
         return "the library imports no role" if own == "shardline" else "roles never import each other"
     if within(item.module, STUBS) and not may_use_stubs(item.path):
-        return "generated stubs are for shardline/wire, shardline/rpc and the roles' servicers"
+        return "generated stubs are for the packages that speak the protocol"
+    if any(under(item.path, folder) for folder in PURE) and any(within(item.module, outer) for outer in OUTER):
+        return "domain values and rules know no transport"
+    for package, needs in LEAVES.items():
+        inside = under(item.path, package.replace(".", "/"))
+        if inside and top == "shardline" and item.module != top and not any(within(item.module, n) for n in needs):
+            return f"{package} needs nothing but {', '.join(needs)}"
     if top in UNSAFE_MODULES:
         return "nothing is pickled"
     return None
@@ -117,12 +158,15 @@ def test_layers_hold() -> None:
         ("shardline/job.py", "from shardline.rpc import v1", "generated stubs"),
         ("shardline/cli/x.py", "from ..rpc.v1 import chief_pb2", "generated stubs"),
         ("worker/shardline_worker/loop.py", "import shardline.rpc.v1.chief_pb2 as p", "generated stubs"),
-        ("shardline/servicer.py", "import shardline.rpc.v1.chief_pb2", "generated stubs"),
+        ("shardline/job.py", "import shardline.rpc.v1.chief_pb2", "generated stubs"),
         ("shardline/job.py", "import pickle", "nothing is pickled"),
-        ("shardline/job.py", "import shardline.rpc.status", None),
+        ("shardline/job.py", "import shardline.rpc.messages.status", None),
         ("shardline/rpc/x.py", "from .v1 import chief_pb2", None),
-        ("chief/shardline_chief/servicer.py", "from shardline.rpc.v1 import chief_pb2", None),
-        ("services/shardline_ps/data_servicer.py", "from shardline.rpc.v1 import data_pb2", None),
+        ("chief/shardline_chief/io/servicer.py", "from shardline.rpc.v1 import chief_pb2", None),
+        ("chief/shardline_chief/rules/x.py", "from shardline.rpc.v1 import chief_pb2", "generated stubs"),
+        ("shardline/core/x.py", "from shardline.rpc import channel", "no transport"),
+        ("shardline/core/x.py", "from shardline.job import Job", "needs nothing but"),
+        ("services/shardline_ps/data/x.py", "from shardline.rpc.v1 import data_pb2", None),
         ("services/shardline_ps/x.py", "from shardline_ps import store", None),
     ],
 )

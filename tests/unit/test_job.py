@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardline import schedule
-from shardline.client.attachment import TensorHolder
+from shardline.client.exchange.attachment import TensorHolder
+from shardline.core.plan import make_plan
+from shardline.core.spec import TensorKind
 from shardline.errors import JobError
 from shardline.job import Job, load_job, model_tensors
-from shardline.sharding import make_plan
-from shardline.spec import TensorKind
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from shardline.core.identity import Identity
 from shardline.errors import UnreachableError
-from shardline.identity import Identity
 from shardline.lanes.base import Contribution, Exchanged, LaneUnavailable, Sender, Sink, Standing, Want
 from shardline.lanes.negotiated import BREAKS, NegotiatedLane
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from shardline import lifeline
 from shardline.cli.launcher import (
     MAX_RESTARTS,
     Ended,
@@ -30,6 +29,7 @@ from shardline.cli.launcher import (
 from shardline.cli.train import run
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError
+from shardline.host import lifeline
 from shardline.security import Security
 
 # Stand-ins for the roles. The chief obeys lines sent to its address ("exit 4"); the others end when it does, as real

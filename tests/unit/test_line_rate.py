@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardline import line_rate
-from shardline.client.exchange import ShardOutcome
+from shardline.client.exchange.shard_exchange import ShardOutcome
 from shardline.errors import UsageError
-from shardline.line_rate import given_rate, interface_rate, meter_line
-from shardline.metrics import Metrics
+from shardline.observability import line_rate
+from shardline.observability.line_rate import given_rate, interface_rate, meter_line
+from shardline.observability.metrics import Metrics
 
 Address = namedtuple("Address", "family address")
 Stats = namedtuple("Stats", "speed")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardline import log
-from shardline.lossy import LossyFile, lossy_text
+from shardline.observability import log
+from shardline.observability.lossy import LossyFile, lossy_text
 
 FULL = "/dev/full"
 
@@ -53,7 +53,7 @@ def test_a_log_that_can_not_be_written_is_said_once_and_logging_goes_on(
 
 PRINTS = """
 import resource, sys
-from shardline.lossy import protect_output
+from shardline.observability.lossy import protect_output
 protect_output()
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 for number in range(1000):

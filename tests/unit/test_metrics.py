@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shardline import log
 from shardline.errors import InternalError, UsageError
-from shardline.metrics import ALL, TABLE, Metrics, table_markdown
+from shardline.observability import log
+from shardline.observability.metrics import ALL, TABLE, Metrics, table_markdown
 
 
 @pytest.fixture

@@ -225,8 +225,8 @@ def test_host_that_never_comes_ends_the_command_with_code_three_at_its_deadline(
     job = tmp_path / "job.py"
     job.write_text("job = None")
     # Both are the main thread's and this process's own: a test keeps them as they were.
-    monkeypatch.setattr("shardline.process.Termination.install", lambda _: None)
-    monkeypatch.setattr("shardline.log.setup", lambda *_, **__: None)
+    monkeypatch.setattr("shardline.host.process.Termination.install", lambda _: None)
+    monkeypatch.setattr("shardline.observability.log.setup", lambda *_, **__: None)
     # Without it a task that is to listen there, without TLS, ends before it asks for the name.
     monkeypatch.setenv("SHARDLINE_INSECURE_BIND", "true")
     start_s = time.monotonic()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from shardline.certs import make_certificates
-from shardline.native_log import wanted
-from shardline.native_log_filter import HELD_S, TEXTS, WINDOW_S, Stream
+from shardline.observability.native_log import wanted
+from shardline.observability.native_log_filter import HELD_S, TEXTS, WINDOW_S, Stream
 from shardline.security import PLAIN, Security
 
 SOURCE = b"ssl_transport_security.cc:2563] "

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from shardline.client.live import LivePayloads, Unready
-from shardline.client.priority import SendQueue
+from shardline.client.api.live import LivePayloads, Unready
+from shardline.client.overlap.priority import SendQueue
 from shardline.errors import UnreachableError
 from shardline.lanes.base import BucketPayload
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from shardline.client.priority import CREDIT_FLOOR_BYTES, SendQueue, bucket_ranks, default_credit, pull_order
-from shardline.sharding import make_plan
-from shardline.spec import TensorKind, TensorSpec
+from shardline.client.overlap.priority import CREDIT_FLOOR_BYTES, SendQueue, bucket_ranks, default_credit, pull_order
+from shardline.core.plan import make_plan
+from shardline.core.spec import TensorKind, TensorSpec
 
 
 def tensor(name: str, elements: int, kind: TensorKind = TensorKind.PARAM) -> TensorSpec:

@@ -11,7 +11,7 @@ from signal import Signals
 import pytest
 
 from shardline.errors import UsageError
-from shardline.ports import CAN_HOLD, held_port
+from shardline.host.ports import CAN_HOLD, held_port
 from shardline.rpc.server import RpcServer
 from tests.chaos.field import Field
 from tests.chaos.nursery import Ended

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardline.consistency import sync
-from shardline.consistency.decision import Decision, Outcome
+from shardline.core.outcome import Decision, Outcome
 from tests.protocol_model.asynchronous import AsyncCounts, AsyncModel, AsyncSetup
 from tests.protocol_model.numbers import Broken, Setup
 from tests.protocol_model.synchronous import Model

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from shardline.consistency.decision import Decision, Outcome
-from shardline.identity import Identity
-from shardline_ps.authority import Authority, Term, unknown_features
+from shardline.core.identity import Identity
+from shardline.core.outcome import Decision, Outcome
+from shardline_ps.control.authority import Authority, Term, unknown_features
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.consistency.decision import Outcome
-from shardline.contributions import Contributions, Partial, mean, scaled
+from shardline.core.contributions import Contributions, Partial, mean, scaled
+from shardline.core.outcome import Outcome
+from shardline.core.plan import make_plan
+from shardline.core.reduce import Block, cover, magnitude, stays_finite
+from shardline.core.spec import DTYPES, ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import NonFiniteError
-from shardline.reduce import Block, cover, magnitude, stays_finite
-from shardline.sharding import make_plan
-from shardline.spec import DTYPES, ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.update import ALLOWED, rule, wants_whole
-from shardline_ps.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
 
 NAMES = {"w": (37, 5), "v": (100,), "u": (3, 3)}
 

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.consistency.decision import Decision, Outcome
-from shardline.contributions import Partial
+from shardline.core.contributions import Partial
+from shardline.core.image import VALUE, BucketImage
+from shardline.core.outcome import Decision, Outcome
+from shardline.core.plan import Plan, make_plan
+from shardline.core.records import Applied
+from shardline.core.reduce import Block
+from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.errors import CheckpointError, NonFiniteError, ProtocolError
-from shardline.image import VALUE, BucketImage
-from shardline.reduce import Block
-from shardline.rpc.records import Applied
-from shardline.sharding import Plan, make_plan
-from shardline.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.update import rule
-from shardline_ps.bucket import Bucket
-from shardline_ps.publication import PlainPublication, num_areas
-from shardline_ps.pull_servicer import Encoded, Want, encode_bucket
-from shardline_ps.shard import Gradient, Shard, ShardSettings
-from shardline_ps.signals import Signal
+from shardline_ps.data.pull_sender import Encoded, Want, encode_bucket
+from shardline_ps.data.signals import Signal
+from shardline_ps.shard.bucket import Bucket
+from shardline_ps.shard.publication import PlainPublication, num_areas
+from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
 
 TENSORS = (
     TensorSpec(name="w", shape=(3,), dtype="float32"),

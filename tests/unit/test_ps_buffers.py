@@ -9,8 +9,8 @@ import weakref
 import pytest
 import torch
 
-from shardline.wire.frames import borrowed_tensor
-from shardline_ps.buffers import LEAST_BYTES, Buffers
+from shardline.core.tensor_bytes import borrowed_tensor
+from shardline_ps.shard.buffers import LEAST_BYTES, Buffers
 
 SIZE = 1 << 20
 

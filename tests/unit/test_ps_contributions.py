@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.contributions import Contributions, Partial, all_present, merge, none_present
-from shardline.reduce import Block, cover, tree_sum
-from shardline.sharding import BucketSpec, Slice
-from shardline.spec import TensorKind
+from shardline.core.contributions import Contributions, Partial, all_present, merge, none_present
+from shardline.core.plan import BucketSpec, Slice
+from shardline.core.reduce import Block, cover, tree_sum
+from shardline.core.spec import TensorKind
 
 
 def bucket(slices: int = 2) -> BucketSpec:

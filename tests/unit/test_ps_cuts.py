@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.image import VALUE, BucketImage, WorkerSequence
-from shardline_ps.cuts import CutBook
+from shardline.core.image import VALUE, BucketImage, WorkerSequence
+from shardline_ps.shard.cuts import CutBook
 
 
 def image(bucket: int, step: int) -> BucketImage:

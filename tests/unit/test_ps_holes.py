@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from shardline import allocator
-from shardline_ps.holes import GROWN_BYTES, LATEST_S, LOOK_S, SPARE_BYTES, Holes, Rule
+from shardline.host import allocator
+from shardline_ps.memory.heap_trimmer import GROWN_BYTES, LATEST_S, LOOK_S, SPARE_BYTES, Holes, Rule
 from shardline_ps.store import ParameterStore
 
 MB = 1 << 20

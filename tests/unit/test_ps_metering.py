@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import torch
 
-from shardline.metrics import Metrics
-from shardline.reduce import Block
-from shardline_ps.metering import Meter
-from shardline_ps.replication import ReplicaLog
-from shardline_ps.staging import Ledger
+from shardline.core.reduce import Block
+from shardline.observability.metrics import Metrics
+from shardline_ps.memory.metering import Meter
+from shardline_ps.memory.staging import Ledger
+from shardline_ps.standby.record_log import ReplicaLog
 from shardline_ps.store import ParameterStore
 
 

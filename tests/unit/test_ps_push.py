@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from shardline.codecs import codec_for
+from shardline.core.plan import make_plan
+from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import ProtocolError
 from shardline.rpc.v1 import common_pb2, data_pb2
-from shardline.sharding import make_plan
-from shardline.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.update import rule
-from shardline.wire.codecs import codec_for
 from shardline.wire.protobuf import ChunkView, PushFrameView, read_push
-from shardline_ps import quick
-from shardline_ps.attachments import Attachments, Holder, Opening
-from shardline_ps.push_servicer import NoRoomError, PushReceiver, PushResult
-from shardline_ps.shared import ShmTicket
+from shardline_ps.data.attachments import Attachments, Holder, Opening
+from shardline_ps.data.push_receiver import NoRoomError, PushReceiver, PushResult
+from shardline_ps.data.shm_server import ShmTicket
+from shardline_ps.shard import inline_apply as quick
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 ELEMENTS = 1024

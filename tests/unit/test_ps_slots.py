@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from shardline.codecs import RAW
+from shardline.core.plan import BucketSpec
+from shardline.core.spec import TensorKind
+from shardline.core.tensor_bytes import digest
 from shardline.errors import ProtocolError
-from shardline.sharding import BucketSpec
-from shardline.spec import TensorKind
-from shardline.wire.codecs import RAW
-from shardline.wire.frames import digest
-from shardline_ps import slots
-from shardline_ps.buffers import Buffers
-from shardline_ps.slots import Slot, opened
+from shardline_ps.memory import slots
+from shardline_ps.memory.slots import Slot, opened
+from shardline_ps.shard.buffers import Buffers
 
 VALUES = torch.arange(64, dtype=torch.float32)
 PAYLOAD = VALUES.numpy().tobytes()

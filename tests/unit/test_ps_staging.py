@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from shardline.contributions import Contributions
-from shardline.reduce import Block, cover, nodes, sibling
-from shardline.sharding import BucketSpec, ShardSpec, Slice
-from shardline.spec import TensorKind
-from shardline_ps.staging import (
+from shardline.core.contributions import Contributions
+from shardline.core.plan import BucketSpec, ShardSpec, Slice
+from shardline.core.reduce import Block, cover, nodes, sibling
+from shardline.core.spec import TensorKind
+from shardline_ps.memory.staging import (
     Ask,
     AsyncPush,
     Entry,

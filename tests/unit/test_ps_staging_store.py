@@ -10,12 +10,12 @@ import torch
 
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
-from shardline.reduce import Block
-from shardline.sharding import Plan, make_plan
-from shardline.spec import ConsistencySpec, ScheduleSpec, TensorSpec
+from shardline.core.plan import Plan, make_plan
+from shardline.core.reduce import Block
+from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.update import rule
 from shardline_ps.service import offers
-from shardline_ps.shard import Gradient
+from shardline_ps.shard.shard import Gradient
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 MB = 1_000_000

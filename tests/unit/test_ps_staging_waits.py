@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from shardline.reduce import Block
-from shardline_ps.staging import Lease, Ledger, Staging, partial_sums
+from shardline.core.reduce import Block
+from shardline_ps.memory.staging import Lease, Ledger, Staging, partial_sums
 
 
 def full_staging(masks: dict[int, int]) -> tuple[Staging, dict[tuple[int, int], tuple[int, int]]]:

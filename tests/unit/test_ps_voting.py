@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline_ps.voting import Ballot, Lead, decide
+from shardline_ps.control.voting import Ballot, Lead, decide
 
 
 def ballot(*sums: tuple[int, float], bad: tuple[str, ...] = ()) -> Ballot:

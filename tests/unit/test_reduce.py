@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.reduce import (
+from shardline.core.plan import Plan, Slice, make_plan, num_quanta, quantum_rows
+from shardline.core.reduce import (
     Block,
     clip_scale,
     cover,
@@ -27,8 +28,7 @@ from shardline.reduce import (
     square_sums,
     tree_sum,
 )
-from shardline.sharding import Plan, Slice, make_plan, num_quanta, quantum_rows
-from shardline.spec import DTYPES, TensorSpec
+from shardline.core.spec import DTYPES, TensorSpec
 
 REPLICAS = st.integers(1, 40)
 

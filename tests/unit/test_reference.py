@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shardline import schedule
+from shardline.core.digest import params_sha256, tensor_bytes
 from shardline.data import BatchSource, derive, seed_everything
-from shardline.digest import params_sha256, tensor_bytes
 from shardline.errors import NonFiniteError
 from shardline.job import Job
 from shardline.model import named_values

@@ -15,17 +15,17 @@ from torch import nn
 
 from shardline.checkpoint.export import find_checkpoint
 from shardline.cli import options
-from shardline.client.workplace import credit_bytes
+from shardline.client.exchange.workplace import credit_bytes
 from shardline.cluster import ClusterSpec
+from shardline.core.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
+from shardline.core.spec_json import job_to_json
 from shardline.errors import CheckpointError, ClusterSpecError, JobError, ShardlineError, UsageError
+from shardline.host.process import resolve_device
 from shardline.job import Job
 from shardline.model import model_tensors
-from shardline.process import resolve_device
 from shardline.security import PLAIN
-from shardline.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
-from shardline.spec_json import job_to_json
-from shardline_chief.journal import Journal
-from shardline_chief.leases import Leases
+from shardline_chief.io.journal import Journal
+from shardline_chief.rules.leases import Leases
 from shardline_chief.service import _job_spec
 from shardline_evaluator.service import run as evaluate
 
@@ -112,7 +112,7 @@ def test_a_folder_that_the_chief_may_not_write_is_named(tmp_path: Path, monkeypa
 
     sentence = rf"the chief can't write to {re.escape(str(tmp_path))}: Permission denied"
     with Journal(tmp_path) as journal, monkeypatch.context() as patch:
-        patch.setattr("shardline_chief.journal.os.open", refuse)
+        patch.setattr("shardline_chief.io.journal.os.open", refuse)
         with pytest.raises(UsageError, match=sentence):
             journal.begin_term()
 

@@ -17,7 +17,7 @@ import pytest
 
 from shardline.cli.launcher import LocalCluster
 from shardline.errors import UsageError
-from shardline.run_lock import ROOM, RunLock, ever_begun
+from shardline.host.run_lock import ROOM, RunLock, ever_begun
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_launcher import fake_roles as fake_roles

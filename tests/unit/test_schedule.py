@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardline import schedule
+from shardline.core.spec import ScheduleSpec
 from shardline.errors import JobError
-from shardline.spec import ScheduleSpec
 
 
 def torch_factors(make, steps: int) -> list[float]:

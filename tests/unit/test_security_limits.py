@@ -13,10 +13,10 @@ import pytest
 
 from shardline.errors import ProtocolError
 from shardline.rpc import limits
-from shardline.rpc.configuration import configuration_from_proto
-from shardline.rpc.convert import ImageAssembler, job_from_proto, sequences_from_proto
+from shardline.rpc.auth.rights import PACKAGE, RIGHTS
 from shardline.rpc.limits import DEFAULT_BYTES, MAX_MESSAGE_BYTES, MESSAGE_BYTES, OPEN_BYTES, message_limit
-from shardline.rpc.rights import PACKAGE, RIGHTS
+from shardline.rpc.messages.configuration import configuration_from_proto
+from shardline.rpc.messages.convert import ImageAssembler, job_from_proto, sequences_from_proto
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import (
     chief_pb2,
@@ -26,7 +26,7 @@ from shardline.rpc.v1 import (
     parameter_server_pb2_grpc,
     plan_pb2,
 )
-from shardline_chief.servicer import beat_from_proto, join_from_proto
+from shardline_chief.io.servicer import beat_from_proto, join_from_proto
 
 READ: list[str] = []
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import trustme
 
-from shardline import metrics_page
-from shardline.metrics import Metrics
-from shardline.metrics_page import Answer, decide
+from shardline.observability import metrics_page
+from shardline.observability.metrics import Metrics
+from shardline.observability.metrics_page import Answer, decide
 from shardline.security import PLAIN, Security
 
 TOKEN = "the-job-token-of-this-test"

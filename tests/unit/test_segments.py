@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from shardline import segments
 from shardline.errors import ProtocolError
-from shardline.segments import Segment, SegmentError
+from shardline.host import segments
+from shardline.host.segments import Segment, SegmentError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfds are Linux's")
 NBYTES = 3 * mmap.PAGESIZE

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.errors import JobError, ProtocolError
-from shardline.sharding import (
+from shardline.core.plan import (
     ALIGNMENT_ELEMENTS,
     BUCKET_BYTES,
     PIECE_FLOOR_BYTES,
@@ -27,7 +26,8 @@ from shardline.sharding import (
     padded,
     quantum_rows,
 )
-from shardline.spec import DTYPES, TensorKind, TensorSpec, itemsize
+from shardline.core.spec import DTYPES, TensorKind, TensorSpec, itemsize
+from shardline.errors import JobError, ProtocolError
 
 Shape = tuple[int, ...]
 

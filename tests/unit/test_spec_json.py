@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from shardline.core.spec import Argument, RuleSpec
+from shardline.core.spec_json import job_from_json, job_to_json
 from shardline.errors import JobError
-from shardline.spec import Argument, RuleSpec
-from shardline.spec_json import job_from_json, job_to_json
 from tests.checkpoint_cases import (
     EVERY_KIND,
     job_of,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardline.sharding import BucketSpec, Plan, make_plan
-from shardline.spec import ScheduleSpec, TensorSpec
+from shardline.core.plan import BucketSpec, Plan, make_plan
+from shardline.core.spec import ScheduleSpec, TensorSpec
 from shardline.update import BucketRule, rule
 from shardline.update.elementwise import ElementwiseStates
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from shardline import schedule as schedules
+from shardline.core.plan import Plan, make_plan
+from shardline.core.spec import ScheduleSpec, TensorKind, TensorSpec
 from shardline.errors import CheckpointError, JobError, ProtocolError
-from shardline.sharding import Plan, make_plan
-from shardline.spec import ScheduleSpec, TensorKind, TensorSpec
 from shardline.update import ALLOWED, BucketRule, check_tensors, rule, rule_from_optimizer, wants_whole
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardline import schedule as schedules
-from shardline.sharding import BucketSpec, Plan, Slice, make_plan
-from shardline.spec import DTYPES, RuleSpec, ScheduleSpec, TensorSpec
+from shardline.core.plan import BucketSpec, Plan, Slice, make_plan
+from shardline.core.spec import DTYPES, RuleSpec, ScheduleSpec, TensorSpec
 from shardline.update import (
     ALLOWED,
     BucketRule,

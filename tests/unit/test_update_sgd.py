@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardline.sharding import BucketSpec, Plan, make_plan
-from shardline.spec import DTYPES, ScheduleSpec, TensorSpec
+from shardline.core.plan import BucketSpec, Plan, make_plan
+from shardline.core.spec import DTYPES, ScheduleSpec, TensorSpec
 from shardline.update import BucketRule, rule, sgd
 
 CPU = torch.device("cpu")

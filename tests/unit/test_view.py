@@ -6,8 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardline.rpc.status import STANDBY_STATES, CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus
-from shardline.view import STANDBY_WORDS, as_json, cluster_view
+from shardline.observability.view import STANDBY_WORDS, as_json, cluster_view
+from shardline.rpc.messages.status import (
+    STANDBY_STATES,
+    CheckpointStatus,
+    ChiefStatus,
+    EventStatus,
+    ShardStatus,
+    TaskStatus,
+)
 
 TASKS = (
     TaskStatus(

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.errors import JobError, ProtocolError
-from shardline.sharding import BucketSpec, Slice
-from shardline.spec import DTYPES, TensorKind, itemsize
-from shardline.wire.codecs import CODECS, RAW, check_codec, codec_for, get_codec
-from shardline.wire.frames import (
+from shardline.codecs import CODECS, RAW, check_codec, codec_for, get_codec
+from shardline.core.plan import BucketSpec, Slice
+from shardline.core.spec import DTYPES, TensorKind, itemsize
+from shardline.core.tensor_bytes import (
     FINGERPRINT_BYTES,
     FINGERPRINT_STRIDE,
     digest,
@@ -22,6 +21,7 @@ from shardline.wire.frames import (
     tensor_bytes,
     tensor_from_bytes,
 )
+from shardline.errors import JobError, ProtocolError
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 

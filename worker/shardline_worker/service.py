@@ -6,12 +6,12 @@ import logging
 
 import torch
 
-from shardline.client.session import Session
+from shardline.client.api.session import Session
 from shardline.config import RoleConfig
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import ShardlineError, UsageError
+from shardline.host.process import Termination, tell_ready
 from shardline.job import Job, load_job
-from shardline.process import Termination, tell_ready
 
 log = logging.getLogger("shardline.worker")
 

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shardline import files
+from shardline.host import files
 from shardline_chief.page.history import TIME, History
 
 log = logging.getLogger("shardline_chief")

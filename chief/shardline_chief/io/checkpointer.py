@@ -1,0 +1,303 @@
+"""Fetches cuts from the servers and commits them, in a thread of its own: training and membership never wait for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from shardline.checkpoint import Checkpoint, CheckpointStore, Cut
+from shardline.checkpoint.compat import resume_changes
+from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
+from shardline.core.digest import params_sha256
+from shardline.core.image import BucketImage, WorkerSequence
+from shardline.core.plan import Plan
+from shardline.core.spec import JobSpec, TensorKind
+from shardline.errors import CheckpointError, ShardlineError
+from shardline.rpc.client import PsControl
+from shardline_chief.rules.actions import Save, Saved
+from shardline_chief.rules.pacing import LEAST_RATE, Links, Pace, TokenBucket, fetched, on_this_machine
+
+log = logging.getLogger("shardline_chief.io.checkpointer")
+
+STATES = 8
+"""A bucket's image is at most this many times its values (value, optimizer states in a wider dtype), or refused."""
+
+UNREMARKABLE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "best_metric", "best_is_lowest")
+"""Settings that change nothing of what a step computes: a resumed job may have others without a word."""
+
+Connect = Callable[[str, str], PsControl]
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint a run goes on from."""
+
+    checkpoint: Checkpoint
+
+    @property
+    def step(self) -> int:
+        """Step it was taken at."""
+        return self.checkpoint.step
+
+    @property
+    def path(self) -> str:
+        """Its folder."""
+        return str(self.checkpoint.path)
+
+    @property
+    def cursor(self) -> Mapping[str, Any]:
+        """Leases done, in asynchronous mode."""
+        leases = self.checkpoint.manifest.extra.get("leases", {})
+        return leases if isinstance(leases, dict) else {}
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Version of each shard of its plan."""
+        return tuple(self.checkpoint.manifest.versions)
+
+    def check(self, job: JobSpec) -> Sequence[str]:
+        """What the job does otherwise than the one it is of, a phrase each; raises CheckpointError for another job."""
+        self.checkpoint.compatible(job)
+        changes = resume_changes(self.checkpoint.job, job)
+        return [phrase for path, phrase in changes.items() if path not in UNREMARKABLE]
+
+
+class Checkpointer:
+    """One cut at a time."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        connect: Connect,
+        *,
+        term: int,
+        spares: Callable[[str], bool] = lambda address: not on_this_machine(address),
+        links: Links | None = None,
+    ) -> None:
+        """spares: whether the link to a server's address is shared with training, so that fetching leaves most of it.
+
+        links: what is known of the links' rates.
+        """
+        self.store = store
+        self._spares = spares
+        self._links = links or Links()
+        self._bucket = TokenBucket()
+        self._hurry = threading.Event()
+        """Set while somebody waits for the save under way."""
+        self._hurried = 0
+        """How many wait behind it."""
+        self._connect = connect
+        self._term = term
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpointer")
+        self._lock = threading.Lock()
+        self._fetching: tuple[str, PsControl] | None = None
+        """The server that is being asked for its cut."""
+        self._gone: frozenset[str] = frozenset()
+        """Servers that the save under way must not wait for."""
+
+    def submit(self, save: Save, told: Callable[[Saved], None]) -> None:
+        """Do it in the background; told() is called on the checkpointer's thread."""
+        if save.urgent:
+            self._hasten(1)
+        future: Future[Saved] = self._pool.submit(self._save, save)
+
+        def done(finished: Future[Saved]) -> None:
+            self._hasten(-1 if save.urgent else 0)
+            if not finished.cancelled():
+                told(finished.result())
+
+        future.add_done_callback(done)
+
+    def hurry(self) -> None:
+        """Fetch what is being fetched as fast as it comes from here on."""
+        self._hurry.set()
+
+    def _hasten(self, change: int) -> None:
+        """One more waits, or one has what it waited for."""
+        with self._lock:
+            self._hurried += change
+            if self._hurried:
+                self._hurry.set()
+            else:
+                self._hurry.clear()
+
+    def find(self, lost: Collection[str], told: Callable[[Checkpoint | None, str], None]) -> None:
+        """The newest whole checkpoint after what is being written, None where there is none yet; or why there is none.
+
+        lost: servers from which nothing comes any more, so that a save does not wait for them. told() is called on the
+        checkpointer's thread.
+        """
+        self._hasten(1)
+        with self._lock:
+            self._gone = frozenset(lost)
+            if self._fetching is not None and self._fetching[0] in lost:
+                # Its call ends with the connection, and the save with the call.
+                self._fetching[1].close()
+
+        def look() -> tuple[Checkpoint | None, str]:
+            self._gone = frozenset()
+            try:
+                if not self.store.list():
+                    return None, ""
+                checkpoint = self.store.newest_valid()
+            except (CheckpointError, OSError) as error:
+                return None, str(error)
+            except Exception as error:
+                # Recovery waits for this answer, whatever it is.
+                log.exception("no checkpoint could be looked for")
+                return None, f"{type(error).__name__}: {error}"
+            for warning in checkpoint.warnings:
+                log.error("%s", warning)
+            return checkpoint, ""
+
+        def done(finished: Future[tuple[Checkpoint | None, str]]) -> None:
+            self._hasten(-1)
+            if not finished.cancelled():
+                told(*finished.result())
+
+        self._pool.submit(look).add_done_callback(done)
+
+    def _save(self, save: Save) -> Saved:
+        start_s = time.monotonic()
+        try:
+            path, fetch = self._commit(save)
+        except (ShardlineError, OSError) as error:
+            return Saved(step=save.step, error=str(error), seconds=time.monotonic() - start_s)
+        except Exception as error:
+            log.exception("checkpoint of step %d failed", save.step)
+            return Saved(step=save.step, error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - start_s)
+        seconds = time.monotonic() - start_s
+        took = fetched(fetch.seconds, fetch.nbytes, fetch.spared, self._links)
+        return Saved(
+            step=save.step,
+            path=path,
+            seconds=seconds,
+            nbytes=sum(fetch.nbytes.values()),
+            least_s=seconds - took.seconds + took.least_s,
+            link_rate=took.link_rate,
+        )
+
+    def _commit(self, save: Save) -> tuple[str, _Fetch]:
+        fetch = _Fetch(save)
+        sync = save.job.consistency.mode == "sync"
+        extra: dict[str, Any] = {}
+        if not sync:
+            done = sum(end - first for first, end in save.cursor.get("done", []))
+            extra = {"leases": dict(save.cursor), "cursor": {"batch": done}, SEQUENCES: fetch.sequences}
+        path = self.store.commit(
+            Cut(
+                job=save.job,
+                plan=save.plan,
+                step=save.step,
+                timeline=save.timeline,
+                term=self._term,
+                consistent=sync,
+                versions=fetch.versions,
+                images=lambda shard: self._images(fetch, shard),
+                extra=extra,
+            )
+        )
+        return str(path), fetch
+
+    def _images(self, fetch: _Fetch, shard: int) -> Iterator[BucketImage]:
+        """Ask the shard's server for its part of the cut."""
+        save = fetch.save
+        if not save.plan.shards[shard].buckets:
+            return
+        place = fetch.hosts[shard]
+        control = self._connect(place.task, place.address)
+        with self._lock:
+            if place.task in self._gone:
+                control.close()
+                raise CheckpointError(f"{place.task} was lost with shard {shard} of it")
+            self._fetching = place.task, control
+        try:
+            yield from fetch.read(control, shard, self._pace(fetch, shard, place.address))
+        except (ShardlineError, ValueError) as error:
+            # On a connection that find() has closed gRPC refuses further calls with a ValueError.
+            with self._lock:
+                lost = place.task in self._gone
+            if lost:
+                raise CheckpointError(f"{place.task} was lost with shard {shard} of it") from error
+            raise
+        finally:
+            with self._lock:
+                self._fetching = None
+            control.close()
+
+    def _pace(self, fetch: _Fetch, shard: int, address: str) -> Pace:
+        spared = not fetch.save.urgent and self._spares(address)
+        if spared:
+            fetch.spared[shard] = address
+        return Pace(address, self._links, self._bucket, self._hurry, capped=spared)
+
+    def close(self) -> None:
+        """Wait for what is being written; drop what waits."""
+        self._hasten(1)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Fetch:
+    """What comes of one cut, by shard; the manifest is written after the last of it."""
+
+    def __init__(self, save: Save) -> None:
+        self.save = save
+        self.hosts = {place.shard: place for place in save.placement}
+        self.versions = [0] * len(save.plan.shards)
+        self.sequences: list[dict[str, list[int]]] = [{} for _ in save.plan.shards]
+        self.seconds: dict[int, float] = {}
+        self.nbytes: dict[int, int] = {}
+        self.spared: dict[int, str] = {}
+        """Addresses of servers whose link is shared with training."""
+
+    def read(self, control: PsControl, shard: int, pace: Pace) -> Iterator[BucketImage]:
+        """The images of a shard, as fast as the pace lets them come."""
+        start_s = time.monotonic()
+        buckets = self.save.plan.shards[shard].buckets
+        limit = STATES * max(bucket.nbytes for bucket in buckets) + (1 << 20)
+        pushes: dict[str, WorkerSequence] = {}
+        self.nbytes[shard] = 0
+        for image in control.get_cut(
+            self.save.timeline,
+            shard,
+            self.save.step,
+            max_bytes=limit,
+            sequences=pushes,
+            pace=pace,
+            patience_s=STATES * sum(bucket.nbytes for bucket in buckets) / LEAST_RATE,
+        ):
+            self.versions[shard] = max(self.versions[shard], image.version)
+            self.nbytes[shard] += image.nbytes
+            yield image
+        self.sequences[shard] = sequences_to_json(pushes)
+        self.seconds[shard] = time.monotonic() - start_s
+
+
+def restore(control: PsControl, checkpoint: Checkpoint, plan: Plan, shard: int, timeline: int) -> None:
+    """Fill one shard from a checkpoint, whatever plan it was written with.
+
+    Of the plan it was written with, the shard also gets back which push of each worker was its last one.
+    """
+    versions = checkpoint.manifest.versions
+    version = versions[shard] if plan.plan_id == checkpoint.plan.plan_id else max(versions)
+    images, sequences = checkpoint.images(plan, shard), checkpoint.sequences(plan, shard)
+    control.restore(timeline, shard, checkpoint.step, version, images, sequences)
+
+
+def parameters_digest(checkpoint: Checkpoint) -> str:
+    """sha256 of the parameters in a checkpoint, "" where it can't be read any more."""
+    try:
+        return params_sha256(
+            {spec.name: checkpoint.tensor(spec.name) for spec in checkpoint.job.tensors if spec.kind in _PARAMETERS}
+        )
+    except CheckpointError as error:
+        log.warning("no digest of the parameters: %s", error)
+        return ""
+
+
+_PARAMETERS = (TensorKind.PARAM, TensorKind.FROZEN)

@@ -1,0 +1,66 @@
+"""Who is a member and who is done, as the journal has it: what changed is noted before what follows from it. Pure."""
+
+from __future__ import annotations
+
+from shardline_chief.rules.actions import Action, Record
+from shardline_chief.rules.membership import Member
+from shardline_chief.rules.replay import Remembered
+from shardline_chief.rules.state import State
+
+
+class Notes:
+    """Keeps the journal's list of members up with the job's, event by event."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._members: dict[str, int] = {}
+        """Lives that the journal has as members."""
+        self._finished: set[str] = set()
+        self._told = 0
+        """Actions of earlier events."""
+
+    def remember(self, remembered: Remembered) -> None:
+        """The journal of an earlier chief has these."""
+        self._members = {task: known.incarnation for task, known in remembered.members.items()}
+        self._finished = set(remembered.finished)
+
+    def take(self) -> list[Action]:
+        """What to do now, in order, notes included; each is given out once."""
+        self.note()
+        actions, self.state.actions = self.state.actions, []
+        self._told = 0
+        return actions
+
+    def note(self) -> None:
+        """After each event: note who came, who went and who is done, before what the event made to be done."""
+        state = self.state
+        living = {member.task: member for member in state.members if member.living}
+        lives = {task: member.incarnation for task, member in living.items()}
+        if lives != self._members or state.finished != self._finished:
+            records = [
+                Record(kind="gone", fields={"task": task, "incarnation": incarnation})
+                for task, incarnation in self._members.items()
+                if lives.get(task) != incarnation
+            ]
+            records += [
+                _admission(member) for member in living.values() if self._members.get(member.task) != member.incarnation
+            ]
+            if state.finished != self._finished:
+                records.append(Record(kind="finished", fields={"tasks": sorted(state.finished)}))
+            state.actions[self._told : self._told] = records
+            self._members, self._finished = lives, set(state.finished)
+        self._told = len(state.actions)
+
+
+def _admission(member: Member) -> Record:
+    return Record(
+        kind="member",
+        fields={
+            "task": member.task,
+            "incarnation": member.incarnation,
+            "stable_id": member.stable_id,
+            "address": member.address,
+            "metrics_address": member.metrics_address,
+            "key": member.key.hex(),
+        },
+    )

@@ -1,0 +1,424 @@
+"""What the chief writes down for people: events, steps and rates as JSON lines, TensorBoard event files, metrics.
+
+Steps are keyed by (timeline, step): after a rollback the same step comes again, and both are there. A disk that fails
+costs the logs, never the training: it is said once. A chief that goes on with a run draws its curves from these files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from shardline.host import files
+from shardline.observability.metrics import Metrics
+from shardline.rpc.link import StepReport
+from shardline.rpc.messages.status import CheckpointStatus, EventStatus
+from shardline_chief.page.history import History
+from shardline_chief.page.past import add_rates, recall
+
+log = logging.getLogger("shardline_chief")
+
+LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+EVENTS_SHOWN = 50
+TAIL_BYTES = 1 << 18
+"""So much of an earlier chief's log is looked at for steps that are told again: those of some heartbeats."""
+EARLY = 1024
+"""Heartbeats with steps that are kept until training is known to be under way."""
+OPEN_STEPS = 64
+"""A step whose reports are not complete is written anyway when one this much newer is."""
+WINDOW_S = 5.0
+RATES_EVERY_S = 2.0
+"""Between two lines of rates.jsonl: 6 MB a day."""
+LAST_STEPS = 50
+"""Steps whose mean stands for a task's present."""
+
+
+class Rate:
+    """Units per second over the last WINDOW_S seconds, from readings of a counter.
+
+    A counter is read more often than its task tells it, so only readings that differ count: else the rate would swing
+    between two values. A counter that stands still for long lets the rate fall.
+    """
+
+    def __init__(self) -> None:
+        self._readings: deque[tuple[float, float]] = deque()
+        self._now_s = 0.0
+
+    def add(self, value: float, now_s: float) -> None:
+        """Note a reading; a counter that went back (its task was replaced) starts again."""
+        self._now_s = now_s
+        if self._readings and value == self._readings[-1][1]:
+            return
+        if self._readings and value < self._readings[-1][1]:
+            self._readings.clear()
+        self._readings.append((now_s, value))
+        while len(self._readings) > 2 and now_s - self._readings[0][0] > WINDOW_S:
+            self._readings.popleft()
+
+    @property
+    def per_second(self) -> float:
+        """0 where there are too few readings."""
+        if len(self._readings) < 2:
+            return 0.0
+        (from_s, first), (to_s, last) = self._readings[0], self._readings[-1]
+        usual_s = (to_s - from_s) / (len(self._readings) - 1)
+        if self._now_s - to_s > max(WINDOW_S, 2 * usual_s):
+            to_s = self._now_s
+        return (last - first) / (to_s - from_s) if to_s > from_s else 0.0
+
+
+class StepBoard:
+    """Joins the reports of a step's replicas into one line; a repeated report replaces the one before."""
+
+    def __init__(self, replicas: int, *, joined: bool) -> None:
+        """joined: a step has one report per replica (sync). Otherwise every report is a line of its own."""
+        self._replicas = replicas
+        self._joined = joined
+        self._open: dict[int, dict[int, StepReport]] = {}
+        self._written = -1
+
+    def add(self, report: StepReport) -> list[tuple[int, list[StepReport]]]:
+        """Take a report; returns the steps that are complete now, in order."""
+        if not self._joined:
+            return [(report.step, [report])]
+        if report.step <= self._written:
+            return []
+        self._open.setdefault(report.step, {})[report.replica] = report
+        ready = []
+        for step in sorted(self._open):
+            whole = len(self._open[step]) >= self._replicas
+            if not whole and max(self._open) - step < OPEN_STEPS:
+                break
+            ready.append((step, [r for _, r in sorted(self._open.pop(step).items())]))
+            self._written = step
+        return ready
+
+    def rest(self) -> list[tuple[int, list[StepReport]]]:
+        """What never became complete, at the end."""
+        rest = [(step, list(reports.values())) for step, reports in sorted(self._open.items())]
+        self._open.clear()
+        return rest
+
+
+class Pace:
+    """Speed and last steps of one task that trains."""
+
+    def __init__(self) -> None:
+        self.rate = Rate()
+        self.steps = 0
+        """Steps it has told; a worker of several replicas tells one step several times in a row."""
+        self._last: deque[StepReport] = deque(maxlen=LAST_STEPS)
+
+    def add(self, report: StepReport) -> None:
+        """Note a finished step."""
+        self.steps += not self._last or self._last[-1].step != report.step
+        self._last.append(report)
+
+    @property
+    def staleness(self) -> float:
+        """Mean of the last steps, in versions; 0 before the first."""
+        return mean([report.staleness for report in self._last])
+
+    @property
+    def compute_s(self) -> float:
+        """Mean seconds of computing in the last steps."""
+        return mean([report.compute_s for report in self._last])
+
+    @property
+    def exchange_s(self) -> float:
+        """Mean seconds of push, barrier wait and pull in the last steps."""
+        return mean([report.exchange_s for report in self._last])
+
+
+def mean(values: Collection[float]) -> float:
+    """Mean of some values; 0 of none."""
+    return sum(values) / len(values) if values else 0.0
+
+
+class Shelf:
+    """The committed checkpoints that are still on disk, for people to see."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Path, int, float]] = {}
+
+    def put(self, step: int, path: Path) -> None:
+        """A checkpoint is there; which of the others retention has left is looked up."""
+        nbytes, written = 0, time.time()
+        try:
+            files = [file.stat() for file in path.iterdir()]
+            nbytes, written = sum(file.st_size for file in files), path.stat().st_mtime
+        except OSError as error:
+            log.debug("%s can't be measured: %s", path, error)
+        self._found[step] = (path, nbytes, written)
+        self._found = {step: item for step, item in self._found.items() if item[0].is_dir()}
+
+    def list(self, now: float) -> tuple[CheckpointStatus, ...]:
+        """All of them, ascending; now: Unix time."""
+        return tuple(
+            CheckpointStatus(step=step, path=str(path), bytes=nbytes, age_s=max(0.0, now - written))
+            for step, (path, nbytes, written) in sorted(self._found.items())
+        )
+
+
+class Reporter:
+    """Files under out/logs, metrics and the figures of `shardline status`. Used by the control thread."""
+
+    def __init__(self, folder: Path, metrics: Metrics, history: History | None = None) -> None:
+        """history: curves to fill, with what the files in the folder tell of the run so far to begin with."""
+        self._folder = folder
+        self._metrics = metrics
+        self._files: dict[str, TextIO] = {}
+        self._broken = False
+        self.failure = ""
+        """Why the logs can't be written at present; empty where they can."""
+        self._board: Any = None
+        self.steps: StepBoard | None = None
+        self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
+        self.said: deque[EventStatus] = deque(maxlen=EVENTS_SHOWN)
+        self._drawn = recall(history, folder) if history is not None else None
+        """Timeline that the curves are of; None before the first."""
+        self.history = history or History()
+        self._next_rates_s = -math.inf
+        self.shelf = Shelf()
+        self._early = deque[tuple[str, Sequence[StepReport]]](maxlen=EARLY)
+        self._joined = True
+        self._written: set[tuple[int, str]] = set()
+        """Steps in the log that an earlier chief wrote."""
+        self.loss = math.nan
+        self.step_rate = Rate()
+        self.byte_rate = Rate()
+        self.push_rate, self.pull_rate = Rate(), Rate()
+        self.task_rates: dict[str, tuple[Rate, Rate]] = {}
+        self.paces: dict[str, Pace] = {}
+        self._timeline = 0
+        self._staleness = deque[float](maxlen=100)
+
+    @property
+    def staleness(self) -> float:
+        """Mean of the last steps, in versions."""
+        return mean(self._staleness)
+
+    # Events
+
+    def event(self, kind: str, sentence: str, level: str, fields: Mapping[str, Any]) -> None:
+        """One thing that happened."""
+        now = datetime.now(UTC)
+        self.events.append(f"{now.astimezone():%H:%M:%S} {sentence}")
+        self.said.append(EventStatus(time=now.timestamp(), level=level, sentence=sentence))
+        log.log(LEVELS[level], "%s", sentence)
+        stamp = now.isoformat(timespec="milliseconds")
+        self._write("events", {"time": stamp, "kind": kind, "level": level, "message": sentence, **fields})
+        self._flush("events")
+
+    # Steps
+
+    def begin(self, *, replicas: int, sync: bool, timeline: int, first_step: int) -> None:
+        """A timeline begins to train at first_step: TensorBoard forgets what an earlier one drew beyond it."""
+        self.steps = StepBoard(replicas, joined=sync)
+        early, self._early = self._early, deque(maxlen=EARLY)
+        self._joined, self._written = sync, self._lines(timeline, joined=sync)
+        self._timeline = timeline
+        if timeline != self._drawn:
+            # A chief that took over a running cluster goes on with the timeline of the one before, wherever it began.
+            self._drawn = timeline
+            self.history.forget(first_step)
+        # From where it began to where it was set: that is no speed.
+        self.step_rate = Rate()
+        try:
+            # Imported here: it takes a second or two, and nothing needs it before training.
+            from torch.utils.tensorboard import SummaryWriter
+
+            again = self._board is not None
+            if self._board is not None:
+                self._board.close()
+            purge = first_step if again or first_step else None
+            self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=purge)
+        except OSError as error:
+            self._fail(error)
+        for task, reports in early:
+            self.report(task, reports)
+
+    def _lines(self, timeline: int, *, joined: bool) -> set[tuple[int, str]]:
+        """(step, task) of the newest lines of this timeline, where an earlier chief wrote some; joined: task is ""."""
+        try:
+            with files.open_binary(self._folder / "steps.jsonl") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                lines = file.read().splitlines()
+        except OSError:
+            return set()
+        found = set()
+        for text in lines:
+            # The first may begin in its middle, and a death may have cut any.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                line = json.loads(text)
+                if line["timeline"] == timeline:
+                    found.add((int(line["step"]), "" if joined else str(line["task"])))
+        return found
+
+    def report(self, task: str, reports: Sequence[StepReport]) -> None:
+        """Finished steps of one task."""
+        if self.steps is None:
+            # A chief that has come back hears of steps before it has taken command.
+            self._early.append((task, reports))
+            return
+        pace = self.paces.setdefault(task, Pace())
+        for report in reports:
+            if (report.step, "" if self._joined else task) in self._written:
+                # The chief before this one has written it; its task could not know.
+                continue
+            pace.add(report)
+            self._metrics.counter("shardline_examples_total").inc(report.samples)
+            self._metrics.histogram("shardline_step_seconds").observe(report.compute_s + report.exchange_s)
+            for step, group in self.steps.add(report):
+                self._step(step, group, task)
+        self._flush("steps")
+
+    def _step(self, step: int, group: Sequence[StepReport], task: str) -> None:
+        losses = [report.loss for report in group]
+        self.loss = sum(losses) / len(losses)
+        staleness = sum(report.staleness for report in group) / len(group)
+        self._staleness.append(staleness)
+        self._metrics.gauge("shardline_loss").set(self.loss)
+        line: dict[str, Any] = {
+            "timeline": self._timeline,
+            "step": step,
+            "loss": self.loss,
+            "samples": sum(report.samples for report in group),
+            "replicas": len(group),
+            "compute_s": max(report.compute_s for report in group),
+            "exchange_s": max(report.exchange_s for report in group),
+            "staleness": staleness,
+            "time": time.time(),
+        }
+        if len(group) == 1:
+            line["task"] = task
+        self._write("steps", line)
+        self.history.add("loss", step, self.loss)
+        self.history.add("staleness", step, staleness)
+        self._scalar("train/loss", self.loss, step)
+        self._scalar("train/staleness", staleness, step)
+
+    def rates(self, step: int, traffic: Mapping[str, tuple[int, int]], now_s: float) -> None:
+        """Readings of the job's step and of each task's wire bytes (pushed, pulled); those of ps make the total."""
+        if self.steps is not None:
+            self.step_rate.add(step, now_s)
+        for pace in self.paces.values():
+            pace.rate.add(pace.steps, now_s)
+        self._metrics.gauge("shardline_step").set(step)
+        for task, (pushed, pulled) in traffic.items():
+            push, pull = self.task_rates.setdefault(task, (Rate(), Rate()))
+            push.add(pushed, now_s)
+            pull.add(pulled, now_s)
+        through = [both for task, both in traffic.items() if task.startswith("ps/")]
+        pushed, pulled = sum(push for push, _ in through), sum(pull for _, pull in through)
+        self.push_rate.add(pushed, now_s)
+        self.pull_rate.add(pulled, now_s)
+        self.byte_rate.add(pushed + pulled, now_s)
+        line = {
+            "time": time.time(),
+            "timeline": self._timeline,
+            "step": step,
+            "steps_per_s": self.step_rate.per_second,
+            "push_bytes_per_s": self.push_rate.per_second,
+            "pull_bytes_per_s": self.pull_rate.per_second,
+        }
+        add_rates(self.history, line["time"], line)
+        if now_s >= self._next_rates_s:
+            self._next_rates_s = now_s + RATES_EVERY_S
+            self._write("rates", line)
+            self._flush("rates")
+        self._scalar("train/steps_per_second", self.step_rate.per_second, step)
+        self._scalar("traffic/bytes_per_second", self.byte_rate.per_second, step)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of a checkpoint."""
+        for name, value in metrics.items():
+            self._metrics.gauge("shardline_evaluation_metric", metric=name).set(value)
+            self.history.add(f"evaluation/{name}", step, value)
+            self._scalar(f"evaluation/{name}", value, step)
+
+    def checkpoint(self, step: int, seconds: float, nbytes: int, *, failed: bool) -> None:
+        """A checkpoint was committed, or could not be."""
+        self._metrics.counter("shardline_checkpoints_total", outcome="failed" if failed else "written").inc()
+        if failed:
+            return
+        self._metrics.histogram("shardline_checkpoint_seconds").observe(seconds)
+        self._metrics.gauge("shardline_checkpoint_bytes").set(nbytes)
+        self._metrics.gauge("shardline_checkpoint_step").set(step)
+        self._scalar("checkpoint/seconds", seconds, step)
+
+    # Files
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        if self._board is None:
+            return
+        try:
+            self._board.add_scalar(name, value, step)
+        except OSError as error:
+            # The thread behind it has ended with that.
+            self._board = None
+            self._fail(error)
+
+    def _write(self, name: str, fields: Mapping[str, Any]) -> None:
+        try:
+            if name not in self._files:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._files[name] = _append(self._folder / f"{name}.jsonl")
+            self._files[name].write(json.dumps(fields, default=str) + "\n")
+        except OSError as error:
+            self._fail(error)
+
+    def _flush(self, name: str) -> None:
+        try:
+            if name in self._files:
+                self._files[name].flush()
+                self.failure = ""
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        why = error.strerror or error
+        self.failure = f"logs under {self._folder} can't be written ({why}); training goes on without them"
+        if not self._broken:
+            self._broken = True
+            self.event("logs_failed", self.failure, "error", {})
+
+    def close(self) -> None:
+        """Write what is open."""
+        for step, group in self.steps.rest() if self.steps is not None else []:
+            self._step(step, group, "")
+        for name, file in self._files.items():
+            self._flush(name)
+            try:
+                file.close()
+            except OSError as error:
+                self._fail(error)
+        self._files.clear()
+        if self._board is not None:
+            try:
+                self._board.close()
+            except OSError as error:
+                self._fail(error)
+            self._board = None
+
+
+def _append(path: Path) -> TextIO:
+    """Open to write on; a line that the death of an earlier chief cut short stays a line of its own."""
+    torn = False
+    with contextlib.suppress(FileNotFoundError), files.open_binary(path) as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
+    found = files.open_append(path)
+    if torn:
+        found.write("\n")
+    return found

@@ -1,0 +1,370 @@
+"""The gRPC face of the chief: parse, ask the control thread, answer. Decisions are made elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from shardline.checkpoint import Checkpoint, CheckpointStore
+from shardline.config import Timeouts
+from shardline.core.digest import tensor_bytes
+from shardline.core.identity import Identity
+from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError
+from shardline.rpc import errors as rpc_errors
+from shardline.rpc.auth.access import Access
+from shardline.rpc.auth.rights import joining_refusal
+from shardline.rpc.limits import (
+    MAX_CUTS,
+    MAX_FIGURES,
+    MAX_LEASES,
+    MAX_MEMBERS,
+    MAX_REPLICAS,
+    MAX_SENTENCE,
+    MAX_TENSORS,
+    at_most,
+    short,
+)
+from shardline.rpc.link import Orders, StepReport
+from shardline.rpc.messages.barrier import BarrierPlace
+from shardline.rpc.messages.configuration import placement_to_proto
+from shardline.rpc.messages.convert import DTYPE_TO_PROTO, job_from_proto, job_to_proto, plan_to_proto
+from shardline.rpc.messages.status import PHASES, PsStatus, Traffic
+from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2
+from shardline_chief.io.control import Control
+from shardline_chief.rules.messages import Beat, Join
+
+log = logging.getLogger("shardline_chief.io.servicer")
+
+SERVICES = ("shardline.rpc.v1.Chief",)
+JOIN = "/shardline.rpc.v1.Chief/Join"
+CHUNK_BYTES = 1 << 20
+MAX_NAME = 256
+SECRET_BYTES = 32
+MAX_STEPS = 4096
+"""Step reports of one heartbeat."""
+
+
+class StreamChannel:
+    """Orders of one heartbeat stream, from the control thread to the server's loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.queue: asyncio.Queue[Orders | ShardlineError | None] = asyncio.Queue()
+
+    def send(self, orders: Orders) -> None:
+        """Queue orders for the stream."""
+        self._put(orders)
+
+    def close(self) -> None:
+        """End the stream behind what is queued."""
+        self._put(None)
+
+    def refuse(self, error: ShardlineError) -> None:
+        """End the stream with an error behind what is queued."""
+        self._put(error)
+
+    def _put(self, item: Orders | ShardlineError | None) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
+        except RuntimeError:
+            # The loop is closed: the server has ended, and with it the stream.
+            log.debug("orders for a stream that is gone")
+
+
+class ChiefServicer(chief_pb2_grpc.ChiefServicer):
+    """Serves Chief over one Control."""
+
+    def __init__(
+        self, control: Control, store: CheckpointStore, timeouts: Timeouts, access: Access, *, term: int
+    ) -> None:
+        self._control = control
+        self._access = access
+        self._store = store
+        self._timeouts = timeouts
+        self._term = term
+
+    # Membership
+
+    @rpc_errors.unary
+    async def Join(self, request: chief_pb2.JoinRequest, context: Any) -> chief_pb2.JoinReply:
+        """Admit a task, or say why not."""
+        join = join_from_proto(request)
+        refusal = joining_refusal(join.role, self._access.caller(JOIN, context))
+        if refusal:
+            raise ForbiddenError(f"{join.name} at {join.address or 'an unnamed address'} is not admitted: {refusal}")
+        secret = secrets.token_bytes(SECRET_BYTES)
+        answer = await asyncio.wrap_future(self._control.join(dataclasses.replace(join, secret=secret)))
+        return chief_pb2.JoinReply(
+            accepted=answer.accepted,
+            reason=answer.reason,
+            retry=answer.retry,
+            task=answer.task,
+            incarnation=answer.incarnation,
+            secret=answer.secret,
+            term=self._term,
+            timeout_s=self._timeouts.total_s,
+        )
+
+    @rpc_errors.stream
+    async def Heartbeat(self, request: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """Heartbeats in, orders out: whenever they change, and as the answer to each heartbeat."""
+        channel = StreamChannel(asyncio.get_running_loop())
+        life: list[tuple[str, int]] = []
+        reader = asyncio.create_task(self._read(request, channel, life))
+        try:
+            while (orders := await channel.queue.get()) is not None:
+                if isinstance(orders, ShardlineError):
+                    raise orders
+                yield orders_to_proto(orders)
+            if reader.done() and not reader.cancelled() and reader.exception() is not None:
+                raise reader.exception() or ProtocolError("heartbeat failed")
+        finally:
+            reader.cancel()
+            for task, incarnation in life:
+                self._control.stream_ended(task, incarnation, channel)
+
+    async def _read(self, request: AsyncIterator[Any], channel: StreamChannel, life: list[tuple[str, int]]) -> None:
+        try:
+            async for message in request:
+                beat = beat_from_proto(message)
+                if not life:
+                    life.append((beat.task, beat.incarnation))
+                elif life[0] != (beat.task, beat.incarnation):
+                    raise ProtocolError(f"a heartbeat of {beat.task} came over the stream of {life[0][0]}")
+                self._control.beat(beat, channel)
+        finally:
+            channel.queue.put_nowait(None)
+
+    # The job
+
+    @rpc_errors.unary
+    async def GetJob(self, request: chief_pb2.GetJobRequest, context: Any) -> chief_pb2.GetJobReply:
+        """Job, plan and placement."""
+        _life(request, "GetJob")
+        view = await self._ask(lambda now_s: self._control.program.job_view())
+        return chief_pb2.GetJobReply(
+            job=job_to_proto(view.job),
+            plan=plan_to_proto(view.plan),
+            placement=placement_to_proto(view.placement),
+            timeline=view.timeline,
+        )
+
+    @rpc_errors.unary
+    async def Lease(self, request: chief_pb2.LeaseRequest, context: Any) -> chief_pb2.LeaseReply:
+        """Asynchronous mode: the next batches."""
+        _life(request, "Lease")
+        at_most(len(request.done), MAX_LEASES, f"Lease: leases that {request.task} has done")
+        done = tuple(request.done)
+        answer = await self._ask_noted(
+            Identity(request.task, request.incarnation, request.secret),
+            lambda now_s: self._control.program.lease(request.task, request.incarnation, done, now_s),
+        )
+        return chief_pb2.LeaseReply(
+            outcome=common_pb2.Outcome.Value(f"OUTCOME_{answer.outcome}"),
+            reason=answer.reason,
+            lease=answer.lease,
+            first=answer.first,
+            count=answer.count,
+            retry_after_s=answer.retry_after_s,
+        )
+
+    @rpc_errors.unary
+    async def Report(self, request: chief_pb2.ReportRequest, context: Any) -> chief_pb2.ReportReply:
+        """Metrics of a checkpoint."""
+        _life(request, "Report")
+        at_most(len(request.metrics), MAX_FIGURES, f"Report: metrics of {request.task}")
+        at_most(len(request.metric_order), MAX_FIGURES, f"Report: names of metrics of {request.task}")
+        for name in request.metrics:
+            short(name, f"Report: name of a metric of {request.task}")
+        short(request.failure, f"Report: failure of {request.task}", MAX_SENTENCE)
+        order = [*request.metric_order, *sorted(request.metrics)]
+        metrics = {name: request.metrics[name] for name in dict.fromkeys(order) if name in request.metrics}
+        best = await self._ask_noted(
+            Identity(request.task, request.incarnation, request.secret),
+            lambda now_s: self._control.program.report(
+                request.task, request.incarnation, request.step, metrics, request.failure, now_s
+            ),
+        )
+        return chief_pb2.ReportReply(best=best)
+
+    @rpc_errors.unary
+    async def Status(self, request: chief_pb2.ChiefStatusRequest, context: Any) -> chief_pb2.ChiefStatusReply:
+        """The job at a glance."""
+        return (await asyncio.wrap_future(self._control.status())).to_proto()
+
+    @rpc_errors.unary
+    async def Stop(self, request: chief_pb2.StopJobRequest, context: Any) -> chief_pb2.StopJobReply:
+        """End the job with a checkpoint."""
+        short(request.reason, "Stop: reason", MAX_SENTENCE)
+        step = await asyncio.wrap_future(self._control.request_stop(request.reason or "asked by a client"))
+        return chief_pb2.StopJobReply(stop_step=step)
+
+    async def _ask(self, question: Callable[[float], Any]) -> Any:
+        return await asyncio.wrap_future(self._control.call(question))
+
+    async def _ask_noted(self, who: Identity, question: Callable[[float], Any]) -> Any:
+        return await asyncio.wrap_future(self._control.call_noted(who, question))
+
+    # Checkpoints
+
+    @rpc_errors.stream
+    async def FetchCut(self, request: chief_pb2.FetchCutRequest, context: Any) -> AsyncIterator[Any]:
+        """Parameters and buffers of a committed checkpoint, tensor by tensor."""
+        if not request.params_only:
+            raise ProtocolError("FetchCut gives parameters and buffers; set params_only")
+        if request.HasField("step"):
+            step = int(request.step)
+        else:
+            step = await self._ask(lambda now_s: self._control.program.state.checkpoint_step)
+        if step < 0:
+            raise CheckpointError("there is no checkpoint yet; ask again when the orders name one")
+        # Retention must not delete it while it is read.
+        self._store.protect(step)
+        try:
+            checkpoint = await asyncio.to_thread(self._store.open, step, verify=False)
+            first = True
+            for spec in checkpoint.job.tensors:
+                async for frame in _tensor_frames(checkpoint, spec.name):
+                    if first:
+                        frame.step = step
+                        first = False
+                    yield frame
+        finally:
+            self._store.unprotect(step)
+
+
+async def _tensor_frames(checkpoint: Checkpoint, name: str) -> AsyncIterator[chief_pb2.FetchCutFrame]:
+    tensor = await asyncio.to_thread(checkpoint.tensor, name)
+    data = tensor_bytes(tensor)
+    head = chief_pb2.NamedTensor(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=DTYPE_TO_PROTO[str(tensor.dtype).removeprefix("torch.")],
+        payload_bytes=len(data),
+    )
+    yield chief_pb2.FetchCutFrame(tensor=head, payload=bytes(data[:CHUNK_BYTES]))
+    for offset in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
+        yield chief_pb2.FetchCutFrame(offset=offset, payload=bytes(data[offset : offset + CHUNK_BYTES]))
+
+
+def register(servicer: ChiefServicer) -> Callable[[grpc.aio.Server], None]:
+    """For RpcServer."""
+    return lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(servicer, server)
+
+
+# Messages to values. What comes from the network is checked here.
+
+
+def join_from_proto(message: chief_pb2.JoinRequest) -> Join:
+    """A Join; raises ProtocolError on names that are none, and where it names more than there can be."""
+    at_most(len(message.hello.machine), MAX_FIGURES, "Join: facts about the machine")
+    at_most(len(message.hello.required_features), MAX_FIGURES, "Join: required features")
+    for word in (*message.hello.machine, *message.hello.machine.values(), *message.hello.required_features):
+        short(word, "Join: a fact about the machine or a required feature")
+    for what, text in (("role", message.role), ("address", message.address), ("stable_id", message.stable_id)):
+        if len(text) > MAX_NAME:
+            raise ProtocolError(f"Join: {what} has {len(text)} characters; the limit is {MAX_NAME}")
+    if message.role == "ps" and not message.address:
+        raise ProtocolError("Join: a ps must say at which address it serves")
+    job = job_from_proto(message.job) if message.HasField("job") else None
+    return Join(
+        role=message.role,
+        index=message.index if message.HasField("index") else None,
+        stable_id=message.stable_id,
+        address=message.address,
+        metrics_address=message.metrics_address[:MAX_NAME],
+        job=job,
+        protocol_minor=message.protocol_minor,
+        required_features=tuple(message.hello.required_features),
+        machine=dict(message.hello.machine),
+    )
+
+
+def beat_from_proto(message: chief_pb2.Beat) -> Beat:
+    """A heartbeat; raises ProtocolError on more reports than a heartbeat may carry."""
+    if len(message.steps) > MAX_STEPS:
+        raise ProtocolError(f"heartbeat of {message.task} has {len(message.steps)} steps; the limit is {MAX_STEPS}")
+    _life(message, "heartbeat")
+    where = f"heartbeat of {message.task}"
+    short(message.failure, f"{where}: failure", MAX_SENTENCE)
+    at_most(len(message.suspects), MAX_MEMBERS, f"{where}: suspects")
+    at_most(len(message.figures), MAX_FIGURES, f"{where}: figures")
+    for word in (*message.suspects, *message.figures):
+        short(word, f"{where}: a suspect or the name of a figure")
+    if message.HasField("ps"):
+        _check_ps(message.ps, where)
+    steps = tuple(
+        StepReport(
+            step=item.step,
+            replica=item.replica,
+            loss=item.loss,
+            samples=item.samples,
+            compute_s=_seconds(item.compute_s),
+            exchange_s=_seconds(item.exchange_s),
+            staleness=item.staleness,
+        )
+        for item in message.steps
+    )
+    return Beat(
+        task=message.task,
+        incarnation=message.incarnation,
+        step=message.step,
+        leaving=message.leaving,
+        finished=message.finished,
+        failure=message.failure,
+        failure_code=message.failure_code,
+        steps=steps,
+        ps=PsStatus.from_proto(message.ps) if message.HasField("ps") else None,
+        traffic=Traffic.from_proto(message.traffic),
+        suspects=tuple(message.suspects),
+        figures=dict(message.figures),
+        barrier=BarrierPlace.from_proto(message.barrier) if message.HasField("barrier") else None,
+        secret=message.secret,
+    )
+
+
+def _life(message: Any, where: str) -> None:
+    """Refuse the name of a task that is too long to be one."""
+    short(message.task, f"{where}: name of the task", MAX_NAME)
+
+
+def _check_ps(message: parameter_server_pb2.PsStatusReply, where: str) -> None:
+    """Refuse the status of a server that tells of more than there can be."""
+    at_most(len(message.shards), MAX_TENSORS, f"{where}: shards")
+    at_most(len(message.standbys), MAX_TENSORS, f"{where}: standbys")
+    short(message.failure, f"{where}: failure of the server", MAX_SENTENCE)
+    for shard in message.shards:
+        at_most(len(shard.cuts), MAX_CUTS, f"{where}: cuts of shard {shard.shard}")
+        at_most(len(shard.waiting_for), MAX_REPLICAS, f"{where}: replicas that shard {shard.shard} waits for")
+
+
+def _seconds(value: float) -> float:
+    return value if math.isfinite(value) and value >= 0.0 else 0.0
+
+
+def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
+    """Orders as a message."""
+    return chief_pb2.Orders(
+        version=orders.version,
+        phase=PHASES[orders.phase.name.lower()],
+        timeline=orders.timeline,
+        replicas=orders.replicas,
+        init=orders.init,
+        stop_step=orders.stop_step,
+        exit_code=orders.exit_code,
+        reason=orders.reason,
+        checkpoint_step=orders.checkpoint_step,
+        final_step=orders.final_step,
+        workers=orders.workers,
+        first_step=orders.first_step,
+        awaited=orders.awaited,
+        fenced=orders.fenced,
+        barrier=orders.barrier.to_proto() if orders.barrier is not None else None,
+    )

@@ -1,0 +1,157 @@
+"""The JSON that a run ends with, and the overview that `shardline status` prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import operator
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardline.host import files
+from shardline.rpc.link import LOST, REPEATED
+from shardline.rpc.messages.status import ChiefStatus, TaskStatus, Traffic
+from shardline_chief.io.reporter import Reporter
+from shardline_chief.rules.program import Program
+
+
+def total_traffic(program: Program) -> Traffic:
+    """Bytes through all parameter servers: what every worker pushed and pulled."""
+    parts = [traffic for task, traffic in program.state.traffic.items() if task.startswith("ps/")]
+    return functools.reduce(operator.add, parts, Traffic())
+
+
+def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[str, Any]:
+    """What the run came to. sha256: of the last checkpoint's parameters, "" where there is none."""
+    state = program.state
+    seconds = state.seconds(now_s)
+    trained = max(0, state.step - state.first_step)
+    shards = [state.shards[number] for number in sorted(state.shards)]
+    pushes = sum(shard.pushes for shard in shards)
+    traffic = total_traffic(program)
+    last = max((step for step, metrics in state.metrics.items() if metrics), default=None)
+    return {
+        "job": state.job.name if state.job is not None else "",
+        "exit_code": state.exit_code,
+        "reason": state.reason,
+        "steps": state.step,
+        "first_step": state.first_step,
+        "seconds": round(seconds, 6),
+        "steps_per_second": trained / seconds if seconds > 0 else 0.0,
+        "evaluation": {
+            "last": None if last is None else {"step": last, "metrics": _plain(state.metrics[last])},
+            "best": None if state.best is None else {"step": state.best[0], "metrics": _plain(state.best[1])},
+        },
+        "unscored": state.unscored.get(state.final_step, ""),
+        "sha256": sha256,
+        "bytes": {
+            "push": {"raw": traffic.push_raw_bytes, "wire": traffic.push_wire_bytes},
+            "pull": {"raw": traffic.pull_raw_bytes, "wire": traffic.pull_wire_bytes},
+        },
+        "staleness": {
+            "mean": sum(shard.staleness_sum for shard in shards) / pushes if pushes else 0.0,
+            "max": max((shard.staleness_max for shard in shards), default=0),
+        },
+        "versions": [shard.version for shard in shards],
+        "skipped_steps": max((shard.skipped_steps for shard in shards), default=0),
+        "duplicate_mismatches": sum(shard.duplicate_mismatches for shard in shards),
+        "repeated_batches": state.figure(REPEATED) + (state.leases.repeated if state.leases is not None else 0),
+        "lost_updates": state.figure(LOST),
+        "recoveries": [dataclasses.asdict(recovered) for recovered in state.recoveries],
+        "chief_restarts": state.failovers,
+        "checkpoint": state.checkpoint_path or None,
+        "checkpoint_step": state.checkpoint_step,
+        "consistency": state.job.consistency.mode if state.job is not None else "",
+        "replicas": state.job.replicas if state.job is not None else 0,
+        "workers": state.most_trainers,
+        "ps": len(state.settings.ps),
+        "out": str(out),
+    }
+
+
+def _plain(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write so that readers see the old file or the new one. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(path, f"{json.dumps(value, indent=2)}\n".encode())
+
+
+def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, page: str = "") -> ChiefStatus:
+    """The job as it is now. page: address of the chief's own page."""
+    state = program.state
+    rows = tuple(_with_rates(row, reporter) for row in program.rows(now_s))
+    last = max((step for step, metrics in state.metrics.items() if metrics), default=None)
+    now = time.time()
+    return ChiefStatus(
+        job=state.job.name if state.job is not None else "",
+        phase=state.phase.name.lower(),
+        step=state.step,
+        steps=state.job.steps if state.job is not None else 0,
+        first_step=state.first_step,
+        loss=reporter.loss,
+        steps_per_s=reporter.step_rate.per_second,
+        bytes_per_s=reporter.byte_rate.per_second,
+        seconds=state.seconds(now_s),
+        tasks=rows,
+        last_metrics=dict(state.metrics[last]) if last is not None else {},
+        last_metrics_step=-1 if last is None else last,
+        best_step=-1 if state.best is None else state.best[0],
+        best_metrics={} if state.best is None else dict(state.best[1]),
+        checkpoint_step=state.checkpoint_step,
+        checkpoint_path=state.checkpoint_path,
+        checkpoints=reporter.shelf.list(now),
+        events=tuple(reporter.events),
+        said=tuple(reporter.said),
+        exit_code=state.exit_code,
+        reason=state.reason,
+        out_dir=str(out),
+        consistency=state.job.consistency.mode if state.job is not None else "",
+        rule=state.job.rule.name if state.job is not None else "",
+        replicas=state.job.replicas if state.job is not None else 0,
+        time=now,
+        missing=_missing(program, rows),
+        staleness=reporter.staleness,
+        staleness_max=max((shard.staleness_max for shard in state.shards.values()), default=0),
+        push_bytes_per_s=reporter.push_rate.per_second,
+        pull_bytes_per_s=reporter.pull_rate.per_second,
+        dead_s=state.timeouts.dead_s,
+        shard_bytes=tuple(shard.nbytes for shard in state.plan.shards) if state.plan is not None else (),
+        page=page,
+        faults=tuple(fault for fault in (*state.faults.values(), reporter.failure) if fault),
+    )
+
+
+def _with_rates(row: TaskStatus, reporter: Reporter) -> TaskStatus:
+    push, pull = reporter.task_rates.get(row.task, (None, None))
+    pace = reporter.paces.get(row.task)
+    return dataclasses.replace(
+        row,
+        push_bytes_per_s=push.per_second if push is not None else 0.0,
+        pull_bytes_per_s=pull.per_second if pull is not None else 0.0,
+        steps_per_s=pace.rate.per_second if pace is not None else 0.0,
+        staleness=pace.staleness if pace is not None else 0.0,
+        compute_s=pace.compute_s if pace is not None else 0.0,
+        exchange_s=pace.exchange_s if pace is not None else 0.0,
+    )
+
+
+def _missing(program: Program, rows: Sequence[TaskStatus]) -> tuple[str, ...]:
+    """Tasks of the cluster spec that have never joined."""
+    settings = program.state.settings
+    counts = {
+        "chief": int(settings.chief_trains),
+        "ps": len(settings.ps),
+        "worker": settings.workers,
+        "evaluator": settings.evaluators,
+    }
+    there = {row.task for row in rows}
+    names = (f"{role}/{index}" for role, count in counts.items() for index in range(count))
+    return tuple(name for name in names if name not in there)

@@ -1,0 +1,79 @@
+"""May this task take part? Pure: a question about a Join and the state, answered with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardline.core.spec import differences
+from shardline.rpc.auth.rights import ROLES
+from shardline.rpc.link import FEATURES
+from shardline_chief.rules.membership import Refused
+from shardline_chief.rules.messages import TRAINERS, Join
+from shardline_chief.rules.state import State, as_in_cluster
+
+PLACED = ("ps", "worker", "evaluator")
+"""Roles whose tasks may ask for an index."""
+SPARE_EVALUATORS = 8
+"""Evaluators may stand outside of the cluster spec (TF_CONFIG's rule); so many at most."""
+
+
+def limit(state: State, role: str) -> int:
+    """Indices of a role are [0, limit)."""
+    settings = state.settings
+    if role == "ps":
+        return len(settings.ps)
+    if role == "chief":
+        return int(settings.chief_trains)
+    if role == "evaluator":
+        return max(settings.evaluators, SPARE_EVALUATORS)
+    # A script's replicas are its workers: one more would have nothing to do.
+    return settings.workers if state.script else max(settings.workers, settings.max_workers)
+
+
+def refusal(state: State, join: Join) -> Refused | None:
+    """Why the task may not join; None where nothing speaks against it."""
+    if join.role not in ROLES:
+        return Refused(reason=f"role {join.role!r} is unknown; it must be one of {', '.join(ROLES)}")
+    unknown = sorted(set(join.required_features) - set(FEATURES))
+    if unknown:
+        return Refused(reason=f"{join.name} needs {', '.join(unknown)}, which this chief can't do; use equal versions")
+    if join.role in TRAINERS:
+        return _job_refusal(state, join) or _machine_refusal(state, join)
+    return _job_refusal(state, join) if join.role == "evaluator" else None
+
+
+def place_refusal(role: str) -> Refused | None:
+    """Why a role gets no index handed out."""
+    if role in PLACED:
+        return None
+    return Refused(reason=f"role {role!r} gets no index from the chief; those that do are {', '.join(PLACED)}")
+
+
+def _job_refusal(state: State, join: Join) -> Refused | None:
+    if join.job is None or state.job is None:
+        return None
+    phrases = differences(as_in_cluster(join.job, state.settings), state.job)
+    if not phrases:
+        return None
+    return Refused(reason=f"{join.name} has another job than this cluster ({'; '.join(phrases)}); give it the same one")
+
+
+def _machine_refusal(state: State, join: Join) -> Refused | None:
+    if state.settings.inexact or not state.sync or not state.machine or not join.machine:
+        return None
+    other = machine_differences(join.machine, state.machine)
+    if not other:
+        return None
+    return Refused(
+        reason=f"{join.name} runs on a machine whose gradients may differ in the last bits ({'; '.join(other)}); "
+        "use equal machines, or --inexact to train without bit-identical results"
+    )
+
+
+def machine_differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    """Facts that differ, one phrase each."""
+    return [
+        f"{name}: {here.get(name, 'unknown')} here, {there.get(name, 'unknown')} in the cluster"
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]

@@ -1,0 +1,54 @@
+"""Which cuts can be fetched and which must be given up: all shards hold a step, or nobody does (PROTOCOL 1.7). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardline.rpc.messages.status import ShardStatus
+
+
+class CutLedger:
+    """Cuts held by the shards, as they last told."""
+
+    def __init__(self, num_shards: int) -> None:
+        """num_shards: those that hold anything."""
+        self._num_shards = num_shards
+        self._shards: dict[int, ShardStatus] = {}
+        self._passed: dict[int, int] = {}
+        """step_min of each shard in the report before the last."""
+        self._closed: set[int] = set()
+
+    def observe(self, shards: Iterable[ShardStatus]) -> None:
+        """Take in what one ps said of its shards."""
+        for shard in shards:
+            if shard.shard in self._shards:
+                self._passed[shard.shard] = self._shards[shard.shard].step_min
+            self._shards[shard.shard] = shard
+
+    def complete(self) -> list[int]:
+        """Steps that all shards hold whole and that were not dealt with, lowest first."""
+        if len(self._shards) < self._num_shards:
+            return []
+        held = [{cut.step for cut in shard.cuts if cut.complete and not cut.skipped} for shard in self._shards.values()]
+        return sorted(set.intersection(*held) - self._closed) if held else []
+
+    def lost(self) -> list[int]:
+        """Steps that some shard holds, or began, and another left out: they can never become complete."""
+        named = {cut.step for shard in self._shards.values() for cut in shard.cuts} - self._closed
+        return sorted(step for step in named if any(self._left_out(shard, step) for shard in self._shards.values()))
+
+    def _left_out(self, shard: ShardStatus, step: int) -> bool:
+        mine = [cut for cut in shard.cuts if cut.step == step]
+        if mine:
+            return any(cut.skipped for cut in mine)
+        # A bucket copies itself before it goes past the step. Judged by the report before: a report isn't taken at one
+        # instant, and the copy may have been made between its list of cuts and its step.
+        return self._passed.get(shard.shard, 0) > step
+
+    def close(self, step: int) -> None:
+        """Committed or given up: later reports of this step mean nothing, they crossed the Release."""
+        self._closed.add(step)
+
+    def reopen(self, step: int) -> None:
+        """The step is asked for again."""
+        self._closed.discard(step)

@@ -1,0 +1,308 @@
+"""What a chief that comes back knows: the journal's entries, made into one value. Pure.
+
+    remembered = replay(journal.read())
+    if remembered.unfinished: ...           # takeover.py goes on with it
+
+An entry was on disk before its act, so the last one may describe an act that was never done: whoever reads this asks
+the servers what they hold before relying on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardline.core.spec import JobSpec
+from shardline.core.spec_json import job_from_json
+from shardline.errors import ShardlineError, UsageError
+from shardline.rpc.messages.configuration import Placement
+from shardline_chief.rules.actions import Heir
+from shardline_chief.rules.leases import Lease, Leases
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """A task that was admitted and neither died nor left, as far as was noted."""
+
+    task: str
+    incarnation: int
+    stable_id: str
+    address: str
+    metrics_address: str = ""
+    key: bytes = b""
+    """What the secret that it was given is known by."""
+
+    @property
+    def role(self) -> str:
+        """Role, such as "worker"."""
+        return self.task.partition("/")[0]
+
+    @property
+    def index(self) -> int:
+        """Index within its role."""
+        return int(self.task.partition("/")[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembered:
+    """A job as its journal has it, from the start that began it to the last entry."""
+
+    term: int = 0
+    """Of the chief that wrote last; 0 = nobody ever did."""
+    job: JobSpec | None = None
+    plan_id: str = ""
+    timeline: int = 0
+    """The newest that was begun; 0 = none."""
+    active: bool = False
+    """Every shard had its values, so that it may admit pushes; False: it was still being prepared."""
+    placement: tuple[Placement, ...] = ()
+    stays: bool = False
+    """The newest timeline kept all values of the one before: standbys were about to take over."""
+    since: int = 0
+    """Oldest timeline whose values are those of the newest one."""
+    promoted: Mapping[int, Heir] = field(default_factory=dict)
+    """By shard, the standbys that were about to become its primary, as far as `placement` does not say so."""
+    kept: frozenset[int] = frozenset()
+    """Shards whose values the newest timeline took over from the one before; the others were made anew for it."""
+    first_step: int = 0
+    """Where the run began."""
+    base_step: int = 0
+    """Where the newest timeline began."""
+    checkpoint_step: int = -1
+    checkpoint_path: str = ""
+    stop_step: int = 0
+    """Last one chosen, for this timeline; 0 = none."""
+    machine: Mapping[str, str] = field(default_factory=dict)
+    members: Mapping[str, Known] = field(default_factory=dict)
+    finished: frozenset[str] = frozenset()
+    """Tasks that had done their part."""
+    leases: Leases | None = None
+    """Asynchronous mode: its own copy, with the open leases in it."""
+    metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """What the evaluator said, by step; empty where it could not score one."""
+    best: tuple[int, Mapping[str, float]] | None = None
+    began_s: float | None = None
+    """Unix time at which training began."""
+    recoveries: tuple[Mapping[str, Any], ...] = ()
+    """Each time that the job went on after the loss of a ps."""
+    page: str = ""
+    """Where the last chief served its page; "" = nowhere."""
+    failovers: int = 0
+    """Chiefs that took over from another in this run."""
+    stopping: tuple[str, int] | None = None
+    """(reason, exit code) of an end that was begun."""
+    ended: tuple[int, str] | None = None
+    """(exit code, reason) of an end that was decided."""
+    closed: bool = False
+    """The chief had told everybody of the end, or nobody was left to tell."""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is a job, or tasks that wait for one, to take over."""
+        return self.term > 0 and not self.closed and (self.job is not None or bool(self.members))
+
+
+def replay(entries: Iterable[Mapping[str, Any]]) -> Remembered:
+    """The newest run in the journal. Raises UsageError naming an entry that this version can't read."""
+    book = _Book()
+    for entry in entries:
+        try:
+            book.take(entry)
+        except (KeyError, TypeError, ValueError, ShardlineError) as error:
+            raise UsageError(
+                f"an entry of the chief's journal can't be read ({type(error).__name__}: {error}): {dict(entry)}; "
+                "if another version wrote it, go on with that one; else choose another --out"
+            ) from error
+    return book.remembered()
+
+
+class _Book:
+    """Entries so far."""
+
+    def __init__(self) -> None:
+        self._begin_run()
+        # Other kinds are for people.
+        self._kinds: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+            "chief": self._chief,
+            "job": self._job,
+            "machine": self._machine,
+            "plan": self._plan,
+            "timeline": self._timeline,
+            "standbys": self._standbys,
+            "failover": self._failover,
+            "running": self._running,
+            "stop": self._stop,
+            "cut": self._cut,
+            "recovered": self._recovered,
+            "evaluation": self._evaluation,
+            "member": self._member,
+            "gone": self._gone,
+            "finished": self._done,
+            "cursor": self._cursor,
+            "lease": self._lease,
+            "stopping": self._stopping,
+            "ended": self._ended,
+            "closed": self._closed,
+        }
+
+    def _begin_run(self) -> None:
+        self._found: dict[str, Any] = {}
+        self._members: dict[str, Known] = {}
+        self._finished: set[str] = set()
+        self._metrics: dict[int, Mapping[str, float]] = {}
+        self._recoveries: list[Mapping[str, Any]] = []
+        self._leases: Leases | None = None
+
+    def remembered(self) -> Remembered:
+        return Remembered(
+            **self._found,
+            members=dict(self._members),
+            finished=frozenset(self._finished),
+            metrics=dict(self._metrics),
+            recoveries=tuple(self._recoveries),
+            leases=self._leases,
+        )
+
+    def take(self, entry: Mapping[str, Any]) -> None:
+        act = self._kinds.get(entry["kind"])
+        if act is not None:
+            act(entry)
+        self._found["term"] = int(entry["term"])
+
+    def _chief(self, entry: Mapping[str, Any]) -> None:
+        """A start. One that takes over goes on with what was there; any other begins a run of its own."""
+        if entry.get("takes_over"):
+            self._found["page"] = str(entry.get("page", ""))
+            self._found["failovers"] = self._found.get("failovers", 0) + 1
+            return
+        self._begin_run()
+        self._found["page"] = str(entry.get("page", ""))
+        step = entry.get("resume")
+        if step is not None:
+            self._found.update(first_step=int(step), base_step=int(step), checkpoint_step=int(step))
+
+    # The job and its history
+
+    def _job(self, entry: Mapping[str, Any]) -> None:
+        self._found["job"] = job_from_json(entry["spec"])
+
+    def _machine(self, entry: Mapping[str, Any]) -> None:
+        self._found["machine"] = dict(entry["facts"])
+
+    def _plan(self, entry: Mapping[str, Any]) -> None:
+        self._found["plan_id"] = str(entry["plan_id"])
+
+    def _timeline(self, entry: Mapping[str, Any]) -> None:
+        number, found = int(entry["timeline"]), self._found
+        if entry["state"] == "active":
+            if number == found.get("timeline"):
+                found["active"] = True
+            return
+        placement = tuple(Placement(shard=int(s), task=str(t), address=str(a)) for s, t, a in entry["placement"])
+        kept = frozenset(map(int, entry.get("keep", ())))
+        stays = bool(entry.get("stays", False))
+        since = found.get("since", number) if stays else number
+        found.update(timeline=number, active=False, placement=placement, kept=kept, stays=stays, since=since)
+        found.update(stop_step=0, promoted={})
+        self._standbys(entry)
+        step = entry.get("from_cut")
+        if step is not None:
+            found.update(base_step=int(step), checkpoint_step=int(step))
+            if "path" in entry:
+                found["checkpoint_path"] = str(entry["path"])
+
+    def _standbys(self, entry: Mapping[str, Any]) -> None:
+        """Who holds whose standby: noted before a primary goes on without the one that it had."""
+        told = {int(shard): (str(task), *rest) for shard, task, *rest in entry.get("standbys", ())}
+        found = []
+        for place in self._found.get("placement", ()):
+            task, *rest = told.get(place.shard, ("",))
+            # Earlier builds noted no address. That of a member does; a server that is none any more holds nothing.
+            address = str(rest[0]) if rest else self._address(task)
+            # Nor an appointment: their servers know none either.
+            number = int(rest[1]) if len(rest) > 1 else 0
+            standby = task if address else ""
+            found.append(replace(place, standby_task=standby, standby_address=address, appointment=number))
+        self._found["placement"] = tuple(found)
+
+    def _address(self, task: str) -> str:
+        known = self._members.get(task)
+        return known.address if known is not None else ""
+
+    def _failover(self, entry: Mapping[str, Any]) -> None:
+        """Standbys are about to be promoted; who was told so is not known."""
+        told = {int(shard): Heir(str(task), *map(int, rest)) for shard, task, *rest in entry["promoted"]}
+        self._found["promoted"] = {**self._found.get("promoted", {}), **told}
+
+    def _running(self, entry: Mapping[str, Any]) -> None:
+        self._found.update(first_step=int(entry["step"]), began_s=float(entry["time"]))
+
+    def _stop(self, entry: Mapping[str, Any]) -> None:
+        self._found["stop_step"] = int(entry["step"])
+
+    def _cut(self, entry: Mapping[str, Any]) -> None:
+        self._found.update(checkpoint_step=int(entry["step"]), checkpoint_path=str(entry["path"]))
+
+    def _recovered(self, entry: Mapping[str, Any]) -> None:
+        self._recoveries.append({key: entry[key] for key in ("task", "at_step", "from_step", "seconds", "lost")})
+
+    def _evaluation(self, entry: Mapping[str, Any]) -> None:
+        # A list, since the first metric may be the one that decides what is best.
+        metrics = {str(name): float(value) for name, value in entry["metrics"]}
+        self._metrics[int(entry["step"])] = metrics
+        if entry["best"]:
+            self._found["best"] = (int(entry["step"]), metrics)
+
+    # Tasks
+
+    def _member(self, entry: Mapping[str, Any]) -> None:
+        known = Known(
+            task=str(entry["task"]),
+            incarnation=int(entry["incarnation"]),
+            stable_id=str(entry["stable_id"]),
+            address=str(entry["address"]),
+            metrics_address=str(entry["metrics_address"]),
+            key=bytes.fromhex(entry.get("key", "")),
+        )
+        self._members[known.task] = known
+
+    def _gone(self, entry: Mapping[str, Any]) -> None:
+        """Fenced or gone by itself: noted before its work goes to others, so that no later chief takes it back."""
+        task, incarnation = str(entry["task"]), int(entry["incarnation"])
+        known = self._members.get(task)
+        if known is not None and known.incarnation == incarnation:
+            del self._members[task]
+        if self._leases is not None:
+            self._leases.fence(incarnation)
+
+    def _done(self, entry: Mapping[str, Any]) -> None:
+        """All that have done their part; fewer than before where the job went back."""
+        self._finished = set(map(str, entry["tasks"]))
+
+    # Batches
+
+    def _cursor(self, entry: Mapping[str, Any]) -> None:
+        """Asynchronous mode: the batches begin here, at first or after all shards went back."""
+        number = self._leases.number if self._leases is not None else 0
+        self._leases = Leases.resumed(entry["cursor"], int(entry["steps"]), number=number)
+
+    def _lease(self, entry: Mapping[str, Any]) -> None:
+        assert self._leases is not None
+        incarnation = int(entry["incarnation"])
+        for number in entry["done"]:
+            self._leases.finish(int(number), incarnation)
+        if entry["issued"] is not None:
+            number, first, count = map(int, entry["issued"])
+            self._leases.recall(Lease(number=number, first=first, count=count, incarnation=incarnation))
+
+    # The end
+
+    def _stopping(self, entry: Mapping[str, Any]) -> None:
+        self._found["stopping"] = (str(entry["reason"]), int(entry["exit_code"]))
+
+    def _ended(self, entry: Mapping[str, Any]) -> None:
+        self._found["ended"] = (int(entry["exit_code"]), str(entry["reason"]))
+
+    def _closed(self, entry: Mapping[str, Any]) -> None:
+        self._found["closed"] = True

@@ -1,0 +1,197 @@
+"""Who holds whose standby, and what follows when a server is gone: a standby takes over, without a rollback. Pure.
+
+PROTOCOL 1.6, 1.8. Only the chief changes who replicates. A standby that its primary called whole is promoted with the
+primary's death; it refuses where it is not whole after all, and then the job goes back to a checkpoint.
+
+Each time that a shard is given a standby this is an appointment with a number of its own. It is noted in the journal
+before anybody is told, and a standby knows the one that it was copied for. A primary goes on without its standby only
+once the journal names another appointment, or none: so one whose number the journal names has all that the primary ever
+told anybody, and any other is of the past, whoever died between the note and the act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from shardline.rpc.messages.configuration import Placement
+from shardline.rpc.messages.status import PsStatus, ShardStatus
+from shardline_chief.rules.actions import Heir
+
+WHOLE = ("synced", "silent")
+"""States in which a standby has everything that its primary ever told anybody."""
+
+
+def protected(
+    placement: tuple[Placement, ...],
+    living: Mapping[str, str],
+    *,
+    appoint: Callable[[], int] = lambda: 0,
+    avoid: Callable[[int, str], bool] = lambda shard, task: False,
+) -> tuple[Placement, ...]:
+    """The same placement, each shard with a standby on the next server after its primary, where there is another one.
+
+    living: addresses of the servers, by task. avoid(shard, task): servers that are not to hold a shard's standby for
+    now. appoint: gives a number that no appointment has had. A standby that is on a living server stays what it is.
+    """
+    order = sorted(living, key=_index)
+    result = []
+    for place in placement:
+        task, appointment = place.standby_task, place.appointment
+        if task not in living or task == place.task:
+            first = next((n for n, name in enumerate(order) if _index(name) > _index(place.task)), 0)
+            after = [*order[first:], *order[:first]]
+            task = next((name for name in after if name != place.task and not avoid(place.shard, name)), "")
+            appointment = appoint() if task else 0
+        result.append(replace(place, standby_task=task, standby_address=living.get(task, ""), appointment=appointment))
+    return tuple(result)
+
+
+def _index(task: str) -> int:
+    return int(task.partition("/")[2])
+
+
+def without_standbys(placement: tuple[Placement, ...], shards: Collection[int]) -> tuple[Placement, ...]:
+    """The same placement, where the primaries of these shards go on alone."""
+    return tuple(_alone(place) if place.shard in shards else place for place in placement)
+
+
+def _alone(place: Placement) -> Placement:
+    return replace(place, standby_task="", standby_address="", appointment=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn:
+    """What follows a death without a rollback."""
+
+    placement: tuple[Placement, ...]
+    """Who holds what from now on; standbys that are gone are left out."""
+    promoted: Mapping[int, Heir]
+    """By shard, the standby that becomes the primary."""
+
+
+def after_loss(placement: tuple[Placement, ...], living: Collection[str], whole: Collection[int]) -> StandIn | None:
+    """How the job goes on with the servers that are left; None where some shard has lost every holder.
+
+    whole: shards whose standby has everything.
+    """
+    result: list[Placement] = []
+    promoted: dict[int, Heir] = {}
+    for place in placement:
+        there = place.standby_task in living
+        if place.task in living:
+            result.append(place if there else _alone(place))
+        elif there and place.shard in whole:
+            promoted[place.shard] = Heir(place.standby_task, place.appointment)
+            result.append(Placement(shard=place.shard, task=place.standby_task, address=place.standby_address))
+        else:
+            return None
+    return StandIn(placement=tuple(result), promoted=promoted)
+
+
+def as_found(
+    placement: tuple[Placement, ...],
+    promoted: Mapping[int, Heir],
+    servers: Mapping[str, PsStatus],
+    *,
+    since: int,
+    living: Mapping[str, str],
+) -> StandIn | None:
+    """How a job goes on whose chief comes back, by what its servers say that they hold; None: some shard has no holder.
+
+    promoted: standbys that the last chief was about to promote. servers: those that live as the processes they were.
+    since: oldest timeline whose values are those of now. living: addresses. A standby's own word that it is whole is
+    enough where it was copied for the appointment that the journal names, since its primary answered nobody without it.
+    """
+    there = {task: status for task, status in servers.items() if status.timeline >= since}
+    result: list[Placement] = []
+    turned: dict[int, Heir] = {}
+    for place in placement:
+        shard = place.shard
+        heir = promoted.get(shard, Heir(place.standby_task, place.appointment))
+        status = there.get(heir.task)
+        if shard not in promoted and _holds(there.get(place.task), shard):
+            kept = place.standby_task in there
+            result.append(place if kept else _alone(place))
+        elif status is not None and (_whole(status, shard, heir) or (shard in promoted and _holds(status, shard))):
+            turned[shard] = heir
+            result.append(Placement(shard=shard, task=heir.task, address=living[heir.task]))
+        else:
+            return None
+    return StandIn(placement=tuple(result), promoted=turned)
+
+
+def _holds(status: PsStatus | None, shard: int) -> bool:
+    return status is not None and any(held.shard == shard and held.initialized for held in status.shards)
+
+
+def _whole(status: PsStatus, shard: int, heir: Heir) -> bool:
+    held = next((held for held in status.standbys if held.shard == shard), None)
+    return held is not None and held.synced and held.appointment == heir.appointment
+
+
+class Protection:
+    """How the standbys are, as their primaries last told."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, str] = {}
+        self._homes: dict[int, str] = {}
+        """Servers to which primaries send their records."""
+        self._silent_since_s: dict[int, float] = {}
+        self._avoided: dict[tuple[int, str], float] = {}
+        """Until when a server is not to hold a shard's standby."""
+
+    def observe(self, placement: Iterable[Placement], shards: Iterable[ShardStatus], now_s: float) -> list[str]:
+        """Take in what a ps said of its shards; returns a sentence for each change that a person wants to know of."""
+        wanted = {place.shard: place.standby_task for place in placement}
+        said = []
+        for shard in shards:
+            task = wanted.get(shard.shard, "")
+            state = shard.standby if task and shard.standby_task == task else ""
+            before = self.states.get(shard.shard, "")
+            self.states[shard.shard] = state
+            self._homes[shard.shard] = task if state else ""
+            if state == "silent":
+                self._silent_since_s.setdefault(shard.shard, now_s)
+            else:
+                self._silent_since_s.pop(shard.shard, None)
+            if state != before and (sentence := _sentence(shard, task, state, before)):
+                said.append(sentence)
+        return said
+
+    def whole(self) -> set[int]:
+        """Shards whose standby may be promoted."""
+        return {shard for shard, state in self.states.items() if state in WHOLE}
+
+    def followed(self, placement: Iterable[Placement]) -> frozenset[int]:
+        """Shards whose standby follows its primary where the placement has it; what else is held there is of old."""
+        return frozenset(p.shard for p in placement if p.standby_task and self._homes.get(p.shard) == p.standby_task)
+
+    def too_silent(self, now_s: float, limit_s: float) -> list[int]:
+        """Shards whose primary has stood still for its standby for too long."""
+        return sorted(shard for shard, since_s in self._silent_since_s.items() if now_s - since_s >= limit_s)
+
+    def forget(self, shards: Iterable[int]) -> None:
+        """These have no standby any more."""
+        for shard in list(shards):
+            self.states.pop(shard, None)
+            self._homes.pop(shard, None)
+            self._silent_since_s.pop(shard, None)
+
+    def avoid(self, shard: int, task: str, until_s: float) -> None:
+        """Let another server hold the standby for some time."""
+        self._avoided[shard, task] = until_s
+
+    def avoided(self, shard: int, task: str, now_s: float) -> bool:
+        """Whether the server is not to hold it now."""
+        return now_s < self._avoided.get((shard, task), now_s)
+
+
+def _sentence(shard: ShardStatus, task: str, state: str, before: str) -> str:
+    if state == "synced":
+        return f"shard {shard.shard} is protected: its standby on {task} is whole"
+    if state == "silent":
+        return f"shard {shard.shard} stands still: its standby on {task} does not answer ({shard.standby_problem})"
+    if state in ("unprotected", "copying") and before in WHOLE:
+        return f"shard {shard.shard} is unprotected: its standby on {task} is copied anew ({shard.standby_problem})"
+    return ""

@@ -1,0 +1,83 @@
+"""What every data message is asked first: who sends it, in which history, on which lane."""
+
+from __future__ import annotations
+
+import contextlib
+
+from shardline.core.identity import Identity
+from shardline.core.outcome import Decision, Outcome
+from shardline.errors import UnreachableError
+from shardline.rpc.v1 import common_pb2
+from shardline_ps.control.authority import unknown_features
+from shardline_ps.data.attachments import Attachment, Attachments, Holder
+from shardline_ps.store import ParameterStore
+
+_TO_PROTO = {outcome: common_pb2.Outcome.Value(f"OUTCOME_{outcome.name}") for outcome in Outcome}
+
+
+def outcome_to_proto(outcome: Outcome) -> common_pb2.Outcome.ValueType:
+    """The proto value of the same name."""
+    return _TO_PROTO[outcome]
+
+
+def outcome_name(outcome: int) -> str:
+    """Lower-case name, such as "counted" for OUTCOME_COUNTED."""
+    return common_pb2.Outcome.Name(common_pb2.Outcome.ValueType(outcome)).removeprefix("OUTCOME_").lower()
+
+
+LANES = {
+    common_pb2.LANE_UNSPECIFIED: "grpc",
+    common_pb2.LANE_GRPC: "grpc",
+    common_pb2.LANE_TCP: "tcp",
+    common_pb2.LANE_SHM: "shm",
+}
+
+
+_LANE_NAMES: dict[int, str] = {int(number): name for number, name in LANES.items()}
+
+
+def lane_name(lane: int) -> str | None:
+    """Name of a lane; None for one of a later version."""
+    return _LANE_NAMES.get(lane)
+
+
+def attachment_of(attachments: Attachments, data: common_pb2.DataHeader) -> Attachment | None:
+    """The attachment that a message's bytes ride on; None = on its own stream. Raises UnreachableError."""
+    lane = lane_name(data.lane) or "grpc"
+    if lane == "grpc":
+        return None
+    return attachments.find(data.attachment, lane, holder_of(data))
+
+
+def drop_named(attachments: Attachments, data: common_pb2.DataHeader, reason: str) -> None:
+    """End the attachment that a message names, where it is its sender's: the number is known to who opened it alone."""
+    with contextlib.suppress(UnreachableError):
+        named = attachment_of(attachments, data)
+        if named is not None:
+            attachments.drop(named, reason)
+
+
+def holder_of(data: common_pb2.DataHeader) -> Holder:
+    """Who sent a message."""
+    return Holder(task=data.task, incarnation=data.incarnation, shard=data.shard)
+
+
+def admit_data(store: ParameterStore, data: common_pb2.DataHeader, *, init: bool) -> Decision:
+    """Whether a data message may be looked at at all."""
+    unknown = unknown_features(list(data.required_features))
+    if unknown:
+        return Decision(Outcome.REFUSED, f"this ps can't do what the message requires: {', '.join(unknown)}")
+    if lane_name(data.lane) is None:
+        return Decision(Outcome.REFUSED, f"lane number {data.lane} is unknown to this ps")
+    if data.stage:
+        return Decision(Outcome.REFUSED, f"the message is for pipeline stage {data.stage}; this job has none")
+    decision = store.authority.admit(
+        job=data.job,
+        timeline=data.timeline,
+        plan_id=data.plan_id,
+        who=Identity(data.task, data.incarnation, data.secret),
+        init=init,
+    )
+    if decision.outcome is Outcome.SERVED and data.shard not in store.shards:
+        return Decision(Outcome.REFUSED, f"shard {data.shard} is not hosted here; this ps has {sorted(store.shards)}")
+    return decision

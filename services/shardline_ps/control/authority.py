@@ -1,0 +1,95 @@
+"""Whom a ps obeys and whom it admits: terms, timelines, incarnations. Pure state; PROTOCOL 1.3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardline.core.identity import Identity
+from shardline.core.outcome import Decision, Outcome
+from shardline.security import holds
+
+PROTOCOL_MINOR = 1
+KNOWN_FEATURES = frozenset({"sync", "async", "voted", "cut", "restore"})
+
+
+@dataclass(frozen=True, order=True)
+class Term:
+    """A chief's start; 0 = no chief yet."""
+
+    number: int = 0
+    chief_uuid: str = ""
+
+
+@dataclass
+class Authority:
+    """The command a ps is under. Changed on the server's loop only."""
+
+    term: Term = field(default_factory=Term)
+    timeline: int = 0
+    active: bool = False
+    configured: bool = False
+    job: str = ""
+    plan_id: str = ""
+    members: Mapping[str, int] | None = None
+    """Living incarnations by task; None = everybody (no chief)."""
+    keys: Mapping[str, bytes] = field(default_factory=dict)
+    """SHA-256 of the secret of each living incarnation, by task; a task without one needs none."""
+
+    def lead(self, term: Term) -> bool:
+        """Take a higher term, or the same again; False where a newer chief (or another of this term) commands."""
+        if term.number > self.term.number or term == self.term:
+            self.term = term
+            return True
+        return False
+
+    def obeys(self, term: Term) -> Decision:
+        """Whether a command of this term is carried out."""
+        if term == self.term:
+            return Decision(Outcome.SERVED)
+        return Decision(
+            Outcome.REFUSED,
+            f"this ps obeys the chief of term {self.term.number}; the command is of term {term.number}",
+        )
+
+    def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:
+        """Whether a data message belongs to the history in force and comes from a living task."""
+        if not self.configured:
+            return Decision(Outcome.NOT_CONFIGURED, "this ps has no configuration yet")
+        if job != self.job:
+            return Decision(Outcome.REFUSED, f"this ps holds job {self.job!r}, the message is for {job!r}")
+        if timeline != self.timeline:
+            return Decision(
+                Outcome.WRONG_TIMELINE, f"the timeline is {self.timeline:#x}, the message says {timeline:#x}"
+            )
+        if plan_id != self.plan_id:
+            return Decision(Outcome.REFUSED, f"the plan is {self.plan_id}, the message was cut by {plan_id}")
+        fenced = self.fenced(who.task, who.incarnation)
+        if fenced is not None:
+            return fenced
+        if not holds(who.secret, self.keys.get(who.task, b"")):
+            return Decision(
+                Outcome.REFUSED,
+                f"the message is not from {who.task}: it lacks the secret that the chief gave to incarnation "
+                f"{who.incarnation:#x} of that task when it joined",
+            )
+        if not self.active and not init:
+            return Decision(Outcome.NOT_CONFIGURED, "this ps is being prepared and admits no training yet")
+        return Decision(Outcome.SERVED)
+
+    def fenced(self, task: str, incarnation: int) -> Decision | None:
+        """Why this life of a task counts no more; None where it does. May be asked from any thread."""
+        members = self.members
+        if members is None or members.get(task) == incarnation:
+            return None
+        known = members.get(task)
+        return Decision(
+            Outcome.FENCED,
+            f"{task} incarnation {incarnation:#x} is not admitted"
+            + (f", {known:#x} is" if known is not None else "; the chief has not (or no longer) listed it"),
+        )
+
+
+def unknown_features(required: list[str]) -> list[str]:
+    """Required features this version doesn't have."""
+    return sorted(set(required) - KNOWN_FEATURES)

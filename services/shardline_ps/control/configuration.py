@@ -1,0 +1,103 @@
+"""The memory that a configuration comes to. Pure. PROTOCOL 3.22."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from shardline.core.plan import ShardSpec
+from shardline.core.spec import TensorKind
+from shardline.rpc.messages.configuration import PsConfiguration
+from shardline.update import BucketRule
+from shardline_ps.memory.staging import floor_bytes, limit_bytes
+from shardline_ps.shard.cuts import HELD_CUTS
+from shardline_ps.shard.publication import num_areas
+
+
+def _hosted(configuration: PsConfiguration) -> list[ShardSpec]:
+    return [configuration.plan.shards[number] for number in configuration.shards]
+
+
+def value_bytes(configuration: PsConfiguration) -> int:
+    """Bytes of the published values, of both steps where they are kept: synchronous, and not frozen."""
+    sync = configuration.consistency.mode == "sync"
+    return sum(
+        bucket.nbytes * num_areas(bucket, sync=sync) for shard in _hosted(configuration) for bucket in shard.buckets
+    )
+
+
+def optimizer_bytes(configuration: PsConfiguration) -> int:
+    """Bytes of the whole optimizer state."""
+    total, cpu = 0, torch.device("cpu")
+    for shard in _hosted(configuration):
+        for bucket in shard.buckets:
+            if bucket.kind is TensorKind.PARAM:
+                rule = BucketRule(configuration.rule, configuration.schedule, bucket, configuration.plan.tensors, cpu)
+                total += rule.full_nbytes
+    return total
+
+
+def standby_bytes(configuration: PsConfiguration) -> int:
+    """Bytes of the standbys that this ps is to hold: each like the shard itself."""
+    if not configuration.standbys:
+        return 0
+    return planned_bytes(replace(configuration, shards=configuration.standbys, standbys=()))
+
+
+def planned_bytes(configuration: PsConfiguration) -> int:
+    """Bytes that shards and standbys hold from the first steps on: parameters and the whole optimizer state.
+
+    What comes and goes (contributions that wait for others, cuts that wait for the chief) is in memory_plan().
+    """
+    return value_bytes(configuration) + optimizer_bytes(configuration) + standby_bytes(configuration)
+
+
+def least_staging_bytes(configuration: PsConfiguration) -> int:
+    """The lowest limit of staging that a synchronous step can be promised to end with; 0 in asynchronous mode."""
+    consistency = configuration.consistency
+    if consistency.mode != "sync":
+        return 0
+    return floor_bytes(_hosted(configuration), configuration.replicas, voted=consistency.voted)
+
+
+def staging_limit(configuration: PsConfiguration, asked: int | None) -> int:
+    """The limit in force for a configuration; asked: what the user set."""
+    consistency = configuration.consistency
+    return limit_bytes(
+        _hosted(configuration),
+        configuration.replicas,
+        sync=consistency.mode == "sync",
+        voted=consistency.voted,
+        asked=asked,
+    )
+
+
+def memory_plan(configuration: PsConfiguration, *, staging: int | None = None, lanes: int = 0) -> dict[str, int]:
+    """Bytes that the shards may come to hold, by kind; their sum bounds the process but for its code.
+
+    "parameters" (both published steps), "optimizer", "cuts", "staging" (the limit in force), "lanes", and "standbys"
+    where there are any.
+    staging: the limit asked for. lanes: what lanes hold besides.
+    """
+    optimizer = optimizer_bytes(configuration)
+    image = sum(shard.nbytes for shard in _hosted(configuration)) + optimizer
+    return {
+        "parameters": value_bytes(configuration),
+        "optimizer": optimizer,
+        # Without a cadence the chief asks for one at a time.
+        "cuts": image * (HELD_CUTS if configuration.cut_every else 1),
+        "staging": staging_limit(configuration, staging),
+        "lanes": lanes,
+        **({"standbys": standby_bytes(configuration)} if configuration.standbys else {}),
+    }
+
+
+def memory_sentence(plan: Mapping[str, int], configuration: PsConfiguration) -> str:
+    """One line with the sum, such as "memory: parameters 2 x 64.0 MB, optimizer 0.0 MB; 128.0 MB in all"."""
+    one = sum(shard.nbytes for shard in _hosted(configuration))
+    times = "2 x " if one and plan["parameters"] == 2 * one else ""
+    parts = [f"parameters {times}{plan['parameters'] / (2 if times else 1) / 1e6:.1f} MB"]
+    parts += [f"{kind} {size / 1e6:.1f} MB" for kind, size in plan.items() if kind != "parameters"]
+    return f"memory: {', '.join(parts)}; {sum(plan.values()) / 1e6:.1f} MB in all"

@@ -1,0 +1,77 @@
+"""What a ps says of itself, as the message that every heartbeat carries."""
+
+from __future__ import annotations
+
+from shardline.rpc.v1 import parameter_server_pb2
+from shardline_ps.shard.shard import Shard
+from shardline_ps.standby.sender import Protection, Replicas
+from shardline_ps.store import ParameterStore
+
+STATES = {
+    Protection.NONE: parameter_server_pb2.STANDBY_STATE_UNSPECIFIED,
+    Protection.UNPROTECTED: parameter_server_pb2.STANDBY_STATE_UNPROTECTED,
+    Protection.COPYING: parameter_server_pb2.STANDBY_STATE_COPYING,
+    Protection.SYNCED: parameter_server_pb2.STANDBY_STATE_SYNCED,
+    Protection.SILENT: parameter_server_pb2.STANDBY_STATE_SILENT,
+}
+
+
+def ps_status(task: str, store: ParameterStore, replicas: Replicas) -> parameter_server_pb2.PsStatusReply:
+    """Steps, versions, cuts, standbys, traffic."""
+    authority = store.authority
+    reply = parameter_server_pb2.PsStatusReply(
+        task=task,
+        term=parameter_server_pb2.Term(number=authority.term.number, chief_uuid=authority.term.chief_uuid),
+        timeline=authority.timeline,
+        active=authority.active,
+        failure=store.failure,
+        shards=[_shard(shard, replicas) for _, shard in sorted(store.shards.items())],
+        standbys=[
+            parameter_server_pb2.StandbyStatus(
+                shard=number,
+                synced=held.synced,
+                record=held.record,
+                copy=held.copy,
+                bytes=held.nbytes,
+                appointment=held.appointment,
+            )
+            for number, held in sorted(store.standbys.items())
+        ],
+    )
+    with store.traffic_lock:
+        reply.traffic.CopyFrom(
+            parameter_server_pb2.Traffic(
+                push_raw_bytes=store.traffic.push_raw,
+                push_wire_bytes=store.traffic.push_wire,
+                pull_raw_bytes=store.traffic.pull_raw,
+                pull_wire_bytes=store.traffic.pull_wire,
+            )
+        )
+    return reply
+
+
+def _shard(shard: Shard, replicas: Replicas) -> parameter_server_pb2.ShardStatus:
+    standby = replicas.view(shard.number)
+    return parameter_server_pb2.ShardStatus(
+        shard=shard.number,
+        step_min=shard.step_min,
+        step_max=shard.step_max,
+        version=shard.version,
+        initialized=shard.initialized,
+        cuts=[
+            parameter_server_pb2.HeldCut(step=step, complete=complete, skipped=skipped)
+            for step, complete, skipped in shard.cuts.status()
+        ],
+        pushes=shard.tally.pushes,
+        staleness_sum=shard.tally.staleness_sum,
+        staleness_max=shard.tally.staleness_max,
+        skipped_steps=shard.tally.skipped_steps,
+        waiting_for=shard.waiting_for() if shard.is_sync else (),
+        bytes=shard.held_bytes,
+        duplicate_mismatches=shard.tally.duplicate_mismatches,
+        standby=STATES[standby.state],
+        standby_task=standby.task,
+        standby_record=standby.record,
+        standby_silent_s=standby.silent_s,
+        standby_problem=standby.problem,
+    )

@@ -1,0 +1,202 @@
+"""Lanes that workers opened to this ps besides the gRPC stream: who holds which, and what one has to do.
+
+An attachment belongs to one incarnation of one worker and to one shard. It changes no state: references in the calls
+say what its bytes are, and the calls' replies say what became of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from shardline.core.tensor_bytes import Buffer
+from shardline.errors import UnreachableError
+from shardline.lanes.base import LaneUnavailable
+from shardline_ps.shard.shard import Shard
+
+log = logging.getLogger("shardline.ps")
+MAX_ATTACHMENTS = 4096
+"""Per ps; far above what a cluster has, so that a client gone wrong can't fill the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Whose attachment it is."""
+
+    task: str
+    incarnation: int
+    shard: int
+
+
+class Ticket(Protocol):
+    """One referred bucket on its way in. Used on the server's loop."""
+
+    @property
+    def memory(self) -> memoryview:
+        """The encoded bytes, valid when done."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """All bytes are there, or never will be: then wait() raises."""
+        ...
+
+    async def wait(self) -> None:
+        """Return when all bytes are there. Raises UnreachableError where the attachment broke or is late."""
+        ...
+
+
+class Attachment(Protocol):
+    """One open lane, as push and pull see it. Used on the server's loop, unless a method says otherwise."""
+
+    lane: str
+    holder: Holder
+    borrowed: bool
+    """The bytes of a push lie in memory that the worker writes again after the step: never to be written here."""
+    window: int
+    """Buckets of a push to expect at once, at most."""
+
+    def expect(self, offset: int, nbytes: int) -> Ticket:
+        """The next referred bucket of a push. Raises ProtocolError where it can't lie there."""
+        ...
+
+    def published(self, bucket: int, step: int) -> tuple[int, int] | None:
+        """(area, offset) at which the worker itself sees theta_step of a bucket; None = its bytes have to be sent."""
+        ...
+
+    def reply_slot(self, bucket: int, nbytes: int) -> tuple[int, memoryview] | None:
+        """(offset in area 2, memory) that the worker can read, for bytes made for it; None = send() them.
+
+        May be called from any thread. The worker has read what was there before: it asks for one pull at a time.
+        """
+        ...
+
+    async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
+        """Send bytes after those sent before; returns when they are queued and the queue is short enough.
+
+        intact() is asked when they have left: False = what was sent was overwritten meanwhile, and the attachment is
+        broken so that nobody uses it.
+        """
+        ...
+
+    def abort(self, reason: str) -> None:
+        """A push or pull ended in mid-transfer: what is under way means nothing any more. May be called twice."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; waiting tickets raise. May be called twice."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What a worker needs to take its side of a new attachment."""
+
+    attachment: Attachment
+    port: int = 0
+    up_token: bytes = b""
+    down_token: bytes = b""
+    socket: str = ""
+    token: bytes = b""
+
+
+class LaneOffer(Protocol):
+    """One kind of lane that this ps offers."""
+
+    lane: str
+
+    def open(self, holder: Holder, shard: Shard, loop: asyncio.AbstractEventLoop) -> Opening:
+        """Prepare an attachment; the worker's sockets come later. Raises LaneUnavailable with a sentence."""
+        ...
+
+    def close(self) -> None:
+        """Take no more sockets."""
+        ...
+
+
+class Attachments:
+    """All attachments of one ps, by number. Used on the server's loop."""
+
+    def __init__(self) -> None:
+        self._offers: dict[str, LaneOffer] = {}
+        self._held: dict[int, Attachment] = {}
+        # Numbers of an earlier life of this ps mean nothing here, and can't be mistaken for ours.
+        self._numbers = itertools.count(secrets.randbits(48) + 1)
+
+    def offer(self, offer: LaneOffer) -> None:
+        """Offer a lane from now on."""
+        self._offers[offer.lane] = offer
+
+    @property
+    def lanes(self) -> list[str]:
+        """Lanes offered besides grpc."""
+        return sorted(self._offers)
+
+    def count(self) -> Mapping[str, int]:
+        """Open attachments by lane."""
+        counts = dict.fromkeys(self._offers, 0)
+        for attachment in self._held.values():
+            counts[attachment.lane] = counts.get(attachment.lane, 0) + 1
+        return counts
+
+    def open(self, lane: str, holder: Holder, shard: Shard, loop: asyncio.AbstractEventLoop) -> tuple[int, Opening]:
+        """Prepare an attachment in place of the holder's earlier one on this shard. Raises LaneUnavailable."""
+        offer = self._offers.get(lane)
+        if offer is None:
+            raise LaneUnavailable(f"this ps offers the lanes grpc, {', '.join(self.lanes) or 'and no other'}")
+        for number, held in list(self._held.items()):
+            if held.holder.task == holder.task and held.holder.shard == holder.shard:
+                self._drop(number, "its worker opened another lane")
+        if len(self._held) >= MAX_ATTACHMENTS:
+            raise LaneUnavailable(f"this ps holds {len(self._held)} attachments already, its limit")
+        opening = offer.open(holder, shard, loop)
+        number = next(self._numbers)
+        self._held[number] = opening.attachment
+        return number, opening
+
+    def find(self, number: int, lane: str, holder: Holder) -> Attachment:
+        """The attachment of this number; raises UnreachableError where its holder has to open one anew."""
+        attachment = self._held.get(number)
+        if attachment is None or attachment.holder != holder or attachment.lane != lane:
+            raise UnreachableError(
+                f"attachment {number:#x} ({lane}) of {holder.task} to shard {holder.shard} is not open here; "
+                f"open it again"
+            )
+        return attachment
+
+    def drop(self, attachment: Attachment, reason: str) -> None:
+        """End one attachment, whoever holds it."""
+        for number, held in list(self._held.items()):
+            if held is attachment:
+                self._drop(number, reason)
+
+    def keep_only(self, members: Mapping[str, int] | None) -> None:
+        """End the attachments of incarnations that are not in the table of the living."""
+        if members is None:
+            return
+        for number, held in list(self._held.items()):
+            if members.get(held.holder.task) != held.holder.incarnation:
+                self._drop(number, "its worker is fenced")
+
+    def drop_all(self, reason: str) -> None:
+        """End all of them."""
+        for number in list(self._held):
+            self._drop(number, reason)
+
+    def _drop(self, number: int, reason: str) -> None:
+        attachment = self._held.pop(number)
+        log.debug("attachment %#x (%s) of %s ends: %s", number, attachment.lane, attachment.holder.task, reason)
+        attachment.abort(reason)
+        attachment.close()
+
+    def close(self) -> None:
+        """End everything."""
+        self.drop_all("this ps ends")
+        for offer in self._offers.values():
+            offer.close()
+        self._offers.clear()

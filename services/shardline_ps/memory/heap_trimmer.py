@@ -1,0 +1,113 @@
+"""Memory that was freed and that the system has not got back.
+
+The allocator keeps freed blocks, since messages of some megabytes would fault their pages in anew each time. Most holes
+are filled by what comes next. Some are not: torch asks for aligned memory, for which glibc wants a hole a little larger
+than the block that left it, and small objects made in between sit at its ends. An optimizer that makes its state and
+working memory bucket after bucket can so leave more holes than it has state. Now and then they are measured, and where
+they are more than they may be, all of them are given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardline.host import allocator
+
+log = logging.getLogger("shardline.ps")
+LOOK_S = 0.01
+"""How often the memory of the process is looked at, at most."""
+LATEST_S = 1.0
+"""When holes are measured even though the process has not grown."""
+GROWN_BYTES = 16 << 20
+"""Growth after which they are measured before that."""
+SPARE_BYTES = 64 << 20
+"""What holes may come to besides room in staging that nobody uses."""
+
+
+@dataclass
+class Rule:
+    """When holes are too many. Pure."""
+
+    spare: int = SPARE_BYTES
+    left: int = 0
+    """What could not be given back the last time: it only looks like holes."""
+
+    def too_many(self, holes: int, room: int) -> bool:
+        """Whether to give back; room: bytes that staging may still come to hold."""
+        self.left = max(0, min(self.left, holes))
+        return holes - self.left > self.spare + max(0, room)
+
+
+class Holes:
+    """Measures the holes of this process, and gives them back. Thread-safe; nobody waits for another.
+
+    room: bytes that staging may still come to hold: what was freed of them will be taken again.
+    """
+
+    def __init__(
+        self,
+        room: Callable[[], int],
+        *,
+        private: Callable[[], int | None] = allocator.private_bytes,
+        taken: Callable[[], int | None] = allocator.taken_bytes,
+        trim: Callable[[], bool] = allocator.give_back,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._room = room
+        self._private = private
+        self._taken = taken
+        self._trim = trim
+        self._now_s = now_s
+        self._rule = Rule()
+        self._busy = threading.Lock()
+        self._next_s = 0.0
+        self._latest_s = 0.0
+        self._grown = 0
+        """Private memory at which holes are measured before their time."""
+        self.given_back = 0
+        """How often."""
+        held, known = private(), taken()
+        self.known = held is not None and known is not None
+        """Whether this system and its allocator can tell."""
+        # What else the process has: code, stacks, Python's objects.
+        self._base = (held or 0) - (known or 0)
+
+    def look(self) -> None:
+        """Give holes back where there are too many. Cheap: does nothing most of the time."""
+        if self.known and self._now_s() >= self._next_s and self._busy.acquire(blocking=False):
+            try:
+                self._look()
+            finally:
+                self._busy.release()
+
+    def give_back(self) -> None:
+        """Give them back however few they are: what follows needs other memory than what came before."""
+        if self.known:
+            with self._busy:
+                self._give_back()
+
+    def _look(self) -> None:
+        now_s = self._now_s()
+        self._next_s = now_s + LOOK_S
+        private = self._private() or 0
+        if private < self._grown and now_s < self._latest_s:
+            return
+        self._latest_s = now_s + LATEST_S
+        holes = self._holes(private)
+        if self._rule.too_many(holes, self._room()):
+            self._give_back()
+            private = self._private() or 0
+            log.debug("%.1f MB of freed memory went back to the system", (holes - self._holes(private)) / 1e6)
+        self._grown = private + GROWN_BYTES
+
+    def _give_back(self) -> None:
+        self._trim()
+        self.given_back += 1
+        self._rule.left = max(0, self._holes(self._private() or 0))
+
+    def _holes(self, private: int) -> int:
+        return private - self._base - (self._taken() or 0)

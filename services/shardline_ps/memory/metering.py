@@ -1,0 +1,115 @@
+"""A ps's figures for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardline.errors import NonFiniteError
+from shardline.observability.metrics import Metrics
+from shardline_ps.control.admission import outcome_name
+from shardline_ps.data.push_receiver import PushResult
+from shardline_ps.store import ParameterStore
+
+
+class Meter:
+    """Counts pushes as they end, and takes the rest from the status that every heartbeat carries."""
+
+    def __init__(self, metrics: Metrics, store: ParameterStore) -> None:
+        self._metrics = metrics
+        self._store = store
+        self._seen: dict[str, int] = {}
+        self._held_standbys: set[int] = set()
+        self._followed: set[int] = set()
+        """Shards whose standbys were told of, here and elsewhere."""
+        store.on_pulled = self._pulled
+        store.on_barrier = self._waited
+        store.on_applied = self._applied
+        store.staging.on_wait = self._kept_waiting
+
+    def pushed(self, result: PushResult) -> None:
+        """A push has ended."""
+        metrics, lane = self._metrics, result.lane
+        outcome = outcome_name(result.ack.outcome)
+        metrics.counter("shardline_pushes_total", peer=result.task or "not admitted", outcome=outcome).inc()
+        if outcome == "fenced":
+            metrics.counter("shardline_fenced_messages_total", peer=result.task or "not admitted").inc()
+        if not result.task:
+            return
+        metrics.counter("shardline_push_raw_bytes_total", peer=result.task, codec=result.codec, lane=lane).inc(
+            result.raw_bytes
+        )
+        metrics.counter("shardline_push_wire_bytes_total", peer=result.task, codec=result.codec, lane=lane).inc(
+            result.wire_bytes
+        )
+        metrics.histogram("shardline_push_seconds", peer=result.task).observe(result.seconds)
+        if outcome == "applied":
+            metrics.histogram("shardline_staleness_updates", shard=result.shard).observe(result.ack.staleness)
+
+    def _pulled(self, peer: str, codec: str, lane: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
+        metrics = self._metrics
+        metrics.counter("shardline_pull_raw_bytes_total", peer=peer, codec=codec, lane=lane).inc(raw_bytes)
+        metrics.counter("shardline_pull_wire_bytes_total", peer=peer, codec=codec, lane=lane).inc(wire_bytes)
+        metrics.histogram("shardline_pull_seconds", peer=peer).observe(seconds)
+
+    def refused(self, method: str, error: Exception) -> None:
+        """A message was answered with an error."""
+        self._metrics.counter("shardline_refused_messages_total", method=method).inc()
+        if isinstance(error, NonFiniteError):
+            self._metrics.counter("shardline_nonfinite_total", what="gradient").inc()
+
+    def _waited(self, shard: int, wait_s: float) -> None:
+        self._metrics.histogram("shardline_barrier_wait_seconds", shard=shard).observe(wait_s)
+
+    def _applied(self, shard: int, seconds: float) -> None:
+        self._metrics.histogram("shardline_apply_seconds", shard=shard).observe(seconds)
+
+    def _kept_waiting(self, wait_s: float) -> None:
+        self._metrics.histogram("shardline_staging_wait_seconds").observe(wait_s)
+
+    def _raise_to(self, name: str, total: int) -> None:
+        """Bring a counter up to a total that another part keeps."""
+        self._metrics.counter(name).inc(max(0, total - self._seen.get(name, 0)))
+        self._seen[name] = max(total, self._seen.get(name, 0))
+
+    def _standbys(self, reply: Any) -> None:
+        """What this ps holds for others, and how far others are behind its own; 0 where there is none any more."""
+        held = {item.shard: (int(item.synced), item.bytes) for item in reply.standbys}
+        logs = {number: shard.log for number, shard in self._store.shards.items()}
+        lags = {number: log.lag for number, log in logs.items() if log is not None}
+        self._held_standbys |= held.keys()
+        self._followed |= lags.keys()
+        for shard in self._held_standbys:
+            synced, nbytes = held.get(shard, (0, 0))
+            self._metrics.gauge("shardline_ps_standby_synced", shard=shard).set(synced)
+            self._metrics.gauge("shardline_ps_standby_bytes", shard=shard).set(nbytes)
+        for shard in self._followed:
+            self._metrics.gauge("shardline_ps_standby_lag_records", shard=shard).set(lags.get(shard, 0))
+
+    def observed(self, status: Callable[[], Any]) -> Callable[[], Any]:
+        """The status function, with the gauges set from what it says."""
+
+        def observe() -> Any:
+            reply = status()
+            metrics = self._metrics
+            for item in reply.shards:
+                metrics.gauge("shardline_shard_version", shard=item.shard).set(item.version)
+                metrics.gauge("shardline_shard_step", shard=item.shard).set(item.step_min)
+            if reply.shards:
+                metrics.gauge("shardline_step").set(min(item.step_min for item in reply.shards))
+                self._raise_to("shardline_skipped_steps_total", max(item.skipped_steps for item in reply.shards))
+                mismatches = sum(item.duplicate_mismatches for item in reply.shards)
+                self._raise_to("shardline_duplicate_mismatches_total", mismatches)
+                cuts = sum(shard.cuts.skipped_total for shard in self._store.shards.values())
+                self._raise_to("shardline_cuts_skipped_total", cuts)
+            self._standbys(reply)
+            for kind, held in self._store.held_by_kind().items():
+                metrics.gauge("shardline_held_bytes", kind=kind).set(held)
+            for lane, attachments in self._store.lane_attachments().items():
+                metrics.gauge("shardline_lane_attachments", lane=lane).set(attachments)
+            metrics.gauge("shardline_staging_bytes").set(self._store.staging.in_use)
+            metrics.gauge("shardline_staging_limit_bytes").set(self._store.staging.limit)
+            metrics.counter("shardline_heartbeats_total", peer="chief").inc()
+            return reply
+
+        return observe

@@ -1,0 +1,211 @@
+"""One bucket: two published parameter buffers by step, optimizer state, contributions. PROTOCOL 1.4, 1.9."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+
+from shardline.core.contributions import Contributions, Partial, scaled
+from shardline.core.image import VALUE, BucketImage
+from shardline.core.plan import BucketSpec
+from shardline.core.spec import DTYPES, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
+from shardline.errors import CheckpointError, ProtocolError
+from shardline.update import BucketRule
+
+
+class Bucket:
+    """Values of one bucket at `step` and at `step` - 1, and what the open step has gathered so far.
+
+    All methods but the constructor need the lock held, unless they say otherwise. theta_t lives in pub[t & 1] until
+    step t + 1 is applied, which needs every replica to have pushed t + 1 and so to hold theta_{t+1}: that is why a
+    worker lost in mid-step can be replaced.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        number: int,
+        spec: BucketSpec,
+        tensors: tuple[TensorSpec, ...],
+        rule: RuleSpec,
+        schedule: ScheduleSpec,
+        *,
+        replicas: int,
+        pub: tuple[torch.Tensor, torch.Tensor],
+        on_held: Callable[[int], None] = lambda difference: None,
+    ) -> None:
+        """pub: where the values live (zeros of the bucket's length and dtype), by step & 1; twice the same where one
+        step at a time is enough. on_held(difference) is told when the bytes of partial sums change.
+        """
+        self.lock = threading.Lock()
+        self.shard = shard
+        self.number = number
+        self.spec = spec
+        self.device = device = pub[0].device
+        self.step = 0
+        self.version = 0
+        self.oldest = 0
+        """Step at which the values came by Init or Restore: what came before it was never published here."""
+        self.overwritten = -1
+        """Highest step whose values may be written over by now; read without the lock."""
+        self.restored = 0
+        """How often all values were replaced."""
+        self.changed_step = 0
+        """Lowest s with theta_s == ... == theta_step: a holder of theta_s or later needs no bytes."""
+        self.initialized = False
+        self.contributions = Contributions(spec, replicas, on_held=on_held)
+        self.hyper: Mapping[str, float] | None = None
+        """Hyper-parameters of the bucket's group for the open step, from replica 0; None = the job's own."""
+        self.group = tensors[spec.slices[0].tensor].group
+        self.names = tuple(tensors[piece.tensor].name for piece in spec.slices)
+        self._pub = pub
+        self.pending: object | None = None
+        """theta_{step+1} is made and waits for the standby to hold it too; names the record."""
+        self.rule: BucketRule | None = None
+        self._make_rule: Callable[[], BucketRule | None] = lambda: (
+            BucketRule(rule, schedule, spec, tensors, device) if spec.kind is TensorKind.PARAM else None
+        )
+        self.rule = self._make_rule()
+
+    @property
+    def values(self) -> torch.Tensor:
+        """theta_step, flat."""
+        return self._pub[self.step & 1]
+
+    def values_at(self, step: int) -> torch.Tensor:
+        """theta_step or theta_{step-1}; the caller asked serve_pull first."""
+        return self._pub[step & 1]
+
+    def previous(self) -> torch.Tensor | None:
+        """theta_{step-1}, without elements where it equals theta_step; None where it was never published here.
+
+        Nothing may be pending.
+        """
+        if self.step <= self.oldest:
+            return None
+        return self._pub[(self.step - 1) & 1] if self.changed_step == self.step else self._pub[0][:0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both buffers and the optimizer state."""
+        size = self.spec.nbytes * (1 if self._pub[0] is self._pub[1] else 2)
+        return size + (self.rule.nbytes if self.rule is not None else 0)
+
+    def initialize(self, values: torch.Tensor) -> bool:
+        """First values; False where there were some already."""
+        if self.initialized:
+            return False
+        for buffer in self._pub:
+            buffer.copy_(values)
+        self._zero_padding()
+        self.initialized = True
+        return True
+
+    def _zero_padding(self) -> None:
+        """Padding is part of every flat update, so it has to be numbers that stay finite: zeros."""
+        ends = [*(piece.offset for piece in self.spec.slices[1:]), self.spec.elements]
+        for piece, end in zip(self.spec.slices, ends, strict=True):
+            for buffer in self._pub:
+                buffer[piece.end : end].zero_()
+
+    def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False) -> None:
+        """Make theta_{step+1} from theta_step and the mean gradient, and publish it. The commit point of the step."""
+        self.publish(self.compute(total, scale=scale, skip=skip), skip=skip)
+
+    def compute(self, total: Partial, *, scale: float = 1.0, skip: bool = False) -> bool:
+        """Make theta_{step+1} beside theta_step; returns whether they differ. publish() has to follow."""
+        source, target = self._pub[self.step & 1], self._pub[(self.step + 1) & 1]
+        # Before the first byte is written over theta_{step-1}.
+        self.overwritten = self.step - 1
+        # Equal buffers need no copy; a rule that writes beside the values needs none either.
+        differ = self.changed_step == self.step and target is not source
+        changed = not skip and self._update(target, total, scale, source if differ else None)
+        if differ and not changed:
+            target.copy_(source)
+        return changed
+
+    def publish(self, changed: bool, *, skip: bool = False) -> None:
+        """What compute() has made is theta_step from now on."""
+        self.version += not skip
+        if changed:
+            self.changed_step = self.step + 1
+        # Last of what a pull looks at: readers without the lock take what the step says as published, and would take
+        # a bucket that has just changed for unchanged.
+        self.step += 1
+        self.hyper = None
+        self.contributions.clear()
+
+    def _update(self, target: torch.Tensor, total: Partial, scale: float, source: torch.Tensor | None) -> bool:
+        """Make the new values; source: the old ones, None where the target has them. False: the target is untouched."""
+        if total.values is None or not any(total.present):
+            return False
+        if self.spec.kind is TensorKind.BUFFER:
+            if source is not None:
+                target.copy_(source)
+            for piece, assigned in zip(self.spec.slices, total.present, strict=True):
+                if assigned:
+                    target[piece.offset : piece.end].copy_(total.values[piece.offset : piece.end])
+            return True
+        if self.rule is None:
+            return False
+        values = scaled(total, scale).values
+        assert values is not None
+        return self.rule.apply(target, values, clock=self.step, source=source, present=total.present, hyper=self.hyper)
+
+    def image(self) -> BucketImage:
+        """A copy of everything, for a cut."""
+        tensors = {VALUE: self.values.detach().to("cpu", copy=True)}
+        scalars: dict[str, tuple[float, ...]] = {}
+        initialized: tuple[bool, ...] = (False,) * len(self.spec.slices)
+        if self.rule is not None:
+            states, scalars, initialized = self.rule.export()
+            tensors.update(states)
+        return BucketImage(
+            shard=self.shard,
+            bucket=self.number,
+            step=self.step,
+            version=self.version,
+            tensors=tensors,
+            scalars=scalars,
+            initialized=initialized,
+        )
+
+    def rule_of(self, image: BucketImage) -> BucketRule | None:
+        """The rule with an image's state; raises ProtocolError or CheckpointError where the image doesn't fit."""
+        values = image.tensors[VALUE]
+        if values.numel() != self.spec.elements or values.dtype != DTYPES[self.spec.dtype]:
+            raise ProtocolError(
+                f"shard {self.shard}, bucket {self.number}: image of {values.numel()} {values.dtype} elements, "
+                f"the plan says {self.spec.elements} {self.spec.dtype}"
+            )
+        states = {name: tensor for name, tensor in image.tensors.items() if name != VALUE}
+        rule = self._make_rule()
+        if rule is not None:
+            flags = (tuple(image.initialized) + (False,) * len(self.spec.slices))[: len(self.spec.slices)]
+            rule.load(states, dict(image.scalars), flags)
+        elif states:
+            raise CheckpointError(
+                f"shard {self.shard}, bucket {self.number}: image has optimizer state for a bucket without a rule"
+            )
+        return rule
+
+    def restore(self, image: BucketImage, rule: BucketRule | None, *, previous: torch.Tensor | None = None) -> None:
+        """Become what an image says; rule: from rule_of(). previous: as from previous()."""
+        self.rule = rule
+        self.restored += 1
+        self.pending = None
+        for buffer in self._pub:
+            buffer.copy_(image.tensors[VALUE])
+        self._zero_padding()
+        self.step, self.version = image.step, image.version
+        self.oldest = self.changed_step = image.step
+        self.overwritten = image.step - 1
+        if previous is not None:
+            if previous.numel() and self._pub[0] is not self._pub[1]:
+                self._pub[(image.step - 1) & 1].copy_(previous)
+            self.oldest, self.overwritten = image.step - 1, image.step - 2
+        self.contributions.clear()
+        self.hyper = None
+        self.initialized = True

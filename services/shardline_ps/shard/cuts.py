@@ -1,0 +1,143 @@
+"""Cuts of one shard: copies of all buckets at one step, held until the chief has fetched them. PROTOCOL 1.7."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from shardline.core.image import BucketImage, WorkerSequence
+from shardline.errors import ProtocolError
+
+HELD_CUTS = 2
+"""Copies kept at a time: one that the chief fetches, one of the next cut."""
+
+
+@dataclass
+class HeldCut:
+    """Images gathered so far for one step."""
+
+    step: int
+    images: dict[int, BucketImage] = field(default_factory=dict)
+    skipped: bool = False
+    """The budget was spent when the first bucket got there; nothing is kept."""
+    sequences: Mapping[str, WorkerSequence] = field(default_factory=dict)
+    """Asynchronous mode: the push of each worker that is the last one in the images."""
+
+    def in_order(self) -> list[BucketImage]:
+        """The images by bucket."""
+        return [self.images[number] for number in sorted(self.images)]
+
+
+class CutBook:
+    """Which steps are to be cut and what is held. Thread-safe; buckets call offer() under their own lock."""
+
+    def __init__(self, num_buckets: int, every: int, *, budget: int = HELD_CUTS) -> None:
+        self._lock = threading.Lock()
+        self._num_buckets = num_buckets
+        self._every = every
+        self._budget = budget
+        self._requested: set[int] = set()
+        self._held: dict[int, HeldCut] = {}
+        self._released = -1
+        """Highest step released. A bucket that gets there later makes no copy that could never be completed."""
+        self.skipped_total = 0
+
+    def request(self, step: int) -> None:
+        """Cut at this step too, whatever the budget."""
+        with self._lock:
+            self._requested.add(step)
+
+    def wanted(self, step: int) -> bool:
+        """Whether a bucket that reaches `step` has to be copied."""
+        with self._lock:
+            if step in self._requested:
+                held = self._held.get(step)
+                return held is None or not held.skipped
+            if not self._on_cadence(step) or step <= self._released:
+                return False
+            held = self._held.get(step)
+            if held is None:
+                held = self._held[step] = HeldCut(step)
+                # One decision per shard and step, made by the first bucket that gets there.
+                if sum(not cut.skipped for cut in self._held.values()) > self._budget:
+                    held.skipped = True
+                    self.skipped_total += 1
+            return not held.skipped
+
+    def _on_cadence(self, step: int) -> bool:
+        return self._every > 0 and step > 0 and step % self._every == 0
+
+    def withdraw(self, step: int) -> None:
+        """Forget a request that came too late, and the copies that were made for it alone."""
+        with self._lock:
+            self._requested.discard(step)
+            if not self._on_cadence(step):
+                self._held.pop(step, None)
+
+    def store(self, image: BucketImage) -> None:
+        """Keep one bucket's copy."""
+        with self._lock:
+            self._held.setdefault(image.step, HeldCut(image.step)).images[image.bucket] = image
+
+    def store_all(self, step: int, images: list[BucketImage], sequences: Mapping[str, WorkerSequence]) -> None:
+        """Keep a cut whose buckets were copied at one instant (asynchronous mode) under the chief's number.
+
+        sequences: of the same instant, by task.
+        """
+        with self._lock:
+            self._held[step] = HeldCut(
+                step, {image.bucket: image for image in images}, sequences=MappingProxyType(dict(sequences))
+            )
+
+    def whole(self, step: int) -> HeldCut | None:
+        """The cut where all its images are there (it changes no more), else None."""
+        with self._lock:
+            held = self._held.get(step)
+            return held if held is not None and len(held.images) == self._num_buckets else None
+
+    def get(self, step: int) -> list[BucketImage] | None:
+        """Images by bucket where all are there, else None."""
+        held = self.whole(step)
+        return held.in_order() if held is not None else None
+
+    def release(self, step: int) -> int:
+        """Forget the cuts up to this step, for good; returns how many were held."""
+        with self._lock:
+            self._released = max(self._released, step)
+            gone = [number for number in self._held if number <= step]
+            for number in gone:
+                del self._held[number]
+            self._requested = {number for number in self._requested if number > step}
+            return len(gone)
+
+    def clear(self) -> None:
+        """Forget everything (a new timeline)."""
+        with self._lock:
+            self._held.clear()
+            self._requested.clear()
+            self._released = -1
+
+    def status(self) -> list[tuple[int, bool, bool]]:
+        """(step, complete, skipped) of each cut."""
+        with self._lock:
+            return [
+                (cut.step, len(cut.images) == self._num_buckets, cut.skipped)
+                for cut in sorted(self._held.values(), key=lambda cut: cut.step)
+            ]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all held copies."""
+        with self._lock:
+            return sum(image.nbytes for cut in self._held.values() for image in cut.images.values())
+
+
+def check_images(shard: int, buckets: int, images: Sequence[BucketImage], *, sync: bool) -> None:
+    """Raise ProtocolError where images are not one of each bucket, at one step in synchronous mode."""
+    numbers = [image.bucket for image in images]
+    if sorted(numbers) != list(range(buckets)):
+        raise ProtocolError(f"shard {shard} has {buckets} buckets, the images are of {numbers}")
+    if sync and len({image.step for image in images}) > 1:
+        raise ProtocolError(f"shard {shard}: images of different steps make no consistent cut")

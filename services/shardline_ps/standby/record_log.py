@@ -1,0 +1,264 @@
+"""A primary's side of its standby, without a network: what is recorded, and what waits for the standby. PROTOCOL 1.8.
+
+Whatever a record contains is published, and answers are given, when the standby has acknowledged the record. While a
+standby is copied, bucket by bucket, the copied ones are recorded already; from the mark behind the last one the standby
+may be promoted, so from then on nothing goes out without it until the chief says that the primary goes on alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardline.core.image import BucketImage
+from shardline.core.records import Applied, AppliedPush, Digest, Image, Mark, Part, Record
+from shardline.core.tensor_bytes import digest, tensor_bytes
+from shardline.errors import UnreachableError
+from shardline.rpc.messages.records import PREVIOUS, Frame
+from shardline_ps.shard.bucket import Bucket
+
+DIGEST_EVERY = 100
+"""Records between two comparisons of what both sides hold."""
+Release = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """An entry of the stream, and the number up to which it brings the standby."""
+
+    number: int
+    frame: Frame
+
+
+class ReplicaLog:
+    """Records of one shard for one standby. Thread-safe; a leaf among the locks.
+
+    on_entry: called when there is something to send, from any thread, with locks held.
+    run: runs releases; they take the locks of buckets.
+    """
+
+    def __init__(self, *, on_entry: Callable[[], None], run: Callable[[Release], None]) -> None:
+        self._lock = threading.Lock()
+        self._on_entry = on_entry
+        self._run = run
+        self.copy = 0
+        """Names the copy under way; 0 = none."""
+        self.marked = False
+        """All buckets are on their way: the standby may be promoted."""
+        self.sent = 0
+        self.acked = 0
+        self._copied: set[int] = set()
+        self._unsent: deque[Sent] = deque()
+        self._unacked: deque[Sent] = deque()
+        self._held: deque[tuple[int, Release]] = deque()
+        self._waiting: dict[asyncio.Future[None], int] = {}
+        self._since_digest = 0
+        self._digest_bucket = 0
+
+    @property
+    def lag(self) -> int:
+        """Records made and not acknowledged."""
+        with self._lock:
+            return max(0, self.sent - self.acked)
+
+    # Recording
+
+    def record(
+        self,
+        parts: Sequence[Part],
+        release: Release | None = None,
+        *,
+        scale: float = 1.0,
+        skip: bool = False,
+        verdict: Applied | None = None,
+        push: AppliedPush | None = None,
+    ) -> int | None:
+        """Send a decision about these buckets; release() runs once it is acknowledged.
+
+        None where no bucket of them is copied: nothing is recorded, and nothing has to wait. No parts: a push that
+        changes numbers only.
+        """
+        with self._lock:
+            told = tuple(part for part in parts if part.bucket in self._copied)
+            if not self._copied or (parts and not told):
+                return None
+            number = self.sent + 1
+            self._append(number, Record(number=number, parts=told, scale=scale, skip=skip, verdict=verdict, push=push))
+            if release is not None:
+                self._held.append((number, release))
+            return number
+
+    def image(self, copy: int, bucket: int, image: BucketImage) -> bool:
+        """Send a bucket as it is; from now on it is recorded. The caller keeps it from changing meanwhile.
+
+        False where this copy was given up.
+        """
+        with self._lock:
+            if copy != self.copy:
+                return False
+            number = self.sent + 1
+            self._append(number, Image(number=number, image=image))
+            self._copied.add(bucket)
+            return True
+
+    def mark(self, copy: int, *, pushes: Sequence[AppliedPush] = (), verdict: Applied | None = None) -> None:
+        """Say that all buckets are copied; the caller keeps the shard from changing meanwhile."""
+        with self._lock:
+            if copy == self.copy:
+                number = self.sent + 1
+                self.marked = True
+                self._append(number, Mark(number=number, pushes=tuple(pushes), verdict=verdict))
+
+    def compare(self, number: int, bucket: int, values: torch.Tensor) -> None:
+        """Now and then have the standby compare a bucket as it is right after record `number`; each in its turn.
+
+        The caller keeps the bucket from changing meanwhile.
+        """
+        with self._lock:
+            self._since_digest += 1
+            due = self._since_digest >= DIGEST_EVERY and bucket == self._digest_bucket % max(1, len(self._copied))
+            # A bucket that isn't copied belongs to a record of the copy before.
+            if not due or bucket not in self._copied:
+                return
+            self._since_digest = 0
+            self._digest_bucket += 1
+            copy = self.copy
+        found = digest(tensor_bytes(values.cpu()))
+        with self._lock:
+            # Not where the copy that the record belonged to was given up.
+            if copy == self.copy:
+                self._send(number, Digest(number=number, bucket=bucket, digest=found))
+
+    def _append(self, number: int, frame: Frame) -> None:
+        self.sent = number
+        self._send(number, frame)
+
+    def _send(self, number: int, frame: Frame) -> None:
+        self._unsent.append(Sent(number, frame))
+        self._on_entry()
+
+    # The stream
+
+    def take(self) -> Sent | None:
+        """The next entry to send."""
+        with self._lock:
+            if not self._unsent:
+                return None
+            entry = self._unsent.popleft()
+            self._unacked.append(entry)
+            return entry
+
+    def acknowledge(self, copy: int, number: int) -> None:
+        """The standby holds everything up to this number."""
+        with self._lock:
+            if copy != self.copy or number > self.sent:
+                return
+            self.acked = max(self.acked, number)
+            while self._unacked and self._unacked[0].number <= self.acked:
+                self._unacked.popleft()
+            due, waiting = self._due(self.acked)
+        self._let_go(due, waiting)
+
+    def resume(self, copy: int, number: int) -> bool:
+        """A new stream to a standby that holds this copy up to this number. False: it has to be copied anew."""
+        with self._lock:
+            known = copy == self.copy != 0 and self.acked <= number <= self.sent
+            if not known:
+                return False
+            self._unsent = deque(entry for entry in (*self._unacked, *self._unsent) if entry.number > number)
+            self._unacked.clear()
+        self.acknowledge(copy, number)
+        self._on_entry()
+        return True
+
+    def restart(self, copy: int) -> None:
+        """The standby has said that it refuses to be promoted (or there is none: copy 0). Nothing waits for it."""
+        with self._lock:
+            self.copy, self.marked = copy, False
+            self.sent = self.acked = 0
+            self._copied = set()
+            self._unsent.clear()
+            self._unacked.clear()
+            due, waiting = self._due(None)
+        self._let_go(due, waiting)
+
+    def abandon(self) -> None:
+        """The history ends here: what waits never happened, and nobody is told that it did."""
+        with self._lock:
+            self.copy, self.marked = 0, False
+            self._copied = set()
+            self._unsent.clear()
+            self._unacked.clear()
+            self._held.clear()
+            waiting, self._waiting = self._waiting, {}
+        for future in waiting:
+            _settle(future, UnreachableError("the shard's history ended while its standby was waited for"))
+
+    def _due(self, number: int | None) -> tuple[list[Release], list[asyncio.Future[None]]]:
+        """What waits for records up to a number, or for any. Lock held."""
+        due: list[Release] = []
+        while self._held and (number is None or self._held[0][0] <= number):
+            due.append(self._held.popleft()[1])
+        waiting = [future for future, wanted in self._waiting.items() if number is None or wanted <= number]
+        for future in waiting:
+            del self._waiting[future]
+        return due, waiting
+
+    def _let_go(self, due: Sequence[Release], waiting: Sequence[asyncio.Future[None]]) -> None:
+        for release in due:
+            self._run(release)
+        for future in waiting:
+            _settle(future, None)
+
+    # Answers
+
+    @property
+    def waits(self) -> bool:
+        """Whether something waits for the standby."""
+        with self._lock:
+            return bool(self._held or self._waiting) or self.sent > self.acked
+
+    async def passed(self) -> None:
+        """Return when the standby holds everything that is recorded by now, or nothing waits for it any more.
+
+        Raises UnreachableError where the history ends before. On the server's loop; the call's own deadline ends it.
+        """
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            if self.sent <= self.acked or not self._copied:
+                return
+            self._waiting[future] = self.sent
+        try:
+            await future
+        finally:
+            with self._lock:
+                self._waiting.pop(future, None)
+
+
+def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
+    """Give a waiting call its outcome, from any thread."""
+
+    def settle() -> None:
+        if not future.done():
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+    # At the end of a process the loop closes while threads still end their work.
+    with contextlib.suppress(RuntimeError):
+        future.get_loop().call_soon_threadsafe(settle)
+
+
+def copied_image(bucket: Bucket) -> BucketImage:
+    """A bucket for a standby: with theta_{t-1}, which a worker that is a step behind may still need. Its lock held."""
+    image, previous = bucket.image(), bucket.previous()
+    if previous is None:
+        return image
+    return replace(image, tensors={**image.tensors, PREVIOUS: previous.detach().to("cpu", copy=True)})

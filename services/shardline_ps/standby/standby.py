@@ -1,0 +1,181 @@
+"""The second holder of a shard: it takes its primary's records in order, and takes its place. PROTOCOL 1.8."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from shardline.core.contributions import Partial
+from shardline.core.outcome import Outcome
+from shardline.core.records import AppliedPush, Begin, Digest, Image, Mark, Record
+from shardline.core.tensor_bytes import digest, tensor_bytes
+from shardline.errors import FencedError, ProtocolError
+from shardline.rpc.messages.records import PREVIOUS
+from shardline_ps.shard.held import factor_of
+from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.tallies import PushRecord
+
+
+class Standby:
+    """An image of one shard. Thread-safe: records are applied one at a time, and none once it is promoted.
+
+    `shard` is of the primary's own kind, so that the same records give the same bits, and serves as it is afterwards.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.copy = 0
+        """Names the copy whose records it holds; 0 = none that could be gone on with."""
+        self.record = 0
+        self.synced = False
+        self.appointment = 0
+        """The one that it was copied for; see Placement."""
+        self._copied: set[int] = set()
+        self._closed = ""
+        """Why it takes no records any more."""
+        self._lock = threading.Lock()
+
+    def take(self, frame: Begin | Record | Image | Mark | Digest, *, appointment: int = 0) -> None:
+        """Go on by one frame. appointment: that a copy which begins is for.
+
+        Raises ProtocolError where it doesn't follow the one before it, or shows that both sides differ: it has to be
+        copied anew then, and refuses to be promoted. FencedError where this is no standby any more.
+        """
+        with self._lock:
+            if self._closed:
+                raise FencedError(self._closed)
+            if isinstance(frame, Begin):
+                # With the copy: what is held under another number must never be taken for what this one protects.
+                self.appointment = appointment
+            try:
+                self._take(frame)
+            except Exception:
+                self.synced, self.copy = False, 0
+                raise
+
+    def _take(self, frame: Begin | Record | Image | Mark | Digest) -> None:
+        if isinstance(frame, Begin):
+            self.copy, self.record, self.synced = frame.copy, 0, False
+            self._copied.clear()
+            return
+        if isinstance(frame, Digest):
+            self._compare(frame)
+            return
+        if not self.copy or frame.number != self.record + 1:
+            raise ProtocolError(
+                f"the standby of shard {self.shard.number} got record {frame.number} after {self.record}; it has to be "
+                f"copied anew"
+            )
+        match frame:
+            case Image():
+                self._copy(frame)
+            case Record():
+                self._apply(frame)
+            case Mark():
+                self._complete(frame)
+        self.record = frame.number
+
+    def _copy(self, frame: Image) -> None:
+        image, number = frame.image, frame.image.bucket
+        if image.shard != self.shard.number or number >= len(self.shard.buckets):
+            raise ProtocolError(f"shard {self.shard.number} has no bucket {number} of shard {image.shard}")
+        bucket = self.shard.buckets[number]
+        previous = image.tensors.get(PREVIOUS)
+        known = replace(image, tensors={name: item for name, item in image.tensors.items() if name != PREVIOUS})
+        if previous is not None and previous.numel() not in (0, bucket.spec.elements):
+            raise ProtocolError(f"bucket {number}: {previous.numel()} values of the step before its own")
+        rule = bucket.rule_of(known)
+        with bucket.lock:
+            bucket.restore(known, rule, previous=previous)
+        self._copied.add(number)
+
+    def _apply(self, record: Record) -> None:
+        lacking = [part.bucket for part in record.parts if part.bucket not in self._copied]
+        late = [part for part in record.parts if self.shard.buckets[part.bucket].step != part.step]
+        if lacking or late:
+            what = (
+                f"buckets {lacking[:8]}, which are not copied"
+                if lacking
+                else f"another step of bucket {late[0].bucket}"
+            )
+            raise ProtocolError(f"record {record.number} of shard {self.shard.number} is for {what}")
+        for part in record.parts:
+            bucket = self.shard.buckets[part.bucket]
+            values = part.tensor()
+            total = Partial(values.to(bucket.device) if values is not None else None, part.present)
+            with bucket.lock:
+                bucket.hyper = part.hyper
+                bucket.apply(total, scale=factor_of(bucket, record.scale), skip=record.skip)
+        if record.verdict is not None:
+            self.shard.last_verdict = record.verdict
+        if record.push is not None and self.synced:
+            self._count(record.push)
+
+    def _count(self, push: AppliedPush) -> None:
+        shard = self.shard
+        with shard.lock:
+            shard.sequences[push.task] = _push_record(push)
+            if push.outcome is Outcome.APPLIED:
+                shard.tally.pushes += 1
+                shard.tally.staleness_sum += push.staleness
+                shard.tally.staleness_max = max(shard.tally.staleness_max, push.staleness)
+
+    def _complete(self, mark: Mark) -> None:
+        shard = self.shard
+        lacking = [bucket.number for bucket in shard.buckets if bucket.number not in self._copied]
+        if lacking:
+            raise ProtocolError(f"the copy of shard {shard.number} ends without buckets {lacking[:8]}")
+        with shard.lock:
+            shard.sequences = {push.task: _push_record(push) for push in mark.pushes}
+        shard.last_verdict = mark.verdict
+        self.synced = True
+
+    def _compare(self, frame: Digest) -> None:
+        if frame.number > self.record or frame.bucket not in self._copied:
+            raise ProtocolError(f"a digest of record {frame.number} came after record {self.record}")
+        mine = digest(tensor_bytes(self.shard.buckets[frame.bucket].values.cpu()))
+        if mine != frame.digest:
+            raise ProtocolError(
+                f"bucket {frame.bucket} of shard {self.shard.number} differs between primary and standby after record "
+                f"{frame.number}; it has to be copied anew. Are both of one kind of machine and torch build?"
+            )
+
+    def standing(self) -> tuple[int, int, bool]:
+        """(copy, record, synced) after the frame that is being taken, if one is."""
+        with self._lock:
+            return self.copy, self.record, self.synced
+
+    def promote(self, appointment: int) -> str:
+        """Take no record from now on, and be the primary's shard; returns why not, empty where it is done.
+
+        appointment: the one that its shard's standby has. What was copied for an earlier one was given up since, and
+        its primary has gone on without it.
+        """
+        with self._lock:
+            if self._closed:
+                return self._closed
+            if appointment != self.appointment:
+                return (
+                    f"the standby of shard {self.shard.number} was copied for appointment {self.appointment:#x}, not "
+                    f"for {appointment:#x}; its primary has gone on without it since"
+                )
+            if not self.synced:
+                return f"the standby of shard {self.shard.number} is not whole: it holds record {self.record} of a copy"
+            self._closed = f"the standby of shard {self.shard.number} is its primary now"
+            # Copies of cuts went with the primary before it: one that is behind some bucket would never be whole.
+            self.shard.cuts.release(self.shard.step_max)
+            return ""
+
+    def close(self, reason: str) -> None:
+        """Take no record from now on, and don't let it be promoted."""
+        with self._lock:
+            self._closed = self._closed or reason
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return self.shard.held_bytes
+
+
+def _push_record(push: AppliedPush) -> PushRecord:
+    return PushRecord(push.incarnation, push.last_seq, push.outcome, push.staleness)

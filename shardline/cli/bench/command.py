@@ -1,0 +1,369 @@
+"""shardline bench net: what a link gives, what push and pull give over it, and their ratio."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardline.cli import options
+from shardline.cli.bench.link import MAX_SECONDS, LinkClient, LinkFigures, LinkServer, is_local
+from shardline.cluster import ClusterSpec, format_address, locate, parse_address, parse_task
+from shardline.config import LANES, RoleConfig, Timeouts
+from shardline.errors import ClusterSpecError, InternalError, UnreachableError, UsageError
+from shardline.host.allocator import ALLOCATOR
+from shardline.security import Security
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.table import Table
+
+    from shardline.cli.bench.lane import LaneFigures
+
+START_S = 60.0
+"""A server that this command starts itself may take this long to import torch on a busy machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """One measurement, for people and for --json."""
+
+    sender: str
+    server: str
+    address: str
+    link: LinkFigures
+    lane: LaneFigures
+
+    @property
+    def push_ratio(self) -> float:
+        """Share of what plain TCP gives that a push reaches."""
+        return self.lane.push_bytes_per_s / self.link.up_bytes_per_s
+
+    @property
+    def pull_ratio(self) -> float:
+        """Share of what plain TCP gives that a pull reaches."""
+        return self.lane.pull_bytes_per_s / self.link.down_bytes_per_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: bytes per second, seconds, bytes."""
+        return {
+            "from": self.sender,
+            "to": self.server,
+            "address": self.address,
+            "link": asdict(self.link),
+            "lane": asdict(self.lane),
+            "push_ratio": self.push_ratio,
+            "pull_ratio": self.pull_ratio,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What to measure."""
+
+    spec: ClusterSpec
+    sender: str
+    server: str
+    address: str
+    lane: str
+    run_dir: Path | None
+    megabytes: float
+    seconds: float
+    wait_s: float
+    timeouts: Timeouts
+    security: Security
+    insecure_bind: bool = False
+
+
+@click.group(short_help="Measure a cluster's network.")
+def bench() -> None:
+    """Measure before training: what the network gives and what Shardline makes of it."""
+
+
+@bench.command()
+@options.cluster
+@click.option("--from", "sender", metavar="TASK", default="worker/0", show_default=True, help="The side that pushes.")
+@click.option("--to", "server", metavar="TASK", default="ps/0", show_default=True, help="The side that serves.")
+@click.option("--serve", is_flag=True, help="Be the side of --to; start this one first, on its machine.")
+@click.option("--port", type=click.IntRange(1, 65_535), help="Instead of the port that --to has in the cluster spec.")
+@options.option("--lane", default="auto", type=click.Choice(LANES), help="How bytes travel.")
+@options.option(
+    "--run-dir", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR", help="As of the tasks."
+)
+@click.option("--megabytes", type=click.FloatRange(0.01, 4096), default=64.0, show_default=True, help="Of one push.")
+@click.option(
+    "--seconds", type=click.FloatRange(0.2, MAX_SECONDS), default=5.0, show_default=True, help="Of each figure."
+)
+@click.option("--wait", "wait_s", type=click.FloatRange(1.0), default=600.0, show_default=True, help="With --serve.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the figures here.")
+@options.timeout
+@options.secured
+@options.admin
+@options.insecure_bind
+@click.option("--ready-fd", type=int, hidden=True)
+def net(
+    cluster: str | None,
+    sender: str,
+    server: str,
+    serve: bool,
+    port: int | None,
+    lane: str,
+    run_dir: Path | None,
+    megabytes: float,
+    seconds: float,
+    wait_s: float,
+    json_path: Path | None,
+    timeout: float,
+    insecure_bind: bool,
+    ready_fd: int | None,
+    **files: Path | None,
+) -> int:
+    """Measure between two tasks of a cluster: plain TCP each way, push and pull, and their ratio.
+
+    No job may be running on the port of --to; nothing of a job is touched. On the machine of --to:
+
+    \b
+        shardline bench net --cluster cluster.json --from worker/0 --to ps/0 --serve
+
+    and then the same without --serve on the machine of --from. Where the address of --to is this machine's own, the
+    serving side is started by itself.
+    """
+    spec = locate(None, cluster=cluster, task=server, tf_config=os.environ.get("TF_CONFIG") or None).spec
+    spec.address(sender)
+    if sender == server:
+        raise UsageError(f"--from and --to are both {server}; name two tasks")
+    host, spec_port = parse_address(spec.address(server))
+    asked = Measurement(
+        spec=spec,
+        sender=sender,
+        server=server,
+        address=format_address(host, spec_port if port is None else port),
+        lane=lane,
+        run_dir=run_dir,
+        megabytes=megabytes,
+        seconds=seconds,
+        wait_s=wait_s,
+        timeouts=Timeouts(total_s=timeout),
+        security=options.security(files),
+        insecure_bind=insecure_bind,
+    )
+    if serve:
+        return _serve(asked, ready_fd)
+    found = _measure_here(asked) if is_local(host) else _measure(asked)
+    if json_path is not None:
+        json_path.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for text in headline(found):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(table(found))
+    return 0
+
+
+# The serving side
+
+
+def _serve(asked: Measurement, ready_fd: int | None) -> int:
+    """Serve one measurement: plain TCP first, then a parameter server on the same port, so that one port is enough."""
+    config = RoleConfig(
+        role="ps",
+        index=0,
+        cluster=ClusterSpec({"chief": (asked.spec.chief,), "ps": (asked.address,)}),
+        timeouts=asked.timeouts,
+        security=asked.security,
+        insecure_bind=asked.insecure_bind,
+        run_dir=asked.run_dir,
+    )
+    link = LinkServer(asked.address)
+    if ready_fd is not None:
+        with os.fdopen(ready_fd, "w") as pipe:
+            pipe.write(f"{link.address}\n")
+    else:
+        print(f"{asked.server} waits at {link.address} for {asked.sender}, up to {asked.wait_s:.0f} s", flush=True)
+    request = link.serve(wait_s=asked.wait_s)
+    # Imports torch, which the first part has no use for.
+    from shardline.cli.bench.lane import serve_without_chief
+
+    process = serve_without_chief(replace(config, cluster=config.cluster.with_address("ps/0", link.address)))
+    process.start()
+    try:
+        if not process.ended.wait(float(request["budget_s"])):
+            raise UnreachableError(
+                f"{asked.sender} did not end its measurement within {request['budget_s']:.0f} s; it died, or the link "
+                f"was cut"
+            )
+    finally:
+        process.close()
+    return 0
+
+
+# The measuring side
+
+
+def _measure(asked: Measurement, address: str | None = None) -> Figures:
+    address = asked.address if address is None else address
+    if parse_address(address)[1] == 0:
+        raise ClusterSpecError(
+            f"{asked.server} is {address} in the cluster spec: its port is known to its own machine alone; give both "
+            f"sides one with --port"
+        )
+    link = LinkClient(
+        address,
+        where=f"{asked.server} at {address}",
+        hint=f"start the other side there first: shardline bench net --to {asked.server} --serve",
+    )
+    given = link.measure(asked.seconds)
+    slowest = min(given.up_bytes_per_s, given.down_bytes_per_s)
+    # First values, one uncounted call and MIN_ROUNDS of each kind, at a tenth of what the link gives.
+    budget_s = min(3600.0, START_S + 10 * (3 * asked.seconds + 16 * asked.megabytes * 1e6 / slowest))
+    link.ask("lane", budget_s=budget_s)
+    from shardline.cli.bench.lane import LaneProbe
+
+    role, index = parse_task(asked.sender)
+    config = RoleConfig(
+        role=role,
+        index=index,
+        cluster=asked.spec,
+        timeouts=asked.timeouts,
+        security=asked.security,
+        lane=asked.lane,
+        run_dir=asked.run_dir,
+        # It listens nowhere.
+        insecure_bind=True,
+    )
+    probe = LaneProbe(config, asked.server, address, megabytes=asked.megabytes)
+    try:
+        probe.prepare()
+        moved = probe.measure(asked.seconds)
+    finally:
+        probe.close()
+    return Figures(sender=asked.sender, server=asked.server, address=address, link=given, lane=moved)
+
+
+def _measure_here(asked: Measurement) -> Figures:
+    """Measure against a server that is started, unless somebody has started one at a port of its own already."""
+    if parse_address(asked.address)[1] != 0 and _answers(asked.address):
+        return _measure(asked)
+    with _child(asked) as address:
+        return _measure(asked, address)
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens there; what it is, the first request tells."""
+    import socket
+
+    try:
+        socket.create_connection(parse_address(address), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _child(asked: Measurement) -> Iterator[str]:
+    """The serving side as a process of this command; yields its address."""
+    read_fd, write_fd = os.pipe()
+    host, port = parse_address(asked.address)
+    spec = asked.spec.with_address(asked.server, format_address(host, port))
+    command = [sys.executable, "-P", "-m", "shardline", "bench", "net", "--serve", "--cluster", spec.to_json()]
+    command += ["--from", asked.sender, "--to", asked.server, "--wait", "60", "--ready-fd", str(write_fd)]
+    command += ["--timeout", str(asked.timeouts.total_s)]
+    if port != 0:
+        command += ["--port", str(port)]
+    paths = {
+        name: getattr(asked.security, name)
+        for name in ("tls_cert", "tls_key", "tls_ca", "token_file", "admin_token_file")
+    }
+    if asked.insecure_bind:
+        command.append("--insecure-bind")
+    for name, path in {**paths, "run_dir": asked.run_dir}.items():
+        if path is not None:
+            command += [f"--{name.replace('_', '-')}", str(path)]
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    try:
+        process = subprocess.Popen(
+            command, env={**environment, **ALLOCATOR}, pass_fds=[write_fd], stdin=subprocess.DEVNULL
+        )
+    finally:
+        os.close(write_fd)
+    try:
+        yield _read_address(read_fd, process)
+        _end(process, wait_s=START_S)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            _end(process, wait_s=5.0)
+
+
+def _read_address(fd: int, process: subprocess.Popen[bytes]) -> str:
+    import select
+
+    with os.fdopen(fd, "rb") as pipe:
+        if not select.select([pipe], [], [], START_S)[0]:
+            raise InternalError(f"the serving side did not start within {START_S:.0f} s")
+        address = pipe.readline().decode().strip()
+    if not address:
+        code = process.wait(timeout=5.0)
+        raise UsageError(f"the serving side ended with code {code} before it served; its own sentence stands above")
+    return address
+
+
+def _end(process: subprocess.Popen[bytes], *, wait_s: float) -> None:
+    try:
+        process.wait(timeout=wait_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout=5.0)
+
+
+# For people
+
+
+def headline(found: Figures) -> list[str]:
+    """What was measured, and why a lane was not used, in a line each."""
+    lane = found.lane
+    lines = [
+        f"{found.sender} -> {found.server} at {found.address}, lane {lane.lane}, {lane.nbytes / 1e6:.1f} MB a push, "
+        f"round trip {found.link.round_trip_s * 1e3:.3f} ms"
+    ]
+    lines += [f"  lane not used: {reason}" for reason in lane.fallbacks]
+    return lines
+
+
+def table(found: Figures) -> Table:
+    """Rates in both units, and the ratio."""
+    from rich.table import Table
+
+    rows = Table(box=None, pad_edge=False)
+    for name in ("direction", "plain TCP MB/s", "Mbit/s", "through the lane MB/s", "Mbit/s", "ratio"):
+        rows.add_column(name, justify="left" if name == "direction" else "right", no_wrap=True)
+    link, lane = found.link, found.lane
+    rows.add_row(
+        f"push {found.sender} -> {found.server}",
+        *_rates(link.up_bytes_per_s),
+        *_rates(lane.push_bytes_per_s),
+        f"{found.push_ratio:.3f}",
+    )
+    rows.add_row(
+        f"pull {found.server} -> {found.sender}",
+        *_rates(link.down_bytes_per_s),
+        *_rates(lane.pull_bytes_per_s),
+        f"{found.pull_ratio:.3f}",
+    )
+    both = 2 * lane.nbytes / lane.both_s
+    rows.add_row("push + pull at once", "", "", *_rates(both), "")
+    return rows
+
+
+def _rates(bytes_per_s: float) -> tuple[str, str]:
+    """MB/s and Mbit/s."""
+    return f"{bytes_per_s / 1e6:.1f}", f"{bytes_per_s * 8 / 1e6:.1f}"

@@ -1,0 +1,222 @@
+"""For `shardline bench net`: what push and pull give through a lane, against a server that no chief commands.
+
+No model and no optimizer state: one flat tensor, plain SGD, the lane itself.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardline.config import RoleConfig
+from shardline.core.identity import Identity
+from shardline.core.outcome import Outcome
+from shardline.core.plan import make_plan
+from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
+from shardline.core.tensor_bytes import digest, memory_of, tensor_bytes
+from shardline.errors import ProtocolError, UsageError
+from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, Sender, Want, Whole
+from shardline.lanes.open import open_lane
+from shardline.rpc.channel import Peers
+from shardline.rpc.client import PsControl
+from shardline.rpc.messages.configuration import Configuration, Placement
+from shardline.update import rule
+
+SERVERS = "shardline.servers"
+"""Entry points of servers that serve without a chief."""
+ROW = 1024
+SLOWEST_BYTES_PER_S = 1e6
+MIN_ROUNDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneFigures:
+    """What a lane moved. Bytes per second, medians."""
+
+    lane: str
+    """The one that was used; another than asked for where that could not be."""
+    fallbacks: tuple[str, ...] = ()
+    """Why a better one was not used."""
+    nbytes: int
+    push_bytes_per_s: float
+    pull_bytes_per_s: float
+    both_s: float
+    """Seconds of a push and a pull in one exchange, in full duplex."""
+    rounds: int
+
+
+def serve_without_chief(config: RoleConfig) -> Any:
+    """A parameter server's process object, not started, from the entry points of what is installed."""
+    found = tuple(importlib.metadata.entry_points(group=SERVERS, name="ps"))
+    if not found:
+        raise UsageError("no installed package has a parameter server to measure; install Shardline: pip install -e .")
+    return found[0].load()(config)
+
+
+@dataclass
+class Buffers:
+    """Takes what is pulled, into memory that is reused."""
+
+    memory: dict[int, torch.Tensor] = field(default_factory=dict)
+    arrived: int = 0
+
+    def buffer(self, arrival: Arrival) -> memoryview:
+        """See lanes.base.Sink."""
+        held = self.memory.get(arrival.bucket)
+        if held is None or held.numel() != arrival.payload_bytes:
+            held = self.memory[arrival.bucket] = torch.empty(arrival.payload_bytes, dtype=torch.uint8)
+        return memory_of(held)
+
+    def done(self, arrival: Arrival) -> None:
+        """See lanes.base.Sink."""
+        self.arrived += arrival.payload_bytes
+
+    def take(self, arrival: Arrival, memory: memoryview) -> None:
+        """See lanes.base.Sink."""
+        self.buffer(arrival)[:] = memory
+        self.done(arrival)
+
+
+class LaneProbe:
+    """One shard of one tensor on a ps that belongs to this measurement alone.
+
+    config: of the task that measures; its lane is the one to measure.
+    """
+
+    def __init__(
+        self,
+        config: RoleConfig,
+        task: str,
+        address: str,
+        *,
+        megabytes: float,
+    ) -> None:
+        timeouts = self._timeouts = config.timeouts
+        rows = max(1, int(megabytes * 1e6 / 4 / ROW))
+        self.plan = make_plan((TensorSpec(name="bench", shape=(rows, ROW), dtype="float32"),), 1)
+        self._control = PsControl(task, address, timeouts, term=0, chief_uuid="", security=config.security)
+        self._peers = Peers(timeouts, config.security)
+        self._placement = Placement(shard=0, task=task, address=address)
+        self.fallbacks: list[str] = []
+        self._lane = open_lane(
+            config,
+            self._peers.get(task, address),
+            0,
+            self.plan.shards[0],
+            on_fallback=lambda name, reason: self.fallbacks.append(f"{name}: {reason}"),
+        )
+        self._sender = Sender(job="bench", timeline=1, plan_id=self.plan.plan_id, who=Identity(config.task))
+        self._sink = Buffers()
+        self._items = [_payload(number, bucket.elements) for number, bucket in enumerate(self.plan.shards[0].buckets)]
+        self.nbytes = sum(len(item.data) for item in self._items)
+        self._step = 0
+
+    def prepare(self) -> None:
+        """Configure the server and give it first values; every page of both sides is touched then."""
+        self._control.configure(
+            Configuration(
+                job="bench",
+                timeline=1,
+                plan=self.plan,
+                shards=(0,),
+                rule=rule("SGD", groups=({"lr": 0.1},)),
+                schedule=ScheduleSpec(),
+                consistency=ConsistencySpec(),
+                replicas=1,
+                cut_every=0,
+                placement=(self._placement,),
+                activate=True,
+            )
+        )
+        self._exchange([Contribution(payloads=Whole(self._items), init=True)], None)
+        self.both()
+
+    def push(self) -> float:
+        """Seconds of a push without a pull."""
+        seconds = self._exchange([self._contribution()], None)
+        self._step += 1
+        return seconds
+
+    def pull(self) -> float:
+        """Seconds of a pull without a push: all parameters of the present step."""
+        return self._exchange([], Want(step=self._step, wait_s=self._timeouts.server_wait_s))
+
+    def both(self) -> float:
+        """Seconds of a push, the update, and the pull of what it made."""
+        want = Want(step=self._step + 1, wait_s=self._timeouts.server_wait_s)
+        seconds = self._exchange([self._contribution()], want)
+        self._step += 1
+        return seconds
+
+    def measure(self, seconds: float) -> LaneFigures:
+        """Each of the three for `seconds`, and at least MIN_ROUNDS times."""
+        push, pull, both = (_repeat(call, seconds) for call in (self.push, self.pull, self.both))
+        return LaneFigures(
+            lane=self._lane.name,
+            fallbacks=tuple(self.fallbacks),
+            nbytes=self.nbytes,
+            push_bytes_per_s=self.nbytes / statistics.median(push),
+            pull_bytes_per_s=self.nbytes / statistics.median(pull),
+            both_s=statistics.median(both),
+            rounds=min(len(push), len(pull), len(both)),
+        )
+
+    def _contribution(self) -> Contribution:
+        return Contribution(payloads=Whole(self._items), step=self._step)
+
+    def _exchange(self, contributions: list[Contribution], want: Want | None) -> float:
+        timeout_s = self._timeouts.total_s + 2 * self.nbytes / SLOWEST_BYTES_PER_S
+        before = self._sink.arrived
+        start_s = time.perf_counter()
+        done = self._lane.exchange(self._sender, contributions, want, self._sink, timeout_s=timeout_s)
+        seconds = time.perf_counter() - start_s
+        _check(done)
+        pulled = self._sink.arrived - before
+        if want is not None and self._lane.name != "shm" and pulled != self.nbytes:
+            raise ProtocolError(f"a pull brought {pulled} of {self.nbytes} bytes")
+        return seconds
+
+    def close(self) -> None:
+        """End the server and all connections."""
+        try:
+            self._control.stop("measured")
+        finally:
+            self._lane.close()
+            self._control.close()
+            self._peers.close()
+
+
+def _payload(number: int, elements: int) -> BucketPayload:
+    data = tensor_bytes(torch.full((elements,), 1e-6))
+    return BucketPayload(
+        bucket=number,
+        dtype="float32",
+        elements=elements,
+        present=b"",
+        data=data,
+        raw_bytes=len(data),
+        digest=digest(data),
+    )
+
+
+def _check(done: Exchanged) -> None:
+    for ack in done.acks:
+        if not ack.accepted:
+            raise ProtocolError(f"the server did not take a push: {ack.outcome.name.lower()}: {ack.reason}")
+    if done.end is not None and done.end.outcome is not Outcome.SERVED:
+        raise ProtocolError(f"the server did not serve a pull: {done.end.outcome.name.lower()}: {done.end.reason}")
+
+
+def _repeat(call: Callable[[], float], seconds: float) -> list[float]:
+    """Durations of calls made for some seconds, at least MIN_ROUNDS; a first one is not counted."""
+    call()
+    found: list[float] = []
+    while len(found) < MIN_ROUNDS or sum(found) < seconds:
+        found.append(call())
+    return found

@@ -1,0 +1,96 @@
+"""session.barrier(): where a worker of a script is among its barriers, and waiting there for the others.
+
+The chief learns of it by heartbeats and answers with orders, see rules.barriers of the chief: no call of its own, and
+nothing that a chief which comes back would have to remember.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from shardline.errors import JobError, TaskLostError, UnreachableError
+from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.rpc.messages.barrier import BarrierPlace, BarrierState
+
+log = logging.getLogger("shardline.client")
+
+TOLD_S = 10.0
+"""How often it is said for whom a worker waits."""
+
+
+class Barrier:
+    """The barriers of one worker. Used by the session's thread."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._begun = False
+        self._number = 0
+        """Barriers met in this step."""
+        self._met = 0
+        """Barriers met since this process was started."""
+
+    def begin(self, step: int, *, begun: bool) -> None:
+        """The body of a loop begins, maybe once more for the same step. begun: it is not only attached."""
+        self._step, self._begun, self._number = step, begun, 0
+
+    def meet(self, link: ChiefLink, step: int, *, is_sync: bool, timeout_s: float) -> bool:
+        """Wait until all workers have been here; False where a job that ends, and has not failed, keeps them away.
+
+        Raises JobError where a worker has ended before it came, UnreachableError after timeout_s or where the chief is
+        away for too long, TaskLostError where the job fails, FencedError.
+        """
+        if is_sync and step != self._step:
+            # A loop that isn't over steps().
+            self.begin(step, begun=True)
+        place = BarrierPlace(step, self._begun, self._number) if is_sync else BarrierPlace(0, True, self._met)
+        where = f"{link.task} {{}} at a barrier in step {step} for {{}}"
+        link.reach(place)
+        orders = self._wait(link, place, where, timeout_s)
+        state = _state(orders, place)
+        if state is not None and state.passed:
+            self._number += 1
+            self._met += 1
+            return True
+        if orders.phase in (Phase.STOPPING, Phase.ENDED) and not orders.exit_code:
+            log.info("the barrier is left, since the job ends: %s", orders.reason)
+            return False
+        if orders.phase is Phase.ENDED:
+            raise TaskLostError(
+                f"{link.task} waited at a barrier, and the job has ended with exit code {orders.exit_code}: "
+                f"{orders.reason}"
+            )
+        assert state is not None
+        raise JobError(
+            f"{where.format('waits', _names(state))}, which has ended: all workers have to call barrier() equally often"
+        )
+
+    def _wait(self, link: ChiefLink, place: BarrierPlace, where: str, timeout_s: float) -> Orders:
+        """Orders that decide; raises UnreachableError where none do in time."""
+        began_s = time.monotonic()
+        while True:
+            left_s = began_s + timeout_s - time.monotonic()
+            if link.wait(lambda orders: _decided(orders, place), timeout_s=max(0.0, min(left_s, TOLD_S))):
+                return link.orders
+            state = _state(link.orders, place)
+            missing = _names(state) if state is not None else "the chief's answer"
+            if left_s <= TOLD_S and time.monotonic() - began_s >= timeout_s:
+                raise UnreachableError(
+                    f"{where.format(f'waited {timeout_s:g} s', missing)}; see its log, or give more time by "
+                    "barrier(timeout_s=...)"
+                )
+            log.warning("%s: %.0f s of %g", where.format("waits", missing), time.monotonic() - began_s, timeout_s)
+
+
+def _state(orders: Orders, place: BarrierPlace) -> BarrierState | None:
+    """What the chief says of this barrier; None where it has not heard of it yet."""
+    return orders.barrier if orders.barrier is not None and orders.barrier.place == place else None
+
+
+def _decided(orders: Orders, place: BarrierPlace) -> bool:
+    state = _state(orders, place)
+    return orders.fenced or orders.phase is Phase.ENDED or (state is not None and (state.passed or state.hopeless))
+
+
+def _names(state: BarrierState) -> str:
+    return ", ".join(state.waits_for)

@@ -1,0 +1,160 @@
+"""shardline.connect(): a person's own training script takes its place in a cluster."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from shardline.client.api.session import Session
+from shardline.cluster import locate
+from shardline.config import (
+    RoleConfig,
+    Timeouts,
+    environment,
+    environment_path,
+    environment_security,
+    environment_switch,
+)
+from shardline.core.spec import ConsistencySpec
+from shardline.errors import JobError, ShardlineError, UsageError
+from shardline.host import lifeline
+from shardline.host.allocator import tune_allocator
+from shardline.host.process import Termination
+from shardline.observability import log
+from shardline.observability.lossy import protect_output
+from shardline.rpc.names import wait_for_own_name
+
+
+def connect(
+    *,
+    cluster: str | None = None,
+    task: str | None = None,
+    consistency: str | None = None,
+    seed: int | None = None,
+    checkpoint_every: int | None = None,
+    checkpoint_keep: int = 3,
+    clip_norm: float = 0.0,
+    nan_policy: str = "stop",
+    timeout_s: float | None = None,
+    device: str | None = None,
+    name: str | None = None,
+) -> Session:
+    """Take the place in a cluster that flags and environment name; call attach() next.
+
+    cluster: path of a cluster.json or its text, default SHARDLINE_CLUSTER or TF_CONFIG; task: "worker/0", default
+    SHARDLINE_TASK or TF_CONFIG's. The other settings default to SHARDLINE_CONSISTENCY, SHARDLINE_SEED and so on, then
+    to sync, 0, no checkpoints on the way, 60 s, cpu. They are part of the job: all workers must agree.
+
+    Raises ClusterSpecError, UsageError.
+    """
+    timeouts = Timeouts(
+        total_s=timeout_s if timeout_s is not None else _number("timeout", Timeouts.total_s),
+        join_s=_number("join_timeout", Timeouts.join_s),
+    )
+    place = locate(
+        "worker",
+        cluster=cluster or environment("cluster"),
+        task=task or environment("task"),
+        tf_config=os.environ.get("TF_CONFIG") or None,
+    )
+    life_fd = environment("life_fd")
+    config = RoleConfig(
+        role="worker",
+        index=place.index,
+        cluster=place.spec,
+        timeouts=timeouts,
+        device=device or environment("device") or "cpu",
+        metrics_port=int(_number("metrics_port", 0)),
+        host=environment("host") or "127.0.0.1",
+        bind=environment("bind"),
+        insecure_bind=environment_switch("insecure_bind", default=False),
+        life_fd=int(life_fd) if life_fd else None,
+        security=environment_security(),
+        lane=environment("lane") or "auto",
+        overlap=environment_switch("overlap", default=True),
+        run_dir=environment_path("run_dir"),
+    )
+    protect_output()
+    log.setup(config.task)
+    for caution in config.cautions():
+        logging.getLogger("shardline").warning("%s", caution)
+    tune_allocator()
+    if config.life_fd is not None:
+        lifeline.watch(config.life_fd)
+    wait_for_own_name(config)
+    termination = Termination()
+    if threading.current_thread() is threading.main_thread():
+        termination.install()
+    session = Session(
+        config,
+        termination=termination,
+        name=name or Path(sys.argv[0]).stem or "script",
+        consistency=ConsistencySpec(
+            mode=consistency or environment("consistency") or "sync", clip_norm=clip_norm, nan_policy=nan_policy
+        ),
+        seed=seed if seed is not None else int(_number("seed", 0)),
+        checkpoint_every=checkpoint_every if checkpoint_every is not None else int(_number("checkpoint_every", 0)),
+        checkpoint_keep=checkpoint_keep,
+    )
+    _tell_what_ends_the_script(session)
+    # A script that runs off its end without close() has done its part: nobody should wait for it.
+    atexit.register(_close_at_exit, session)
+    return session
+
+
+def _close_at_exit(session: Session) -> None:
+    """Close; an error ends the process with its sentence and code, which Python alone would not do here."""
+    try:
+        session.close()
+    except ShardlineError as error:
+        _say(error)
+        _end_with(error)
+
+
+def _tell_what_ends_the_script(session: Session) -> None:
+    """Tell the chief what a script dies of, so that nobody waits for it; a ShardlineError ends it with its own code.
+
+    Python's own exit code for an unhandled exception is 1, whatever the exception: a launcher would try again what
+    can't succeed.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ShardlineError):
+            _say(error)
+            known = error
+        else:
+            before(kind, error, trace)
+            known = JobError(f"the script raised {kind.__name__}: {error}")
+        if isinstance(error, Exception):
+            session.fail(known)
+        session.shutdown()
+        if isinstance(error, ShardlineError):
+            _end_with(error)
+
+    sys.excepthook = hook
+
+
+def _say(error: ShardlineError) -> None:
+    print(f"shardline: {error}", file=sys.stderr)
+
+
+def _end_with(error: ShardlineError) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.exit_code)
+
+
+def _number(name: str, default: float) -> float:
+    text = environment(name)
+    if text is None:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"SHARDLINE_{name.upper()} is {text!r}; it must be a number") from None

@@ -1,0 +1,313 @@
+"""Gradients of a step on their way out: filled per replica, summed over whole tree blocks, encoded once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardline.client.exchange.device import HostPath
+from shardline.client.overlap.arrivals import Key
+from shardline.client.step.layout import fill_bucket, present_bits, tensor_piece
+from shardline.client.step.parallel_map import Hands
+from shardline.codecs import RAW, codec_for
+from shardline.core.contributions import Contributions, Partial
+from shardline.core.plan import BucketSpec, Plan
+from shardline.core.reduce import Block, is_finite, magnitude
+from shardline.core.spec import DTYPES, TensorKind
+from shardline.core.tensor_bytes import Buffer, digest, fingerprint, tensor_bytes, tensor_from_bytes
+from shardline.errors import JobError
+from shardline.host.segments import Segment
+from shardline.lanes.base import BucketPayload, Contribution, Payloads, Whole
+
+Allocate = Callable[[int, int, int], memoryview | None]
+"""(shard, bucket, bytes) -> the lane's own memory for this bucket's gradient in this step, or None.
+
+Its padding is zero: what was never written, or held the same bucket before.
+"""
+
+
+def no_memory(shard: int, bucket: int, nbytes: int) -> None:
+    """For lanes that have no memory of their own."""
+
+
+@dataclass
+class StepExtras:
+    """What goes with a step's pushes besides gradients."""
+
+    hyper: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    nonfinite: list[str] = field(default_factory=list)
+    samples: dict[int, int] = field(default_factory=dict)
+    """Samples by replica."""
+
+
+class Staging:
+    """Flat bucket tensors of one worker, reused from step to step.
+
+    Different buckets may be added and encoded by different threads at the same time.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        replicas: int,
+        codec: str,
+        allocate: Allocate = no_memory,
+        host: HostPath | None = None,
+    ) -> None:
+        self._plan = plan
+        self._replicas = replicas
+        self._codec = codec
+        self._allocate = allocate
+        self._host = host
+        self._hands = Hands()
+        self._free: dict[Key, list[torch.Tensor]] = {}
+        self._lent: dict[Key, list[torch.Tensor]] = {}
+        self._asked: set[Key] = set()
+        """Buckets for which the lane gave memory, or had none, in this step."""
+        self._shared: set[Key] = set()
+        """Buckets whose gradient of this step lies where the shard reads it."""
+        self._locked: list[Segment | None] = []
+        """Segments that a GPU copies into: their lane may let go of them while it does."""
+        self._sums: dict[Key, Contributions] = {}
+        self._singles: dict[Key, dict[Block, Partial]] = {}
+        self._marks: dict[Key, dict[Block, int]] = {}
+        """Fingerprints of gradients that lie where the shard reads them."""
+        self.keys = [(s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets))]
+        """Every bucket."""
+        self.extras = StepExtras()
+
+    def clear(self) -> None:
+        """Start a step: all memory is free again, since the pushes it held are acknowledged or given up."""
+        for key, lent in self._lent.items():
+            self._free.setdefault(key, []).extend(lent)
+        self._lent.clear()
+        self._asked.clear()
+        self._shared.clear()
+        self._locked.clear()
+        self._sums.clear()
+        self._singles.clear()
+        self._marks.clear()
+        self.extras = StepExtras()
+
+    def close(self) -> None:
+        """Free all memory, end its threads."""
+        self._hands.close()
+        self.clear()
+        self._free.clear()
+
+    def _spec(self, key: Key) -> BucketSpec:
+        return self._plan.shards[key[0]].buckets[key[1]]
+
+    def _lane_memory(self, key: Key) -> torch.Tensor | None:
+        """The lane's own memory, once a step: what was given up in an earlier step may still be read by the peer."""
+        if key in self._asked:
+            return None
+        self._asked.add(key)
+        spec = self._spec(key)
+        # Another codec's bytes are made elsewhere anyway.
+        wanted = spec.nbytes > 0 and codec_for(self._codec, spec) is RAW
+        memory = self._allocate(*key, spec.nbytes) if wanted else None
+        if memory is None:
+            return None
+        if self._host is not None:
+            # A GPU's gradients need page-locked memory, for as long as the device may copy there.
+            self._locked.append(Segment.of(memory))
+            if not self._host.lock_pages(memory):
+                return None
+        self._shared.add(key)
+        return tensor_from_bytes(memory, spec.dtype)
+
+    def _buffer(self, key: Key) -> torch.Tensor:
+        free = self._free.get(key)
+        spec = self._spec(key)
+        buffer = free.pop() if free else self._new_buffer(spec)
+        self._lent.setdefault(key, []).append(buffer)
+        return buffer
+
+    def _new_buffer(self, spec: BucketSpec) -> torch.Tensor:
+        if self._host is not None:
+            return self._host.pinned(spec.elements, DTYPES[spec.dtype])
+        return torch.zeros(spec.elements, dtype=DTYPES[spec.dtype])
+
+    def add(
+        self,
+        replica: int,
+        gradients: Mapping[int, torch.Tensor],
+        buffers: Mapping[int, torch.Tensor],
+        *,
+        presum: bool,
+        keep: bool = False,
+    ) -> list[str]:
+        """Take one replica's gradients and (replica 0's) changed buffers, by tensor number, into every bucket.
+
+        See add_bucket. Returns the names of gradients that are not finite, each once, in the plan's order. Raises
+        JobError naming a tensor whose gradient is sparse.
+        """
+        for number, gradient in gradients.items():
+            if gradient.layout != torch.strided:
+                raise JobError(
+                    f"the gradient of {self._plan.tensors[number].name!r} has layout {gradient.layout}; Shardline sums "
+                    f"dense ones: make its layer with sparse=False (nn.Embedding, nn.EmbeddingBag), or hand over its "
+                    f"to_dense()"
+                )
+        after = [self._host.mark()] if self._host is not None else ()
+
+        def add(key: Key) -> list[int]:
+            is_buffer = self._spec(key).kind is TensorKind.BUFFER
+            source = buffers if is_buffer else gradients
+            with torch.no_grad():
+                # Buffers go back to what they were before the push has left, so these are copied always.
+                return self.add_bucket(key, replica, source, presum=presum, keep=keep and not is_buffer, after=after)
+
+        # A GPU's copies go one after another anyway.
+        nbytes = sum(gradient.nbytes for gradient in gradients.values()) if self._host is None else 0
+        bad = {number for found in self._hands.each(add, self.keys, nbytes) for number in found}
+        return [self._plan.tensors[number].name for number in sorted(bad)]
+
+    def add_bucket(
+        self,
+        key: Key,
+        replica: int,
+        source: Mapping[int, torch.Tensor],
+        *,
+        presum: bool,
+        keep: bool,
+        after: Sequence[torch.cuda.Event] = (),
+    ) -> list[int]:
+        """Take one replica's part of one bucket; returns the tensors whose gradients have NaN or infinity.
+
+        presum: add up the gradients of a whole block of replicas before sending (bits stay the same). Off in the first
+        step after a (re)start, when parts of a block may be counted already.
+        keep: the gradients stay as they are until clear(): a bucket that is one piece of one of them is not copied.
+        after: on a GPU, what has to have happened there for the source to be complete.
+        """
+        spec = self._spec(key)
+        values: torch.Tensor | None = None
+        present = (False,) * len(spec.slices)
+        borrowed = False
+        if any(piece.tensor in source for piece in spec.slices):
+            values = self._lane_memory(key)
+            if values is None and keep:
+                values = tensor_piece(self._plan, spec, source)
+                borrowed = values is not None
+            if values is None:
+                values = self._buffer(key)
+            present = tuple(piece.tensor in source for piece in spec.slices)
+            if not borrowed:
+                copy = self._host.copier(after) if self._host is not None else None
+                fill_bucket(self._plan, spec, values, source, copy)
+        checked = values is not None and spec.kind is not TensorKind.BUFFER
+        bound = magnitude(values) if values is not None and checked else math.inf
+        block = Block(replica, 1)
+        if values is not None and self._replicas > 1 and key in self._shared:
+            # Now, while all of it is in the cache.
+            self._marks.setdefault(key, {})[block] = fingerprint(tensor_bytes(values))
+        if presum:
+            sums = self._sums.setdefault(key, Contributions(spec, self._replicas))
+            sums.add(block, values, present, 0, borrowed=borrowed, bound=bound)
+        else:
+            self._singles.setdefault(key, {})[block] = Partial(values, present, borrowed, bound)
+        if values is None or not checked or math.isfinite(bound):
+            return []
+        return [piece.tensor for piece in spec.slices if not is_finite(values[piece.offset : piece.end])]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether some replica's part of the open step is here."""
+        return bool(self._sums or self._singles)
+
+    def _partials(self, key: Key) -> dict[Block, Partial]:
+        held: dict[Block, Partial] = dict(self._singles.get(key, {}))
+        if key in self._sums:
+            held.update(self._sums[key].partials())
+        return held
+
+    def buffers(self) -> dict[int, torch.Tensor]:
+        """Copies of the changed buffers that were added for the open step, flat, by tensor number."""
+        found: dict[int, torch.Tensor] = {}
+        for key in self.keys:
+            spec = self._spec(key)
+            for partial in self._partials(key).values() if spec.kind is TensorKind.BUFFER else ():
+                if partial.values is None:
+                    continue
+                for piece, there in zip(spec.slices, partial.present, strict=True):
+                    if there:
+                        elements = self._plan.tensors[piece.tensor].elements
+                        whole = found.setdefault(piece.tensor, partial.values.new_empty(elements))
+                        part = piece.first_row * self._plan.tensors[piece.tensor].row_elements
+                        whole[part : part + piece.elements] = partial.values[piece.offset : piece.end]
+        return found
+
+    def blocks(self) -> list[Block]:
+        """Blocks to push, in order; every bucket has the same."""
+        return sorted(self._partials((0, 0)))
+
+    def is_empty(self, key: Key, block: Block) -> bool:
+        """Whether no slice of a bucket has a gradient in this block, all of whose replicas were added."""
+        return self._partials(key)[block].values is None
+
+    def in_place(self, shard: int) -> bool:
+        """Whether all of a shard's gradients lie where the shard reads them: nothing is left to do but to say so."""
+        return all((shard, bucket) in self._shared for bucket in range(len(self._plan.shards[shard].buckets)))
+
+    def payload(self, key: Key, block: Block, nonfinite: Sequence[str] = ()) -> BucketPayload:
+        """One bucket of a block's push, encoded. Raises KeyError where the block has nothing in it."""
+        spec = self._spec(key)
+        partial = self._partials(key)[block]
+        if partial.values is None:
+            raise KeyError(f"bucket {key} of block {block} is empty")
+        data = codec_for(self._codec, spec).encode(partial.values)
+        return BucketPayload(
+            bucket=key[1],
+            dtype=spec.dtype,
+            elements=spec.elements,
+            present=present_bits(partial.present),
+            data=data,
+            raw_bytes=spec.nbytes,
+            # It guards bytes on their way; these stay where they are.
+            digest=0 if key in self._shared else digest(data),
+            nonfinite=tuple(nonfinite),
+            bound=partial.bound if math.isfinite(partial.bound) else 0.0,
+            fingerprint=self._fingerprint(key, block, data),
+        )
+
+    def _fingerprint(self, key: Key, block: Block, data: Buffer) -> int:
+        """Of a block's bytes; 0 where no other replica's worker could be asked to make them once more."""
+        if self._replicas == 1:
+            return 0
+        known = self._marks.get(key, {}).get(block)
+        return fingerprint(data) if known is None else known
+
+    def contribution(self, block: Block, payloads: Payloads) -> Contribution:
+        """A block's push of these payloads, with what travels beside them; of no step yet."""
+        samples = self.extras.samples
+        return Contribution(
+            payloads=payloads,
+            block=block,
+            hyper=self.extras.hyper,
+            nonfinite=tuple(self.extras.nonfinite),
+            num_samples=sum(samples.get(replica, 0) for replica in range(block.first, block.end)),
+            codec=self._codec,
+        )
+
+
+def initial_contribution(plan: Plan, shard: int, values: Sequence[torch.Tensor]) -> Contribution:
+    """The INIT push of one shard; values: flat CPU tensors by bucket. Always raw: first values lose nothing."""
+    payloads = []
+    for b, (bucket, flat) in enumerate(zip(plan.shards[shard].buckets, values, strict=True)):
+        data = RAW.encode(flat)
+        payloads.append(
+            BucketPayload(
+                bucket=b,
+                dtype=bucket.dtype,
+                elements=bucket.elements,
+                present=b"",
+                data=data,
+                raw_bytes=bucket.nbytes,
+                digest=digest(data),
+            )
+        )
+    return Contribution(payloads=Whole(payloads), init=True)

@@ -1,0 +1,194 @@
+"""Contributions of one step to one bucket, summed by the canonical tree as soon as siblings meet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shardline.core.plan import BucketSpec
+from shardline.core.reduce import Block, mean_, sibling
+
+Present = tuple[bool, ...]
+
+
+@dataclass
+class Partial:
+    """The sum over one block. values: flat, in the bucket's layout; None where no slice has a gradient."""
+
+    values: torch.Tensor | None
+    present: Present
+    borrowed: bool = False
+    """The memory belongs to somebody else (a worker's segment, a received message): it is read, never written."""
+    bound: float = math.inf
+    """No element is larger in magnitude; infinity where nobody looked."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the values, borrowed ones too: they keep a message or a segment alive."""
+        return 0 if self.values is None else self.values.nbytes
+
+
+def merge(left: Partial, right: Partial, bucket: BucketSpec) -> Partial:
+    """The sum left + right, in memory of one of the two that isn't borrowed, else in new memory.
+
+    A slice absent on one side takes the other's bits: not even a zero is added. The bits don't depend on where they go.
+    """
+    if right.values is None:
+        return left
+    if left.values is None:
+        return right
+    bound = left.bound + right.bound
+    if all(left.present) and all(right.present):
+        target = _target(left, right)
+        out = torch.empty_like(left.values) if target is None else target
+        return Partial(torch.add(left.values, right.values, out=out), left.present, bound=bound)
+    return Partial(_merge_slices(left, right, bucket), _either(left.present, right.present), bound=bound)
+
+
+def _target(left: Partial, right: Partial) -> torch.Tensor | None:
+    """Memory that the sum may overwrite."""
+    return right.values if left.borrowed and not right.borrowed else None if left.borrowed else left.values
+
+
+def _either(left: Present, right: Present) -> Present:
+    return tuple(a or b for a, b in zip(left, right, strict=True))
+
+
+def _merge_slices(left: Partial, right: Partial, bucket: BucketSpec) -> torch.Tensor:
+    """merge() where some slices are absent on one side or on both."""
+    assert left.values is not None and right.values is not None
+    target = _target(left, right)
+    # Zeros: what nobody wrote (padding, slices absent on both sides) has to be finite.
+    out = torch.zeros_like(left.values) if target is None else target
+    for number, piece in enumerate(bucket.slices):
+        span = slice(piece.offset, piece.end)
+        if left.present[number] and right.present[number]:
+            torch.add(left.values[span], right.values[span], out=out[span])
+        elif left.present[number] and out is not left.values:
+            out[span].copy_(left.values[span])
+        elif right.present[number] and out is not right.values:
+            out[span].copy_(right.values[span])
+    return out
+
+
+def mean(total: Partial, replicas: int) -> Partial:
+    """A sum over replicas divided by their number, in place where the memory isn't borrowed.
+
+    One replica needs no arithmetic at all.
+    """
+    if total.values is None or replicas == 1:
+        return total
+    if total.borrowed:
+        return Partial(total.values.div(replicas), total.present, bound=total.bound)
+    mean_(total.values, replicas)
+    return total
+
+
+def scaled(total: Partial, scale: float) -> Partial:
+    """A gradient times a clipping factor, in place where the memory isn't borrowed; 1 or more changes nothing."""
+    if total.values is None or scale >= 1.0:
+        return total
+    if total.borrowed:
+        return Partial(total.values.mul(scale), total.present, bound=total.bound)
+    total.values.mul_(scale)
+    return total
+
+
+class Contributions:
+    """Which replicas are counted in the open step, and the partial sums. The bucket's lock guards it."""
+
+    def __init__(
+        self, bucket: BucketSpec, replicas: int, *, on_held: Callable[[int], None] = lambda difference: None
+    ) -> None:
+        """on_held(bytes more or less) is called when held_bytes changes."""
+        self._bucket = bucket
+        self._on_held = on_held
+        self._replicas = replicas
+        self._partials: dict[Block, Partial] = {}
+        self._fingerprints: dict[Block, int] = {}
+        self.counted: set[int] = set()
+        self.mask = 0
+        """Bit r is set where replica r is counted. One number: readable without the lock."""
+        self.held_bytes = 0
+        """Bytes of partial sums. Readable without the lock."""
+
+    def add(
+        self,
+        block: Block,
+        values: torch.Tensor | None,
+        present: Present,
+        fingerprint: int,
+        *,
+        borrowed: bool = False,
+        bound: float = math.inf,
+    ) -> None:
+        """Count a block that the rule admitted.
+
+        The tensor belongs to the contributions from now on; a borrowed one is only read, until clear() or take().
+        bound: as in Partial.
+        """
+        self.counted.update(range(block.first, block.end))
+        self.mask |= ((1 << block.count) - 1) << block.first
+        self._fingerprints[block] = fingerprint
+        partial = Partial(values, present, borrowed, bound)
+        # Climb while the sibling is there: the order of arrival never changes the order of additions.
+        while (family := sibling(block, self._replicas)) is not None:
+            parent, left, right = family
+            other = right if block == left else left
+            if other not in self._partials:
+                break
+            partner = self._partials.pop(other)
+            partial = merge(partial, partner, self._bucket) if block == left else merge(partner, partial, self._bucket)
+            block = parent
+        self._partials[block] = partial
+        self._measure()
+
+    def bits_differ(self, block: Block, fingerprint: int) -> bool:
+        """Whether a repeated contribution of this block carries other bits than the one that was counted."""
+        known = self._fingerprints.get(block, 0)
+        return bool(known and fingerprint and known != fingerprint)
+
+    @property
+    def complete(self) -> bool:
+        """All replicas are counted."""
+        return len(self.counted) == self._replicas
+
+    def partials(self) -> dict[Block, Partial]:
+        """The partial sums held, by block."""
+        return dict(self._partials)
+
+    def missing(self) -> list[int]:
+        """Replicas not counted yet."""
+        return [replica for replica in range(self._replicas) if replica not in self.counted]
+
+    def take(self) -> Partial:
+        """The sum over all replicas. They stay counted until clear(), which the applied step calls."""
+        total = self._partials.pop(Block(0, self._replicas))
+        self._measure()
+        return total
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._partials.clear()
+        self._fingerprints.clear()
+        self.counted.clear()
+        self.mask = 0
+        self._measure()
+
+    def _measure(self) -> None:
+        before, self.held_bytes = self.held_bytes, sum(partial.held_bytes for partial in self._partials.values())
+        if self.held_bytes != before:
+            self._on_held(self.held_bytes - before)
+
+
+def all_present(bucket: BucketSpec) -> Present:
+    """Every slice has a gradient."""
+    return (True,) * len(bucket.slices)
+
+
+def none_present(bucket: BucketSpec) -> Present:
+    """No slice has a gradient."""
+    return (False,) * len(bucket.slices)

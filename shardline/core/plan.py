@@ -1,0 +1,338 @@
+"""The plan: which rows of which tensor live in which bucket of which shard. Pure.
+
+    plan = make_plan(tensors, num_shards=2)
+
+A tensor is cut only at multiples of its quantum (about 16,384 elements of whole rows). Slices are packed into buckets
+of one dtype, kind and parameter group, and start at multiples of 64 elements, padded with zeros: element-wise rules,
+fused kernels included, then give the same bits wherever a tensor is cut. PROTOCOL 1.1.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardline.core.spec import DTYPES, TensorKind, TensorSpec, itemsize
+from shardline.errors import JobError, ProtocolError
+
+QUANTUM_ELEMENTS = 16_384
+ALIGNMENT_ELEMENTS = 64
+MIN_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 4 << 20
+"""Target size of a bucket: cache-sized optimizer work, and one gRPC message. A bucket costs each side some 0.1 ms
+whatever its size, so large shards have large ones; small shards small ones, so that there is something to overlap."""
+BUCKETS_WANTED = 16
+"""Of a shard, within those sizes."""
+SPLIT_FLOOR_BYTES = 256 << 10
+"""Tensors below this are never cut (TensorFlow's MinSizePartitioner has the same floor)."""
+PIECE_FLOOR_BYTES = 64 << 10
+"""Pieces are not made smaller than this for balance's sake; it is one quantum of float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """Rows [first_row, first_row + rows) of tensor number `tensor`, at `offset` elements of a bucket."""
+
+    tensor: int
+    first_row: int
+    rows: int
+    offset: int
+    elements: int
+
+    @property
+    def end(self) -> int:
+        """Offset of the first element after the slice, without padding."""
+        return self.offset + self.elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketSpec:
+    """A flat piece of a shard: the unit of atomicity, of transfer and of optimizer work."""
+
+    dtype: str
+    kind: TensorKind
+    elements: int
+    """With padding."""
+    slices: tuple[Slice, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat buffer."""
+        return self.elements * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSpec:
+    """The buckets one shard holds, in plan order."""
+
+    buckets: tuple[BucketSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one copy of the shard's values."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tensors and how they are cut. Equal inputs give equal plans, everywhere."""
+
+    tensors: tuple[TensorSpec, ...]
+    shards: tuple[ShardSpec, ...]
+
+    @functools.cached_property
+    def plan_id(self) -> str:
+        """Digest that every data message carries, so that differently cut tensors never meet."""
+        form = [
+            [[t.name, list(t.shape), t.dtype, t.kind.value, t.group, t.whole, list(t.aliases)] for t in self.tensors],
+            [
+                [
+                    [b.dtype, b.kind.value, b.elements, [[s.tensor, s.first_row, s.rows, s.offset] for s in b.slices]]
+                    for b in shard.buckets
+                ]
+                for shard in self.shards
+            ],
+        ]
+        return hashlib.sha256(json.dumps(form, separators=(",", ":")).encode()).hexdigest()[:32]
+
+    @functools.cached_property
+    def index(self) -> dict[str, int]:
+        """Tensor number by name, aliases included."""
+        table = {}
+        for number, tensor in enumerate(self.tensors):
+            for name in (tensor.name, *tensor.aliases):
+                table[name] = number
+        return table
+
+    @functools.cached_property
+    def quantum_base(self) -> tuple[int, ...]:
+        """Number of the first quantum of each tensor in plan order; the order in which norms are added up."""
+        bases, total = [], 0
+        for tensor in self.tensors:
+            bases.append(total)
+            total += num_quanta(tensor)
+        return tuple(bases)
+
+    def pieces(self, tensor: int) -> Iterator[tuple[int, int, Slice]]:
+        """(shard, bucket, slice) of every slice of a tensor, in no particular order."""
+        for s, shard in enumerate(self.shards):
+            for b, bucket in enumerate(shard.buckets):
+                for piece in bucket.slices:
+                    if piece.tensor == tensor:
+                        yield s, b, piece
+
+
+def quantum_rows(tensor: TensorSpec) -> int:
+    """Rows between two places where the tensor may be cut."""
+    return max(1, -(-QUANTUM_ELEMENTS // max(1, tensor.row_elements)))
+
+
+def num_quanta(tensor: TensorSpec) -> int:
+    """Quanta of a tensor; 0 where it has no elements."""
+    if tensor.elements == 0:
+        return 0
+    return -(-tensor.rows // quantum_rows(tensor))
+
+
+def padded(elements: int) -> int:
+    """Elements rounded up to the alignment."""
+    return -(-elements // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
+
+
+@dataclass
+class _Piece:
+    tensor: int
+    first_row: int
+    rows: int
+    elements: int
+    nbytes: int
+
+
+def _cut(number: int, tensor: TensorSpec, target_bytes: int) -> list[_Piece]:
+    """Pieces of at most about target_bytes, each a whole number of quanta."""
+    size = itemsize(tensor.dtype)
+    total = tensor.elements * size
+    step = quantum_rows(tensor)
+    if tensor.whole or total < SPLIT_FLOOR_BYTES or total <= target_bytes or tensor.rows <= step:
+        return [_Piece(number, 0, tensor.rows, tensor.elements, total)]
+    row_bytes = tensor.row_elements * size
+    rows_per_piece = max(step, target_bytes // row_bytes // step * step)
+    # Even pieces, so that the last one is not a crumb.
+    count = -(-tensor.rows // rows_per_piece)
+    even = -(-tensor.rows // count)
+    rows_per_piece = -(-even // step) * step
+    pieces = []
+    for first in range(0, tensor.rows, rows_per_piece):
+        rows = min(rows_per_piece, tensor.rows - first)
+        pieces.append(_Piece(number, first, rows, rows * tensor.row_elements, rows * row_bytes))
+    return pieces
+
+
+def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: int | None = None) -> Plan:
+    """Cut the tensors into buckets of about bucket_bytes over num_shards shards, balanced by bytes.
+
+    bucket_bytes: None = by the size of a shard.
+
+    Deterministic. balance(plan) <= 1 + (1 - 1 / num_shards) * largest piece / mean shard (greedy placement: Graham,
+    "Bounds on Multiprocessing Timing Anomalies", 1969), and pieces are at most 1/12 of the mean where tensors can be
+    cut that finely. Hence balance <= 1.1 whenever the mean shard has at least 10 * PIECE_FLOOR_BYTES (640 KiB) and no
+    single quantum, whole tensor or tensor under SPLIT_FLOOR_BYTES exceeds a tenth of it.
+    Where there are fewer pieces than shards, the plan has fewer shards: none is empty, so nobody ever waits for one.
+    Raises JobError for an empty model, a repeated name or num_shards < 1.
+    """
+    if num_shards < 1:
+        raise JobError(f"{num_shards} parameter servers: a plan needs at least 1")
+    if not any(tensor.kind is TensorKind.PARAM for tensor in tensors):
+        raise JobError("the model has no parameters that require a gradient, so there is nothing to train")
+    seen: dict[str, str] = {}
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            raise JobError(f"tensor {tensor.name!r} has dtype {tensor.dtype!r}, which Shardline can't hold")
+        for name in (tensor.name, *tensor.aliases):
+            if name in seen:
+                raise JobError(f"two tensors are named {name!r} ({seen[name]} and {tensor.name}); names must be unique")
+            seen[name] = tensor.name
+
+    # Pieces small enough that greedy placement balances: at most a bucket, and at most 1/12 of a shard's fair share
+    # (1/10 would do for a balance of 1.1 but for the padding).
+    total = sum(tensor.elements * itemsize(tensor.dtype) for tensor in tensors)
+    if bucket_bytes is None:
+        bucket_bytes = min(max(total // (BUCKETS_WANTED * num_shards), MIN_BUCKET_BYTES), BUCKET_BYTES)
+    target = max(PIECE_FLOOR_BYTES, min(bucket_bytes, total // (12 * num_shards)))
+    pieces = [piece for number, tensor in enumerate(tensors) for piece in _cut(number, tensor, target)]
+
+    # Largest first onto the least loaded shard; ties by plan order, so the result is a function of the inputs alone.
+    loads = [0] * num_shards
+    placed: list[list[_Piece]] = [[] for _ in range(num_shards)]
+    for piece in sorted(pieces, key=lambda p: (-p.nbytes, p.tensor, p.first_row)):
+        shard = min(range(num_shards), key=lambda s: (loads[s], s))
+        loads[shard] += padded(piece.elements) * itemsize(tensors[piece.tensor].dtype)
+        placed[shard].append(piece)
+
+    shards = []
+    for held in placed:
+        held.sort(key=lambda p: (p.tensor, p.first_row))
+        if held:
+            shards.append(ShardSpec(buckets=tuple(_pack(held, tensors, bucket_bytes))))
+    return Plan(tuple(tensors), tuple(shards))
+
+
+def _pack(held: Sequence[_Piece], tensors: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[BucketSpec]:
+    """Buckets of one shard: pieces of one (kind, dtype, group) in tensor order, so the first layers come first."""
+    open_: dict[tuple[str, str, int], list[Slice]] = {}
+    sizes: dict[tuple[str, str, int], int] = {}
+    done: list[tuple[int, BucketSpec]] = []
+
+    def close(key: tuple[str, str, int]) -> None:
+        slices = open_.pop(key, [])
+        if slices:
+            kind, dtype, _ = key
+            spec = BucketSpec(dtype=dtype, kind=TensorKind(kind), elements=sizes[key], slices=tuple(slices))
+            done.append((slices[0].tensor, spec))
+        sizes[key] = 0
+
+    for piece in held:
+        tensor = tensors[piece.tensor]
+        key = (tensor.kind.value, tensor.dtype, tensor.group)
+        room = padded(piece.elements)
+        if open_.get(key) and (sizes[key] + room) * itemsize(tensor.dtype) > bucket_bytes:
+            close(key)
+        offset = sizes.setdefault(key, 0)
+        open_.setdefault(key, []).append(
+            Slice(
+                tensor=piece.tensor,
+                first_row=piece.first_row,
+                rows=piece.rows,
+                offset=offset,
+                elements=piece.elements,
+            )
+        )
+        sizes[key] = offset + room
+    for key in list(open_):
+        close(key)
+    return iter([spec for _, spec in sorted(done, key=lambda item: item[0])])
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ProtocolError where a plan from the network doesn't hold every element exactly once, cut as make_plan cuts.
+
+    Checked: names and dtypes; slices in order, aligned, within their bucket and tensor, cut at quanta only; buckets of
+    one dtype, kind and group, as large as their slices; no empty shard; every row of every tensor in exactly one slice.
+    """
+    _check_tensors(plan.tensors)
+    covered: list[list[tuple[int, int]]] = [[] for _ in plan.tensors]
+    for s, shard in enumerate(plan.shards):
+        if not shard.buckets:
+            raise ProtocolError(f"plan: shard {s} of {len(plan.shards)} is empty; make_plan never leaves one empty")
+        for b, bucket in enumerate(shard.buckets):
+            _check_bucket(plan.tensors, bucket, f"plan: shard {s}, bucket {b}")
+            for piece in bucket.slices:
+                covered[piece.tensor].append((piece.first_row, piece.rows))
+    for tensor, pieces in zip(plan.tensors, covered, strict=True):
+        if tensor.whole and len(pieces) > 1:
+            raise ProtocolError(f"plan: {tensor.name!r} must stay whole, the plan cuts it into {len(pieces)} slices")
+        row = 0
+        for first, rows in sorted(pieces):
+            if first != row:
+                raise ProtocolError(f"plan: rows {row} to {first} of {tensor.name!r} are missing or repeated")
+            row = first + rows
+        if row != tensor.rows or not pieces:
+            raise ProtocolError(f"plan: {tensor.name!r} has {tensor.rows} rows, the plan covers {row}")
+        if tensor.rows == 0 and len(pieces) > 1:
+            raise ProtocolError(f"plan: {tensor.name!r} has no rows, the plan holds it {len(pieces)} times")
+
+
+def _check_tensors(tensors: Sequence[TensorSpec]) -> None:
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            raise ProtocolError(f"plan: tensor {tensor.name!r} has dtype {tensor.dtype!r}, which Shardline can't hold")
+        if any(size < 0 for size in tensor.shape):
+            raise ProtocolError(f"plan: tensor {tensor.name!r} has the negative shape {tensor.shape}")
+        for name in (tensor.name, *tensor.aliases):
+            if name in seen:
+                raise ProtocolError(f"plan: two tensors are named {name!r}")
+            seen.add(name)
+
+
+def _check_bucket(tensors: Sequence[TensorSpec], bucket: BucketSpec, where: str) -> None:
+    end, group = 0, None
+    if not bucket.slices:
+        raise ProtocolError(f"{where} holds no tensor")
+    for piece in bucket.slices:
+        if not 0 <= piece.tensor < len(tensors):
+            raise ProtocolError(f"{where} names tensor {piece.tensor} of {len(tensors)}")
+        tensor = tensors[piece.tensor]
+        if tensor.dtype != bucket.dtype or tensor.kind is not bucket.kind:
+            raise ProtocolError(
+                f"{where} mixes {tensor.name!r} ({tensor.dtype}, {tensor.kind.value}) into a bucket of"
+                f" {bucket.dtype}, {bucket.kind.value}"
+            )
+        if group not in (None, tensor.group):
+            raise ProtocolError(f"{where} mixes {tensor.name!r} of group {tensor.group} into group {group}")
+        if piece.offset % ALIGNMENT_ELEMENTS or piece.offset < end or piece.end > bucket.elements:
+            raise ProtocolError(
+                f"{where}: slice of {tensor.name!r} at elements {piece.offset} to {piece.end} of {bucket.elements}"
+                " overlaps, is not aligned or leaves the bucket"
+            )
+        last = piece.first_row + piece.rows
+        if piece.first_row < 0 or piece.rows < min(1, tensor.rows) or last > tensor.rows:
+            raise ProtocolError(f"{where}: rows {piece.first_row} to {last} of {tensor.name!r} are out of range")
+        if piece.elements != piece.rows * tensor.row_elements:
+            raise ProtocolError(f"{where}: {piece.rows} rows of {tensor.name!r} are not {piece.elements} elements")
+        step = quantum_rows(tensor)
+        if piece.first_row % step or (last % step and last != tensor.rows):
+            raise ProtocolError(
+                f"{where}: {tensor.name!r} is cut at rows {piece.first_row} to {last}, not at multiples of {step}"
+            )
+        end, group = piece.end, tensor.group
+    if bucket.elements != padded(end):
+        raise ProtocolError(f"{where} has {bucket.elements} elements, its slices take {padded(end)}")
+
+
+def balance(plan: Plan) -> float:
+    """Max shard bytes / mean shard bytes; 1.0 is even."""
+    sizes = [shard.nbytes for shard in plan.shards]
+    return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0

@@ -1,0 +1,124 @@
+"""What a primary tells its standby, as values: images, records and marks. rpc.messages.records puts them on the
+wire. PROTOCOL 1.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shardline.core.image import BucketImage
+from shardline.core.outcome import Outcome
+from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """The verdict under which a shard has applied a voted step."""
+
+    step: int
+    scale: float
+    skip: bool
+    norm: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppliedPush:
+    """Asynchronous mode: the last push that a shard has applied of one life of a worker, and what it came to."""
+
+    task: str
+    incarnation: int
+    last_seq: int
+    outcome: Outcome
+    staleness: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one bucket gets. values: the gradient's bytes, padding included; None where nothing was contributed."""
+
+    bucket: int
+    step: int
+    """Before the record."""
+    values: Buffer | None
+    dtype: str
+    present: tuple[bool, ...]
+    hyper: Mapping[str, float] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        bucket: int,
+        step: int,
+        values: torch.Tensor | None,
+        present: tuple[bool, ...],
+        hyper: Mapping[str, float] | None,
+    ) -> Part:
+        """A copy of a gradient, which its owner may overwrite afterwards."""
+        dtype = "float32" if values is None else str(values.dtype).removeprefix("torch.")
+        data = None if values is None else bytes(tensor_bytes(values.cpu()))
+        return cls(bucket=bucket, step=step, values=data, dtype=dtype, present=present, hyper=hyper)
+
+    def tensor(self) -> torch.Tensor | None:
+        """The gradient, in memory of its own."""
+        return None if self.values is None else tensor_from_bytes(self.values, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """Whose stream it is. copy: names the copy that records belong to; 0 = none yet. appointment: see Placement."""
+
+    job: str
+    timeline: int
+    plan_id: str
+    shard: int
+    task: str
+    copy: int
+    appointment: int = 0
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The standby is copied anew, and refuses to be promoted until the mark."""
+
+    copy: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One decision of the primary: gradients for some buckets, all at once."""
+
+    number: int
+    parts: tuple[Part, ...]
+    scale: float = 1.0
+    skip: bool = False
+    verdict: Applied | None = None
+    push: AppliedPush | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """One bucket as it is. previous: the values of the step before, where they may still be asked for."""
+
+    number: int
+    image: BucketImage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """All buckets are copied: from now on the standby may be promoted."""
+
+    number: int
+    pushes: tuple[AppliedPush, ...] = ()
+    verdict: Applied | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digest:
+    """What the primary's bucket holds right after record `number`."""
+
+    number: int
+    bucket: int
+    digest: int

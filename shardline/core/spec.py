@@ -1,0 +1,220 @@
+"""What is trained, as values that travel: tensors, update rule, schedule, consistency, the job's identity.
+
+Everything here is frozen and compares by value. shardline.rpc.messages.convert turns it into protobuf and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NewType
+
+import torch
+
+from shardline.errors import JobError, TensorError
+
+Argument = float | int | bool | str | tuple[float, ...] | None
+"""One argument of a torch.optim class."""
+
+Task = NewType("Task", str)
+"""A task's name, such as "worker/3"."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+    "complex64": torch.complex64,
+    "complex128": torch.complex128,
+}
+"""dtypes that a plan can hold, by the name used in specs, manifests and errors."""
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype, tensor: str) -> str:
+    """Name of a torch dtype; raises TensorError naming the tensor where the plan can't hold it."""
+    try:
+        return DTYPE_NAMES[dtype]
+    except KeyError:
+        raise TensorError(
+            f"tensor {tensor!r} has dtype {dtype}, which Shardline can't hold; use one of {', '.join(DTYPES)}"
+        ) from None
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    return DTYPES[dtype].itemsize
+
+
+class TensorKind(enum.Enum):
+    """How a tensor of the plan changes."""
+
+    PARAM = "param"
+    """Updated by the rule."""
+    FROZEN = "frozen"
+    """requires_grad is False: set once, never updated."""
+    BUFFER = "buffer"
+    """Assigned from replica 0 each step (batch norm statistics); DistributedDataParallel's rule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One tensor of the model's state_dict."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: TensorKind = TensorKind.PARAM
+    group: int = 0
+    """Parameter group of the rule; 0 for buffers and frozen parameters."""
+    whole: bool = False
+    """True where the rule needs the whole matrix, so it is never cut."""
+    aliases: tuple[str, ...] = ()
+    """Other state_dict names of the same storage (tied weights)."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements; 1 for a 0-d tensor."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def rows(self) -> int:
+        """Length of the first dimension; 1 for a 0-d tensor."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of one row (index of the first dimension)."""
+        count = 1
+        for size in self.shape[1:]:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleSpec:
+    """An update rule by name: a class of torch.optim and its arguments per parameter group."""
+
+    name: str
+    groups: tuple[Mapping[str, Argument], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec:
+    """Learning-rate factor over steps; see shardline.schedule."""
+
+    kind: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    step_size: int = 0
+    gamma: float = 1.0
+    final_factor: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsistencySpec:
+    """Who may proceed and what counts."""
+
+    mode: str = "sync"
+    """"sync" or "async"."""
+    clip_norm: float = 0.0
+    """Global gradient norm above which gradients are scaled down; 0 = off."""
+    nan_policy: str = "stop"
+    """"stop" the job at a NaN, or "skip" the step."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("sync", "async"):
+            raise JobError(f"consistency is {self.mode!r}; it must be 'sync' or 'async'")
+        if self.nan_policy not in ("stop", "skip"):
+            raise JobError(f"nan_policy is {self.nan_policy!r}; it must be 'stop' or 'skip'")
+        if not (self.clip_norm >= 0.0 and self.clip_norm < float("inf")):
+            raise JobError(f"clip_norm is {self.clip_norm}; it must be a finite number >= 0 (0 = no clipping)")
+
+    @property
+    def voted(self) -> bool:
+        """Whether a synchronous step needs one decision over all shards before it is applied (PROTOCOL 1.4)."""
+        return self.mode == "sync" and (self.clip_norm > 0.0 or self.nan_policy == "skip")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """A job's identity: two tasks train the same job where these are equal."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    rule: RuleSpec
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    consistency: ConsistencySpec = field(default_factory=ConsistencySpec)
+    replicas: int = 1
+    """Logical replicas R. In asynchronous mode a batch is one replica's, whatever the number of workers: 1."""
+    batch_size: int = 1
+    """Samples of one microbatch of one replica."""
+    accumulate: int = 1
+    """Microbatches whose gradients one replica averages in a step."""
+    seed: int = 0
+    steps: int = 0
+    """Steps to train; in asynchronous mode, pushes of all workers together. 0: a script ends the job by itself."""
+    checkpoint_every: int = 0
+    checkpoint_keep: int = 3
+    threads: int = 1
+    """Intra-op threads of one replica; part of the identity, since gradients' last bits depend on it."""
+    codec: str = "raw"
+    best_metric: str = ""
+    best_is_lowest: bool = False
+    samples: int = 0
+    """Length of a map-style data set; 0 where it is iterable or a script's own."""
+    script: bool = False
+    """A person's own script drives the steps."""
+
+
+def _flatten(value: Any, path: str, out: dict[str, Any]) -> None:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            _flatten(getattr(value, item.name), f"{path}.{item.name}" if path else item.name, out)
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            _flatten(value[key], f"{path}.{key}", out)
+    elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+        for index, item in enumerate(value):
+            _flatten(item, f"{path}[{getattr(item, 'name', index)}]", out)
+    elif isinstance(value, tuple) and value and isinstance(value[0], Mapping):
+        for index, item in enumerate(value):
+            _flatten(item, f"{path}[{index}]", out)
+    else:
+        out[path] = value.value if isinstance(value, enum.Enum) else value
+
+
+def differences(ours: JobSpec, theirs: JobSpec, *, limit: int = 5) -> list[str]:
+    """How two jobs differ, one short phrase each: "tensors[fc1.weight].shape: (10, 4) here, (10, 8) in the job".
+
+    `ours` is the asking task's, `theirs` the cluster's. At most `limit` phrases, then a count.
+    """
+    mine: dict[str, Any] = {}
+    other: dict[str, Any] = {}
+    _flatten(ours, "", mine)
+    _flatten(theirs, "", other)
+    phrases = []
+    for path in [*mine, *(path for path in other if path not in mine)]:
+        here, there = mine.get(path, "absent"), other.get(path, "absent")
+        if here != there:
+            phrases.append(f"{path}: {here} here, {there} in the job")
+    if len(phrases) > limit:
+        phrases[limit:] = [f"and {len(phrases) - limit} more"]
+    return phrases
+
+
+def names(tensors: Sequence[TensorSpec]) -> list[str]:
+    """Names in plan order."""
+    return [tensor.name for tensor in tensors]

@@ -1,0 +1,24 @@
+"""The grpc lane: chunk frames inside the RPC's own stream. Always works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardline.lanes.base import Contribution, Exchanged, Sender, Sink, Want
+from shardline.lanes.calls import ShardCalls
+from shardline.rpc.messages.data import exchange_requests, is_small
+
+
+class GrpcLane(ShardCalls):
+    """One shard over its ps's channel."""
+
+    name = "grpc"
+
+    def exchange(
+        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
+        """Push and pull in full duplex on one stream; see Lane.exchange."""
+        self._arm()
+        requests = exchange_requests(sender, self._shard, contributions, want)
+        single = len(self._elements) < 2 and is_small(contributions)
+        return self._converse(requests, contributions, want, sink, timeout_s=timeout_s, single=single)

@@ -1,0 +1,246 @@
+"""The shm lane: worker and server of one host map the same memory, and the call says where the bytes lie."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardline.core.plan import ShardSpec
+from shardline.core.tensor_bytes import copy_bytes
+from shardline.errors import ProtocolError, UnreachableError
+from shardline.host import segments
+from shardline.host.segments import Segment, SegmentError
+from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, LaneUnavailable, Sender, Sink, Want
+from shardline.lanes.calls import NotAdmittedError, Opened, ShardCalls
+from shardline.rpc.channel import Peer
+from shardline.rpc.messages.data import Attached, is_one_message, progress_request, referred_requests
+
+KNOCK_S = 5.0
+"""How long the server's unix socket may take; it is on this host."""
+
+
+class Mapped:
+    """Segments of one attachment, as the worker sees them."""
+
+    def __init__(
+        self, attached: Attached, sender: Sender, gradients: Segment, areas: Sequence[Segment], replies: Segment | None
+    ) -> None:
+        self.attached = attached
+        self.sender = sender.who
+        self._gradients = gradients
+        self._areas = {**dict(enumerate(areas)), **({2: replies} if replies is not None else {})}
+        self._start = _address(gradients.memory)
+        self.by_reference = bool(areas)
+        """Parameters are read where the shard publishes them."""
+        self.used: set[int] = set()
+        """Places of the gradient segment that the running exchange refers to."""
+        self._read: dict[int, int] = {}
+        """Buckets whose bytes the shard may still read, with the step that they were pushed for."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the shard may still read what was pushed, since no pull has shown a later step of it."""
+        return bool(self._read)
+
+    def reads(self, bucket: int) -> bool:
+        """The same, of one bucket."""
+        return bucket in self._read
+
+    def refer(self, bucket: int, step: int) -> None:
+        """The shard is about to be told of a bucket's bytes, for this step."""
+        self._read[bucket] = step
+
+    def seen(self, bucket: int, step: int) -> None:
+        """A pull has shown the bucket at this step: what was pushed for the ones before it is not read any more."""
+        if self._read.get(bucket, step) < step:
+            self._read.pop(bucket, None)
+
+    def applied(self) -> None:
+        """The shard has taken a copy of what was pushed, or applied it."""
+        self._read.clear()
+
+    def room(self, length: int) -> int:
+        """How many pushes of this length the gradient segment holds side by side."""
+        return self._gradients.nbytes // max(1, length)
+
+    def slot(self, offset: int, nbytes: int) -> memoryview:
+        """A place of the gradient segment."""
+        return self._gradients.memory[offset : offset + nbytes]
+
+    def area(self, number: int) -> memoryview:
+        """What the shard publishes at even (0) or odd (1) steps, read-only; by_reference only."""
+        return self._areas[number if number in self._areas else 0].memory
+
+    def holds(self, data: memoryview) -> int | None:
+        """Offset of bytes that lie in the gradient segment already; None for others."""
+        offset = _address(data) - self._start if len(data) else -1
+        inside = offset >= 0 and offset + len(data) <= self._gradients.nbytes
+        if inside and offset % segments.ALIGNMENT_BYTES == 0:
+            return offset
+        return None
+
+    def view(self, arrival: Arrival) -> memoryview:
+        """The bytes of a bucket that the shard refers to. Raises ProtocolError where they can't lie there."""
+        area = self._areas.get(arrival.area)
+        if area is None or arrival.offset + arrival.payload_bytes > area.nbytes:
+            raise ProtocolError(
+                f"the shard refers to {arrival.payload_bytes} bytes at {arrival.offset} of area {arrival.area}, which "
+                + ("it has not passed" if area is None else f"has {area.nbytes} bytes")
+            )
+        return area.memory[arrival.offset : arrival.offset + arrival.payload_bytes]
+
+
+class ShmLane(ShardCalls):
+    """One shard of a ps on this host, over its ps's channel and shared segments."""
+
+    name = "shm"
+
+    def __init__(self, peer: Peer, shard: int, spec: ShardSpec, *, timeout_s: float) -> None:
+        super().__init__(peer, shard, [bucket.elements for bucket in spec.buckets])
+        self._timeout_s = timeout_s
+        self._offsets = segments.layout([bucket.nbytes for bucket in spec.buckets])
+        self._length = max(self._offsets[-1], segments.ALIGNMENT_BYTES)
+        """Bytes of one push."""
+        self._mapped: Mapped | None = None
+        self._busy = False
+
+    @property
+    def mapped(self) -> Mapped | None:
+        """The segments in use; None before the first exchange and after a broken one."""
+        return self._mapped
+
+    def exchange(
+        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
+        """Push and pull by reference; see Lane.exchange.
+
+        Raises LaneUnavailable with a sentence where this pair of tasks can't share memory.
+        """
+        self._arm()
+        self._busy = True
+        whole = False
+        try:
+            if contributions and self._mapped is not None and self._mapped.is_read:
+                # A push that was counted and given up later: the shard reads it until its step is applied.
+                self._mapped = None
+            mapped = self._opened(sender, max(1, len(contributions)), min(timeout_s, self._timeout_s))
+            mapped.used.clear()
+            step = contributions[0].step if contributions else 0
+            done = self._converse(
+                referred_requests(
+                    sender,
+                    self._shard,
+                    contributions,
+                    want,
+                    mapped.attached,
+                    place=functools.partial(self._place, mapped, step),
+                ),
+                contributions,
+                want,
+                sink,
+                timeout_s=timeout_s,
+                single=is_one_message(contributions, mapped.attached),
+                fill=functools.partial(_fill, mapped, sink),
+            )
+            whole = all(ack.accepted for ack in done.acks)
+            if whole and any(push.init or push.seq for push in contributions):
+                # Only what a synchronous step gathers is read after its ack.
+                mapped.applied()
+        except NotAdmittedError as error:
+            return error.exchanged(contributions)
+        finally:
+            self._busy = False
+            if not whole:
+                # What was referred to may still be read: never written again, new segments take its place.
+                self._mapped = None
+        return done
+
+    def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
+        """Memory that the shard reads: what is computed there needs no copy.
+
+        None where nothing is shared yet, or the shard may still read what lies there.
+        """
+        mapped = self._mapped
+        if mapped is None or mapped.reads(bucket):
+            return None
+        if nbytes == 0 or nbytes > self._offsets[bucket + 1] - self._offsets[bucket]:
+            return None
+        return mapped.slot(self._offsets[bucket], nbytes)
+
+    def offset(self, bucket: int) -> int:
+        """Bytes from the start of an area, or of the gradient segment, to a bucket."""
+        return self._offsets[bucket]
+
+    def close(self) -> None:
+        """End a running exchange and give the segments back. The channel belongs to Peers."""
+        self.cancel()
+        if not self._busy:
+            self._mapped = None
+
+    def _place(self, mapped: Mapped, step: int, item: BucketPayload) -> int:
+        data = memoryview(item.data)
+        if len(data) == 0:
+            return 0
+        mapped.refer(item.bucket, step)
+        held = mapped.holds(data)
+        if held is not None:
+            mapped.used.add(held)
+            return held
+        offset = self._offsets[item.bucket]
+        if len(data) > self._offsets[item.bucket + 1] - offset:
+            raise ProtocolError(f"bucket {item.bucket}: {len(data)} bytes don't fit into its place")
+        # allocate() gives the first place away, and perhaps to a push that is sent after this one: it is taken last.
+        room = mapped.room(self._length)
+        for number in range(1, room + 1):
+            place = offset + number % room * self._length
+            if place not in mapped.used:
+                break
+        mapped.used.add(place)
+        copy_bytes(mapped.slot(place, len(data)), data)
+        return place
+
+    def _opened(self, sender: Sender, pushes: int, timeout_s: float) -> Mapped:
+        mapped = self._mapped
+        if mapped is not None and mapped.sender == sender.who and mapped.room(self._length) >= pushes:
+            return mapped
+        self._mapped = None
+        opened = self._open(sender, timeout_s=timeout_s)
+        try:
+            self._mapped = self._share(opened, sender, pushes, time.monotonic() + min(timeout_s, KNOCK_S))
+        except (SegmentError, OSError) as error:
+            # A ps that is gone is no reason for another lane: this raises then.
+            self._ask(self._stub.Progress, progress_request(sender, self._shard, ()), "Progress", timeout_s)
+            raise LaneUnavailable(
+                f"{self._peer}: memory can't be shared through {opened.socket} ({error or type(error).__name__}); "
+                f"are both tasks on one host, of one user, in one network namespace (else give both a --run-dir)?"
+            ) from error
+        return self._mapped
+
+    def _share(self, opened: Opened, sender: Sender, pushes: int, deadline_s: float) -> Mapped:
+        gradients = Segment.create(pushes * self._length, name="shardline-gradients")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            segments.connect(sock, opened.socket, timeout_s=max(0.1, deadline_s - time.monotonic()))
+            segments.check_user(sock)
+            sock.settimeout(max(0.1, deadline_s - time.monotonic()))
+            segments.knock(sock, opened.token, gradients)
+            areas, replies = segments.hear_welcome(sock)
+        if self._cancelled:
+            raise UnreachableError(f"{self._peer}: the exchange was given up while memory was shared")
+        return Mapped(Attached(self.name, opened.attachment), sender, gradients, areas, replies)
+
+
+def _fill(mapped: Mapped, sink: Sink, arrival: Arrival) -> None:
+    if arrival.unchanged or arrival.payload_bytes == 0:
+        sink.done(arrival)
+    else:
+        sink.take(arrival, mapped.view(arrival))
+    mapped.seen(arrival.bucket, arrival.step)
+
+
+def _address(memory: memoryview) -> int:
+    found: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return found

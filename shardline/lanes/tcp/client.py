@@ -1,0 +1,226 @@
+"""The tcp lane: calls carry heads, replies and errors; payloads go over a pair of bulk sockets, one per direction.
+
+Sockets are opened with the first exchange. A socket is used by one thread: bytes up by the one that takes the call's
+requests, bytes down by the exchanging one. Whatever ends an exchange early closes both, since a stream of bare bytes
+can't be picked up in its middle; the next exchange opens new ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import ssl
+import threading
+from collections.abc import Sequence
+
+from shardline.cluster import parse_address
+from shardline.config import Timeouts
+from shardline.errors import UnreachableError
+from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, LaneUnavailable, Sender, Sink, Want
+from shardline.lanes.calls import NotAdmittedError, ShardCalls
+from shardline.lanes.tcp import frames as bulk
+from shardline.rpc.channel import Peer
+from shardline.rpc.messages.data import Attached, is_small, progress_request, referred_requests
+
+DIAL_S = 10.0
+"""How long the bulk port may take to answer. Longer than a server lets strangers hold it."""
+
+
+class TcpLane(ShardCalls):
+    """One shard over its ps's channel and a pair of bulk sockets.
+
+    tls: the context for both sockets, where the cluster has TLS; tls_name: whom the ps's certificate names, where that
+    is not the host of its address.
+    """
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        peer: Peer,
+        shard: int,
+        elements: Sequence[int],
+        *,
+        timeouts: Timeouts,
+        tls: ssl.SSLContext | None = None,
+        tls_name: str = "",
+    ) -> None:
+        super().__init__(peer, shard, elements)
+        self._timeouts = timeouts
+        self._tls = tls
+        self._tls_name = tls_name
+        self._sockets: BulkSockets | None = None
+        self._dialling: list[socket.socket] = []
+        self._busy = False
+
+    def exchange(
+        self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
+    ) -> Exchanged:
+        """Push and pull in full duplex; see Lane.exchange.
+
+        Raises LaneUnavailable with a sentence where this pair of tasks can't open bulk sockets.
+        """
+        self._arm()
+        self._busy = True
+        whole = False
+        try:
+            sockets = self._opened(sender, min(timeout_s, self._timeouts.rpc_s))
+            done = self._converse(
+                referred_requests(
+                    sender, self._shard, contributions, want, sockets.attached, place=_in_order, after=sockets.send
+                ),
+                contributions,
+                want,
+                sink,
+                timeout_s=timeout_s,
+                single=is_small(contributions),
+                fill=functools.partial(sockets.receive, sink),
+            )
+            whole = all(ack.accepted for ack in done.acks)
+        except NotAdmittedError as error:
+            return error.exchanged(contributions)
+        finally:
+            self._busy = False
+            if not whole:
+                self._abandon()
+        return done
+
+    def cancel(self) -> None:
+        """End a running exchange early."""
+        super().cancel()
+        with self._lock:
+            for sock in self._dialling:
+                bulk.shut(sock)
+            if self._sockets is not None and self._busy:
+                self._sockets.shut()
+
+    def close(self) -> None:
+        """End a running exchange and close the sockets. The channel belongs to Peers."""
+        self.cancel()
+        if not self._busy:
+            self._abandon()
+
+    def _opened(self, sender: Sender, timeout_s: float) -> BulkSockets:
+        """The pair of sockets of this sender, opened now where there is none."""
+        sockets = self._sockets
+        if sockets is not None and sockets.alive and sockets.sender == sender.who:
+            return sockets
+        self._abandon()
+        opened = self._open(sender, timeout_s=timeout_s)
+        # The one that the call was made to: the server may know itself by another name.
+        host, _ = parse_address(self._peer.address)
+        pair: list[socket.socket] = []
+        try:
+            for token in (opened.up_token, opened.down_token):
+                pair.append(
+                    bulk.dial(
+                        host,
+                        opened.port,
+                        token,
+                        timeout_s=min(timeout_s, DIAL_S),
+                        stall_s=self._timeouts.rpc_s,
+                        tls=self._tls,
+                        tls_name=self._tls_name,
+                        hold=self._hold,
+                    )
+                )
+            return self._keep(BulkSockets(self._peer, sender, Attached(self.name, opened.attachment), *pair))
+        except OSError as error:
+            for sock in pair:
+                sock.close()
+            if self._cancelled:
+                raise self._given_up() from error
+            # A ps that is gone has not closed its port to us: this raises then.
+            self._ask(self._stub.Progress, progress_request(sender, self._shard, ()), "Progress", timeout_s)
+            raise LaneUnavailable(
+                f"{self._peer}: bulk port {opened.port} at {host} can't be used ({error or type(error).__name__}); "
+                f"is it blocked between the two hosts?"
+            ) from error
+        finally:
+            with self._lock:
+                self._dialling.clear()
+
+    def _given_up(self) -> UnreachableError:
+        return UnreachableError(f"{self._peer}: the exchange was given up while its bulk sockets were opened")
+
+    def _hold(self, sock: socket.socket) -> None:
+        """From here on cancel() ends this socket."""
+        with self._lock:
+            if self._cancelled:
+                raise ConnectionAbortedError("given up")
+            self._dialling.append(sock)
+
+    def _keep(self, sockets: BulkSockets) -> BulkSockets:
+        with self._lock:
+            self._sockets = sockets
+            if self._cancelled:
+                sockets.shut()
+        return sockets
+
+    def _abandon(self) -> None:
+        """Close the sockets: what is under way on them means nothing any more."""
+        with self._lock:
+            sockets, self._sockets = self._sockets, None
+        if sockets is not None:
+            sockets.close()
+
+
+def _in_order(item: BucketPayload) -> int:
+    """A bulk socket has no places: bytes come in the order of the references."""
+    return 0
+
+
+class BulkSockets:
+    """An open attachment, the worker's side."""
+
+    def __init__(self, peer: Peer, sender: Sender, attached: Attached, up: socket.socket, down: socket.socket) -> None:
+        self.sender = sender.who
+        self.attached = attached
+        self.alive = True
+        self._peer = peer
+        self._up = up
+        self._down = down
+        self._sending = threading.Lock()
+
+    def send(self, batch: Sequence[BucketPayload]) -> None:
+        """Send the payloads of a batch. Raises UnreachableError; then both sockets are of no use."""
+        with self._sending:
+            try:
+                if not self.alive:
+                    raise ConnectionAbortedError("it was closed")
+                for item in batch:
+                    bulk.send_all(self._up, memoryview(item.data).cast("B"))
+            except OSError as error:
+                # The exchanging thread may be waiting for bytes that won't come now.
+                self.shut()
+                raise self._broken("sent", error) from error
+
+    def receive(self, sink: Sink, arrival: Arrival) -> None:
+        """Receive the bytes of one bucket. Raises UnreachableError; then both sockets are of no use."""
+        if not arrival.unchanged and arrival.payload_bytes:
+            memory = sink.buffer(arrival).cast("B")
+            try:
+                bulk.receive(self._down, memory)
+            except OSError as error:
+                self.shut()
+                raise self._broken(f"received (bucket {arrival.bucket}, {len(memory)} bytes)", error) from error
+        sink.done(arrival)
+
+    def _broken(self, what: str, error: OSError) -> UnreachableError:
+        return UnreachableError(
+            f"{self._peer}: the bulk socket broke while bytes were {what}: {error or type(error).__name__}"
+        )
+
+    def shut(self) -> None:
+        """End both directions from any thread."""
+        self.alive = False
+        bulk.shut(self._up)
+        bulk.shut(self._down)
+
+    def close(self) -> None:
+        """Free both. Called by the exchanging thread, or when no exchange runs."""
+        self.shut()
+        # Once the sending thread has left its call, which it does at once: a descriptor in use must not be given away.
+        with self._sending:
+            self._up.close()
+        self._down.close()

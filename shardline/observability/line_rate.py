@@ -1,0 +1,71 @@
+"""How fast the line of this task's address is, as far as the machine knows."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+from pathlib import Path
+
+import psutil
+
+from shardline.cluster import parse_address
+from shardline.config import environment
+from shardline.errors import ClusterSpecError, UsageError
+from shardline.observability.metrics import Metrics
+
+log = logging.getLogger("shardline")
+
+MBIT = 1e6 / 8
+"""Bytes of a megabit."""
+INTERFACES = Path("/sys/class/net")
+
+
+def meter_line(metrics: Metrics, address: str) -> None:
+    """Set shardline_link_bytes_per_second where the line of this task's address is known. Raises UsageError.
+
+    SHARDLINE_LINK_MBIT comes first: in containers and virtual machines only a person knows.
+    """
+    rate = given_rate() or interface_rate(address)
+    if rate is not None:
+        metrics.gauge("shardline_link_bytes_per_second").set(rate)
+
+
+def given_rate() -> float | None:
+    """SHARDLINE_LINK_MBIT in bytes per second; None where it is not set. Raises UsageError."""
+    text = environment("link_mbit")
+    if text is None:
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0.0 < found < 1e9:
+        raise UsageError(f"SHARDLINE_LINK_MBIT is {text!r}; give the line's megabits per second, such as 1000")
+    return found * MBIT
+
+
+def has_line(name: str) -> bool:
+    """Whether an interface is hardware, or a bond of it: a container's has a speed that the kernel makes up."""
+    if not INTERFACES.is_dir():
+        return True
+    return (INTERFACES / name / "device").exists() or (INTERFACES / name / "bonding").exists()
+
+
+def interface_rate(address: str) -> float | None:
+    """Bytes per second of the interface that has the host of "host:port"; None where nobody knows."""
+    try:
+        host, _ = parse_address(address)
+        own = {str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        names = [
+            name
+            for name, held in psutil.net_if_addrs().items()
+            # IPv6 addresses may carry the interface behind a %.
+            if own.intersection(item.address.partition("%")[0] for item in held) and has_line(name)
+        ]
+        speeds = psutil.net_if_stats()
+    except (ClusterSpecError, OSError) as error:
+        log.debug("the line rate of %s is not known: %s", address, error)
+        return None
+    known = [speeds[name].speed for name in names if name in speeds and 0 < speeds[name].speed < 2**16 - 1]
+    return min(known) * MBIT if known else None

@@ -1,0 +1,348 @@
+"""Every Prometheus metric of Shardline, in one table, and the /metrics page of a task.
+
+    metrics = Metrics("worker", "worker/3")
+    pushed = metrics.counter("shardline_push_wire_bytes_total", peer="ps/0", codec="raw", lane="grpc")
+    pushed.inc(4096)
+    address = metrics.serve("127.0.0.1", 0)
+
+docs/metrics.md is made of the table: python -m shardline.observability.metrics > docs/metrics.md
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    make_wsgi_app,
+)
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
+
+from shardline.cluster import format_address
+from shardline.errors import InternalError, UsageError
+from shardline.observability.metrics_page import MetricsPage
+from shardline.security import PLAIN, Security
+
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Bucket bounds of durations of one exchange or step."""
+LONG_SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+"""Bucket bounds of checkpoints and evaluations."""
+UPDATES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
+"""Bucket bounds of staleness; 0 is a bucket of its own, since it is what synchronous training has."""
+
+ALL = ("ps", "worker", "chief", "evaluator")
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """One line of the table. Every metric also has the label `task`."""
+
+    name: str
+    kind: str
+    """"counter", "gauge" or "histogram"."""
+    unit: str
+    roles: tuple[str, ...]
+    labels: tuple[str, ...]
+    help: str
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram, in its unit."""
+    known: tuple[str, ...] = ()
+    """Values of the one label that are there from the start, at 0: the first time must show as a rise."""
+
+
+def _counter(
+    name: str, unit: str, roles: Iterable[str], labels: Iterable[str], text: str, known: tuple[str, ...] = ()
+) -> MetricSpec:
+    return MetricSpec(name, "counter", unit, tuple(roles), tuple(labels), text, known=known)
+
+
+def _gauge(name: str, unit: str, roles: Iterable[str], labels: Iterable[str], text: str) -> MetricSpec:
+    return MetricSpec(name, "gauge", unit, tuple(roles), tuple(labels), text)
+
+
+def _histogram(
+    name: str, unit: str, roles: Iterable[str], labels: Iterable[str], text: str, buckets: tuple[float, ...] = SECONDS
+) -> MetricSpec:
+    return MetricSpec(name, "histogram", unit, tuple(roles), tuple(labels), text, buckets)
+
+
+_WIRE = ("peer", "codec", "lane")
+_DATA = ("ps", "worker")
+
+TABLE: tuple[MetricSpec, ...] = (
+    _counter("shardline_push_raw_bytes_total", "bytes", _DATA, _WIRE, "Gradients pushed, as held in memory"),
+    _counter("shardline_push_wire_bytes_total", "bytes", _DATA, _WIRE, "Gradients pushed, as sent after the codec"),
+    _counter("shardline_pull_raw_bytes_total", "bytes", _DATA, _WIRE, "Parameters pulled, as held in memory"),
+    _counter("shardline_pull_wire_bytes_total", "bytes", _DATA, _WIRE, "Parameters pulled, as sent after the codec"),
+    _histogram(
+        "shardline_push_seconds",
+        "seconds",
+        _DATA,
+        ["peer"],
+        "One push of a shard. ps: first byte to last reply. worker: from the end of backward to the last reply",
+    ),
+    _histogram(
+        "shardline_pull_seconds",
+        "seconds",
+        _DATA,
+        ["peer"],
+        "One pull of a shard. ps: request to last byte. worker: what follows push and barrier wait",
+    ),
+    _counter("shardline_pushes_total", "pushes", _DATA, ["peer", "outcome"], "Pushes by what became of them"),
+    _histogram(
+        "shardline_staleness_updates",
+        "updates",
+        _DATA,
+        ["shard"],
+        "Shard version when a push was applied, minus the version its gradient was computed from",
+        UPDATES,
+    ),
+    _histogram(
+        "shardline_barrier_wait_seconds",
+        "seconds",
+        _DATA,
+        ["shard"],
+        "ps: from the first contribution to a step until the last. worker: from its push until the pull's first byte",
+    ),
+    _histogram("shardline_apply_seconds", "seconds", ["ps"], ["shard"], "Update rule on one bucket"),
+    _gauge("shardline_shard_version", "updates", ["ps"], ["shard"], "Optimizer applications of a shard"),
+    _gauge("shardline_shard_step", "steps", ["ps"], ["shard"], "Lowest step among a shard's buckets"),
+    _gauge("shardline_ps_standby_synced", "0 or 1", ["ps"], ["shard"], "Whether the standby held here can take over"),
+    _gauge("shardline_ps_standby_bytes", "bytes", ["ps"], ["shard"], "Memory of the standby held here"),
+    _gauge(
+        "shardline_ps_standby_lag_records",
+        "records",
+        ["ps"],
+        ["shard"],
+        "Records made here that the shard's standby elsewhere has not acknowledged",
+    ),
+    _gauge("shardline_held_bytes", "bytes", ["ps"], ["kind"], "Memory held: parameters, state, staged, cuts"),
+    _gauge("shardline_staging_bytes", "bytes", ["ps"], [], "Contributions on their way in, and sums that wait"),
+    _gauge("shardline_staging_limit_bytes", "bytes", ["ps"], [], "What staging stays below, but for a bucket a stream"),
+    _histogram(
+        "shardline_staging_wait_seconds", "seconds", ["ps"], [], "How long contributions waited for room in staging"
+    ),
+    _gauge("shardline_lane_attachments", "attachments", _DATA, ["lane"], "Bulk sockets and shared segments in use"),
+    _counter(
+        "shardline_lane_fallbacks_total", "fallbacks", _DATA, ["lane"], "Times that a lane gave way", ("shm", "tcp")
+    ),
+    _gauge(
+        "shardline_link_bytes_per_second",
+        "bytes/s",
+        _DATA,
+        [],
+        "Line rate, each way, of the interface with this task's address, where it is known",
+    ),
+    _counter("shardline_duplicate_mismatches_total", "pushes", ["ps"], [], "Repeated pushes with other bits"),
+    _counter("shardline_refused_messages_total", "messages", ["ps", "chief"], ["method"], "Invalid messages refused"),
+    _counter("shardline_fenced_messages_total", "messages", ["ps", "chief"], ["peer"], "Messages of replaced tasks"),
+    _gauge("shardline_step", "steps", ALL, [], "Step this task is at"),
+    _histogram("shardline_step_seconds", "seconds", ["worker", "chief"], [], "One step, compute and exchange"),
+    _histogram("shardline_compute_seconds", "seconds", ["worker"], [], "Forward and backward pass of one step"),
+    _histogram("shardline_exchange_seconds", "seconds", ["worker"], [], "Part of a step spent on push and pull"),
+    _counter("shardline_examples_total", "examples", ["worker", "chief"], [], "Training samples done"),
+    _gauge("shardline_loss", "loss", ["worker", "chief"], [], "Training loss of the last step"),
+    _counter(
+        "shardline_nonfinite_total",
+        "values",
+        _DATA,
+        ["what"],
+        "NaN or infinity found: a loss, or a tensor's name; at a ps: a gradient",
+        ("loss", "gradient"),
+    ),
+    _counter("shardline_skipped_steps_total", "steps", ["ps", "chief"], [], "Steps that advanced without an update"),
+    _histogram("shardline_checkpoint_seconds", "seconds", ["chief"], [], "Writing one checkpoint", LONG_SECONDS),
+    _gauge("shardline_checkpoint_bytes", "bytes", ["chief"], [], "Size of the last checkpoint"),
+    _gauge("shardline_checkpoint_step", "steps", ["chief"], [], "Step of the last checkpoint"),
+    _gauge(
+        "shardline_checkpoint_timestamp_seconds",
+        "seconds",
+        ["chief"],
+        [],
+        "Unix time of the last checkpoint; before the first, of the chief's start",
+    ),
+    _gauge(
+        "shardline_checkpoint_interval_steps",
+        "steps",
+        ["chief"],
+        [],
+        "Fewest steps between checkpoints with which writing them keeps up; absent before the first one on the way",
+    ),
+    _counter(
+        "shardline_checkpoints_total",
+        "checkpoints",
+        ["chief"],
+        ["outcome"],
+        "Checkpoints written and failed",
+        ("written", "failed"),
+    ),
+    _counter("shardline_cuts_skipped_total", "cuts", ["ps"], [], "Cuts left out: the ones before not yet saved"),
+    _gauge("shardline_tasks", "tasks", ["chief"], ["role", "state"], "Tasks by role and state"),
+    _gauge("shardline_evaluation_metric", "any", ["evaluator", "chief"], ["metric"], "Last evaluation, by metric"),
+    _histogram("shardline_evaluation_seconds", "seconds", ["evaluator"], [], "Scoring one checkpoint", LONG_SECONDS),
+    _counter(
+        "shardline_evaluations_total",
+        "evaluations",
+        ["evaluator"],
+        ["outcome"],
+        "Checkpoints scored and failed",
+        ("scored", "failed"),
+    ),
+    _counter("shardline_heartbeats_total", "heartbeats", ALL, ["peer"], "Heartbeats sent; at the chief, received"),
+    _counter("shardline_rpc_retries_total", "calls", ALL, ["peer"], "Calls made again after a failure"),
+)
+
+BY_NAME: Mapping[str, MetricSpec] = {spec.name: spec for spec in TABLE}
+
+_M = TypeVar("_M", Counter, Gauge, Histogram)
+_KINDS: Mapping[str, type[Counter] | type[Gauge] | type[Histogram]] = {
+    "counter": Counter,
+    "gauge": Gauge,
+    "histogram": Histogram,
+}
+
+
+class _Registry(CollectorRegistry):
+    """Leaves out the *_created series, which double the page and which our dashboards never use.
+
+    prometheus_client's own switch for that is global, so it would change a person's own metrics in their script.
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        for family in super().collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+
+
+class Metrics:
+    """The metrics of one task, in a registry of its own. Thread-safe.
+
+    also: further roles this process plays, such as ["worker"] for a chief that trains.
+    """
+
+    def __init__(self, role: str, task: str, *, also: Iterable[str] = ()) -> None:
+        self.task = task
+        self.roles = frozenset((role, *also))
+        self.registry = _Registry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        self._families: dict[str, MetricWrapperBase] = {}
+        for spec in TABLE:
+            if self.roles.intersection(spec.roles):
+                self._families[spec.name] = self._family(spec)
+        self._children: dict[tuple[str, tuple[tuple[str, str], ...]], MetricWrapperBase] = {}
+        self._lock = threading.Lock()
+        self._page: MetricsPage | None = None
+        self.address = ""
+        """Where serve() answers; empty before."""
+        self.url = ""
+        """The same as a URL: beyond loopback a page wears TLS where the task does."""
+        self._show_zeros()
+
+    def _show_zeros(self) -> None:
+        """Counts whose labels are known beforehand begin at 0: a rise from nothing is none to Prometheus."""
+        for spec in TABLE:
+            if spec.name not in self._families or spec.kind == "gauge":
+                continue
+            if not spec.labels:
+                self._families[spec.name].labels(task=self.task)
+            for value in spec.known:
+                self._families[spec.name].labels(**{"task": self.task, spec.labels[0]: value})
+
+    def _family(self, spec: MetricSpec) -> MetricWrapperBase:
+        labels = ("task", *spec.labels)
+        if spec.kind == "histogram":
+            return Histogram(spec.name, spec.help, labels, registry=self.registry, buckets=spec.buckets)
+        return _KINDS[spec.kind](spec.name, spec.help, labels, registry=self.registry)
+
+    def counter(self, name: str, **labels: str | int) -> Counter:
+        """The counter with these labels; keep it where it is used often. Raises InternalError outside the table."""
+        return self._child(Counter, name, labels)
+
+    def gauge(self, name: str, **labels: str | int) -> Gauge:
+        """The gauge with these labels; see counter()."""
+        return self._child(Gauge, name, labels)
+
+    def histogram(self, name: str, **labels: str | int) -> Histogram:
+        """The histogram with these labels; see counter()."""
+        return self._child(Histogram, name, labels)
+
+    def _child(self, cls: type[_M], name: str, labels: Mapping[str, str | int]) -> _M:
+        key = (name, tuple((label, str(value)) for label, value in labels.items()))
+        child = self._children.get(key)
+        if child is None:
+            child = self._make_child(cls, name, dict(key[1]))
+            with self._lock:
+                child = self._children.setdefault(key, child)
+        if not isinstance(child, cls):
+            raise InternalError(f"metric {name!r} is a {BY_NAME[name].kind}, not a {cls.__name__.lower()}")
+        return child
+
+    def _make_child(self, cls: type[_M], name: str, labels: dict[str, str]) -> MetricWrapperBase:
+        spec = BY_NAME.get(name)
+        if spec is None:
+            raise InternalError(f"metric {name!r} is not in the table of shardline/observability/metrics.py")
+        if name not in self._families:
+            raise InternalError(f"metric {name!r} is for {', '.join(spec.roles)}, not for {self.task}")
+        if set(labels) != set(spec.labels):
+            raise InternalError(f"metric {name!r} has labels {sorted(spec.labels)}, not {sorted(labels)}")
+        return self._families[name].labels(task=self.task, **labels)
+
+    def serve(self, host: str, port: int, security: Security = PLAIN) -> str:
+        """Answer GET /metrics at host:port (0 = a free one); returns the bound address.
+
+        security: whoever asks from outside of this machine needs the job's token, where there is one.
+        Raises UsageError where the port is taken or the host is not this machine's.
+        """
+        if self._page is not None:
+            raise InternalError(f"the metrics of {self.task} are served already")
+        try:
+            page = MetricsPage(host, port, make_wsgi_app(self.registry), security)
+        except OSError as error:
+            raise UsageError(
+                f"{self.task} can't serve metrics at {format_address(host, port)}: {error.strerror or error}; "
+                "use another --metrics-port (0 = a free one) or --host"
+            ) from None
+        self._page, self.address, self.url = page, page.address, page.url
+        return self.address
+
+    def close(self) -> None:
+        """Stop serving and free the port. May be called twice."""
+        page, self._page = self._page, None
+        if page is not None:
+            page.close()
+
+
+def table_markdown() -> str:
+    """The text of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every task answers `GET /metrics` (`--metrics-port`, `--host`). From outside of the task's machine that needs",
+        "the job's token, where there is one ([security](security.md#metrics)). Each metric has the label `task`, such",
+        "as `worker/3`, besides those below; the usual `process_*` and `python_*` figures are there too.",
+        "This page is made of the table in `shardline/observability/metrics.py`: `make docs`.",
+        "",
+        "| name | kind | unit | labels | tasks | what |",
+        "|---|---|---|---|---|---|",
+    ]
+    for spec in TABLE:
+        labels = ", ".join(f"`{label}`" for label in spec.labels)
+        roles = "all" if spec.roles == ALL else ", ".join(spec.roles)
+        lines.append(f"| `{spec.name}` | {spec.kind} | {spec.unit} | {labels} | {roles} | {spec.help} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table_markdown(), end="")

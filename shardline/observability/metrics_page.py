@@ -1,0 +1,173 @@
+"""The metrics page over HTTP: who may read it, and a server that no reader holds up.
+
+prometheus_client's own server shakes hands and waits in the thread that takes connections, so that one who says nothing
+keeps all others out; here each connection has a thread, a deadline and a bounded number of neighbours.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from shardline.cluster import format_address
+from shardline.observability.host_header import names_loopback
+from shardline.security import Security, is_loopback
+
+CONNECTIONS = 32
+"""At once; one more is closed unheard."""
+READER_S = 10.0
+"""How long a reader may let the page wait, each time."""
+
+SHOWN = 120
+"""Characters of a foreign header that an answer repeats."""
+
+Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class Answer(enum.Enum):
+    """What a reader gets."""
+
+    PAGE = "200 OK"
+    NEEDS_TOKEN = "401 Unauthorized"
+    WRONG_HOST = "421 Misdirected Request"
+
+
+def decide(security: Security, *, exposed: bool, peer: str, host: str, authorization: str) -> Answer:
+    """What who asks from the IP address `peer` gets, with these headers Host and Authorization.
+
+    Who brings the job's token may read. Without it everybody on this machine may, by a name of loopback's (see
+    host_header.py); others only where the job has no token and the page is exposed, that is open to other machines.
+    """
+    scheme, _, token = authorization.partition(" ")
+    if security.token and security.check(token.strip() if scheme.lower() == "bearer" else None):
+        return Answer.PAGE
+    if security.token and not is_loopback(peer):
+        return Answer.NEEDS_TOKEN
+    if names_loopback(host) or (exposed and not security.token):
+        return Answer.PAGE
+    return Answer.WRONG_HOST
+
+
+def tls_of(host: str, security: Security) -> ssl.SSLContext | None:
+    """TLS of a page at this host; None = plain, as on loopback.
+
+    Where there is a token it is asked for and no certificate, so that a browser or a Prometheus without one can read
+    the page; without a token the readers' certificates keep strangers out, as everywhere else.
+    """
+    if is_loopback(host) or security.tls_cert is None:
+        return None
+    context = security.server_context()
+    assert context is not None
+    if security.token:
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def guarded(application: Application, security: Security, *, exposed: bool) -> Application:
+    """The page for those who may read it, and a sentence for all others."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        host = environ.get("HTTP_HOST", "")
+        decided = decide(
+            security,
+            exposed=exposed,
+            peer=environ["REMOTE_ADDR"],
+            host=host,
+            authorization=environ.get("HTTP_AUTHORIZATION", ""),
+        )
+        if decided is Answer.PAGE:
+            return application(environ, start_response)
+        headers = [("Content-Type", "text/plain; charset=utf-8")]
+        if decided is Answer.NEEDS_TOKEN:
+            headers.append(("WWW-Authenticate", "Bearer"))
+            sentence = "these metrics need the job's token: Authorization: Bearer TOKEN\n"
+        else:
+            token = ", or bring the job's token" if security.token else ""
+            sentence = (
+                f"these metrics were asked for as {host[:SHOWN]!r}; ask for them as 127.0.0.1 or localhost{token}\n"
+            )
+        body = sentence.encode()
+        start_response(decided.value, [*headers, ("Content-Length", str(len(body)))])
+        return [body]
+
+    return answer
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = READER_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a scrape every few seconds is no event."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = CONNECTIONS
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        self._room = threading.BoundedSemaphore(CONNECTIONS)
+        super().__init__(*arguments, **settings)
+
+    def server_bind(self) -> None:
+        # WSGIServer would ask the resolver for this machine's name, which may take seconds.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a reader that goes away or shakes hands badly is its own affair."""
+
+
+class MetricsPage:
+    """Serves an application at host:port, 0 = a free one, until close(). Raises OSError where it can't be bound."""
+
+    def __init__(self, host: str, port: int, application: Application, security: Security) -> None:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        context = tls_of(host, security)
+        server_class: type[_Server] = type("_FamilyServer", (_Server,), {"address_family": family})
+        self._server = make_server(
+            host,
+            port,
+            guarded(application, security, exposed=not is_loopback(host)),
+            server_class=server_class,
+            handler_class=_Handler,
+        )
+        if context is not None:
+            # The handshake is the first thing that a connection's own thread waits for.
+            self._server.socket = context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        self.address = format_address(host, int(self._server.server_port))
+        self.url = f"{'http' if context is None else 'https'}://{self.address}/metrics"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5.0)

@@ -1,0 +1,357 @@
+"""A cluster at a glance: what the chief's page and `shardline top` show, worked out once from the chief's status.
+
+view = cluster_view(ChiefWatch(address, timeouts).status())
+json.dumps(as_json(view))
+
+Pure: no clock, no socket. What isn't known is None (null in JSON), never a zero that looks like a figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardline.cluster import ROLES, parse_task
+from shardline.rpc.messages.status import ChiefStatus, TaskStatus
+
+MISSING = "missing"
+"""State of a task that is in the cluster spec and has never joined; the others are the chief's: alive, suspect, dead,
+left."""
+GONE = ("dead", "left")
+PHASE_WORDS: Mapping[str, str] = {
+    "waiting": "waiting for tasks",
+    "init": "setting parameters",
+    "running": "training",
+    "stopping": "stopping",
+    "ended": "ended",
+}
+
+
+STANDBY_WORDS: Mapping[str, str] = {
+    "": "none",
+    "unprotected": "not reached",
+    "copying": "copying",
+    "synced": "in step",
+    "silent": "silent",
+}
+"""A standby as its primary sees it, see rpc.messages.status. Only one in step can take over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardView:
+    """One shard and the ps that holds it."""
+
+    shard: int
+    ps: str
+    state: str
+    """State of that ps."""
+    bytes: int
+    """Of its values."""
+    held_bytes: int
+    """Memory it takes there: values, optimizer state, partial sums and cuts."""
+    share: float
+    """Its bytes over those of the largest shard, 0 to 1."""
+    version: int
+    step_min: int
+    step_max: int
+    pushes: int
+    staleness: float | None
+    """Mean over all its pushes, in versions."""
+    staleness_max: int
+    waiting_for: tuple[int, ...]
+    """Replicas missing in its lowest open step."""
+    standby: str
+    """The ps with its second copy, or that shall have it; empty where there is to be none."""
+    standby_state: str
+    """One of STANDBY_WORDS."""
+    standby_problem: str
+    """Why it is not in step, where that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskView:
+    """One task."""
+
+    name: str
+    role: str
+    index: int
+    state: str
+    """alive, suspect, dead, left or missing."""
+    incarnation: str
+    """As people count: "2.5" is the fifth life since the second start of the chief; empty where it never joined."""
+    address: str
+    metrics_address: str
+    heard_s: float | None
+    """Seconds since its last heartbeat."""
+    step: int | None
+    """Of a ps: the lowest its shards have reached; versions in asynchronous mode."""
+    replicas: tuple[int, ...]
+    shards: tuple[int, ...]
+    push_bytes_per_s: float
+    """Sent towards the parameters: up for a worker, in for a ps."""
+    pull_bytes_per_s: float
+    steps_per_s: float
+    staleness: float | None
+    """Mean of its last steps, in versions; None for tasks that don't train."""
+    compute_s: float | None
+    """Seconds of computing in a step, on average of the last ones."""
+    exchange_s: float | None
+    """The same of push, barrier wait and pull."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreView:
+    """Evaluation metrics of one step."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointView:
+    """A committed checkpoint on disk."""
+
+    step: int
+    path: str
+    bytes: int
+    age_s: float
+    best: bool
+    """The best evaluation so far is of this step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventView:
+    """One sentence of the chief's."""
+
+    time: float
+    """Unix time."""
+    level: str
+    """info, warning or error."""
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterView:
+    """The whole cluster at one moment."""
+
+    time: float
+    """Unix time of the chief."""
+    job: str
+    mode: str
+    """sync or async; empty while the job is not known."""
+    rule: str
+    """Update rule, such as SGD."""
+    replicas: int
+    phase: str
+    """One of shardline.rpc.messages.status.PHASES."""
+    doing: str
+    """The phase in words, with who is waited for: "waiting for ps/1"."""
+    reason: str
+    """Why it ended."""
+    exit_code: int
+    step: int
+    steps: int | None
+    """Steps to train; None where a script ends the job by itself."""
+    first_step: int
+    """Step this run started from."""
+    progress: float | None
+    """0 to 1."""
+    seconds: float
+    """Of training so far."""
+    left_s: float | None
+    """Seconds to the last step at the present speed."""
+    steps_per_s: float
+    push_bytes_per_s: float
+    pull_bytes_per_s: float
+    """Through all parameter servers."""
+    loss: float | None
+    staleness: float | None
+    """Mean of the last steps, in versions."""
+    staleness_max: int
+    """Highest of the run."""
+    evaluation: ScoreView | None
+    """The newest."""
+    best: ScoreView | None
+    tasks: tuple[TaskView, ...]
+    """In the order chief, ps, worker, evaluator as cluster specs have them, then by index."""
+    shards: tuple[ShardView, ...]
+    checkpoints: tuple[CheckpointView, ...]
+    """The newest first."""
+    events: tuple[EventView, ...]
+    """The newest last."""
+    faults: tuple[str, ...]
+    """What fails at present while the job goes on, a sentence each."""
+    out_dir: str
+    dead_s: float
+    """Silence after which a task is dead."""
+
+
+def cluster_view(status: ChiefStatus) -> ClusterView:
+    """What to show of a chief's status."""
+    started = status.step > status.first_step
+    ended = status.phase == "ended"
+    tasks = _tasks(status)
+    return ClusterView(
+        time=status.time,
+        job=status.job,
+        mode=status.consistency,
+        rule=status.rule,
+        replicas=status.replicas,
+        phase=status.phase,
+        doing=doing(status),
+        reason=status.reason,
+        exit_code=status.exit_code,
+        step=status.step,
+        steps=status.steps or None,
+        first_step=status.first_step,
+        progress=min(1.0, status.step / status.steps) if status.steps else None,
+        seconds=status.seconds,
+        left_s=left_s(status),
+        # After the end nothing moves any more; then the speed of the whole run says more.
+        steps_per_s=_whole_rate(status) if ended else status.steps_per_s,
+        push_bytes_per_s=0.0 if ended else status.push_bytes_per_s,
+        pull_bytes_per_s=0.0 if ended else status.pull_bytes_per_s,
+        loss=_finite(status.loss),
+        staleness=_finite(status.staleness) if started else None,
+        staleness_max=status.staleness_max,
+        evaluation=_score(status.last_metrics_step, status.last_metrics),
+        best=_score(status.best_step, status.best_metrics),
+        tasks=tasks,
+        shards=_shards(status),
+        checkpoints=tuple(
+            CheckpointView(step=c.step, path=c.path, bytes=c.bytes, age_s=c.age_s, best=c.step == status.best_step)
+            for c in sorted(status.checkpoints, key=lambda c: -c.step)
+        ),
+        events=tuple(EventView(time=e.time, level=e.level, sentence=e.sentence) for e in status.said),
+        faults=status.faults,
+        out_dir=status.out_dir,
+        dead_s=status.dead_s,
+    )
+
+
+def doing(status: ChiefStatus) -> str:
+    """What the job does now, such as "training" or "waiting for ps/1, worker/0"."""
+    if status.phase == "waiting":
+        lost = [task.task for task in status.tasks if task.state not in ("alive", "left")]
+        awaited = [*status.missing, *lost]
+        if awaited:
+            return f"waiting for {', '.join(awaited)}"
+    return PHASE_WORDS.get(status.phase, status.phase)
+
+
+def left_s(status: ChiefStatus) -> float | None:
+    """Seconds to the last step: by the speed of the last seconds, steadied by that of the whole run."""
+    left = status.steps - status.step
+    if not status.steps or status.phase not in ("running", "stopping") or status.steps_per_s <= 0:
+        return None
+    if left <= 0:
+        return 0.0
+    whole = _whole_rate(status) or status.steps_per_s
+    return left / ((status.steps_per_s + whole) / 2)
+
+
+def _whole_rate(status: ChiefStatus) -> float:
+    """Steps/s of the whole run; 0 before the first."""
+    return max(0, status.step - status.first_step) / status.seconds if status.seconds > 0 else 0.0
+
+
+def as_json(view: ClusterView) -> dict[str, Any]:
+    """The view as JSON values; a number that is none (NaN, infinity) becomes null."""
+    found: dict[str, Any] = _plain(dataclasses.asdict(view))
+    return found
+
+
+def incarnation_text(incarnation: int) -> str:
+    """An incarnation as people count: "term.life"."""
+    return f"{incarnation >> 32}.{incarnation & 0xFFFFFFFF}"
+
+
+def _tasks(status: ChiefStatus) -> tuple[TaskView, ...]:
+    rows = [*status.tasks, *(TaskStatus(task=name, state=MISSING) for name in status.missing)]
+    found = [_task(task, status.consistency, status.phase) for task in rows]
+    return tuple(sorted(found, key=lambda task: (ROLES.index(task.role), task.index)))
+
+
+def _step(task: TaskStatus, mode: str) -> int | None:
+    """Steps of a trainer, or what all shards of a ps have reached."""
+    if task.state == MISSING:
+        return None
+    if not task.task.startswith("ps/"):
+        return task.step
+    return min((shard.version if mode == "async" else shard.step_min for shard in task.shards), default=None)
+
+
+def _task(task: TaskStatus, mode: str, phase: str) -> TaskView:
+    role, index = parse_task(task.task)
+    moving = task.state not in (MISSING, *GONE) and phase != "ended"
+    trains = role in ("chief", "worker") and task.state != MISSING
+    stepped = trains and task.compute_s > 0
+    return TaskView(
+        name=task.task,
+        role=role,
+        index=index,
+        state=task.state,
+        incarnation=incarnation_text(task.incarnation) if task.incarnation else "",
+        address=task.address,
+        metrics_address=task.metrics_address,
+        heard_s=None if task.state == MISSING else task.last_heard_s,
+        step=_step(task, mode),
+        replicas=task.replicas,
+        shards=tuple(shard.shard for shard in task.shards),
+        # What a dead task did in its last seconds is no rate of now.
+        push_bytes_per_s=task.push_bytes_per_s if moving else 0.0,
+        pull_bytes_per_s=task.pull_bytes_per_s if moving else 0.0,
+        steps_per_s=task.steps_per_s if moving else 0.0,
+        staleness=_finite(task.staleness) if stepped else None,
+        compute_s=_finite(task.compute_s) if stepped else None,
+        exchange_s=_finite(task.exchange_s) if stepped else None,
+    )
+
+
+def _shards(status: ChiefStatus) -> tuple[ShardView, ...]:
+    sizes = dict(enumerate(status.shard_bytes))
+    largest = max(sizes.values(), default=0)
+    found = [
+        ShardView(
+            shard=shard.shard,
+            ps=task.task,
+            state=task.state,
+            bytes=sizes.get(shard.shard, 0),
+            held_bytes=shard.bytes,
+            share=sizes.get(shard.shard, 0) / largest if largest else 0.0,
+            version=shard.version,
+            step_min=shard.step_min,
+            step_max=shard.step_max,
+            pushes=shard.pushes,
+            staleness=shard.staleness_sum / shard.pushes if shard.pushes else None,
+            staleness_max=shard.staleness_max,
+            waiting_for=shard.waiting_for if status.phase in ("running", "stopping") else (),
+            standby=shard.standby_task if shard.standby else "",
+            standby_state=STANDBY_WORDS[shard.standby],
+            standby_problem=shard.standby_problem if shard.standby else "",
+        )
+        for task in status.tasks
+        for shard in task.shards
+    ]
+    return tuple(sorted(found, key=lambda shard: shard.shard))
+
+
+def _score(step: int, metrics: Mapping[str, float]) -> ScoreView | None:
+    return ScoreView(step=step, metrics=dict(metrics)) if step >= 0 and metrics else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return _finite(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

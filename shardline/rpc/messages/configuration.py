@@ -1,0 +1,151 @@
+"""What Configure says: the chief's value, the ps's, and the message between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shardline.core.plan import Plan
+from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec
+from shardline.rpc.limits import MAX_TENSORS, at_most, short
+from shardline.rpc.messages.convert import (
+    consistency_from_proto,
+    consistency_to_proto,
+    plan_from_proto,
+    plan_to_proto,
+    replicas_from_proto,
+    rule_from_proto,
+    rule_to_proto,
+    schedule_from_proto,
+    schedule_to_proto,
+)
+from shardline.rpc.v1 import parameter_server_pb2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which ps hosts a shard, and where it answers."""
+
+    shard: int
+    task: str
+    address: str
+    standby_task: str = ""
+    """Which ps holds its standby, and where that answers; empty = it has none."""
+    standby_address: str = ""
+    appointment: int = 0
+    """Another number each time that the shard is given a standby; 0 = it has none, or the chief counts none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PsConfiguration:
+    """What a ps needs to hold its shards; equal ones change nothing there."""
+
+    job: str
+    timeline: int
+    plan: Plan
+    shards: tuple[int, ...]
+    rule: RuleSpec
+    schedule: ScheduleSpec
+    consistency: ConsistencySpec
+    replicas: int
+    cut_every: int
+    codec: str = "raw"
+    standbys: tuple[int, ...] = ()
+    """Shards whose standby this ps holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration(PsConfiguration):
+    """The same with what may change while the shards stay."""
+
+    placement: tuple[Placement, ...] = ()
+    activate: bool = False
+    keep: tuple[int, ...] = ()
+    """Shards whose present values stay."""
+    keep_standbys: tuple[int, ...] = ()
+    """Standbys that stay as they are."""
+
+
+def placement_to_proto(placement: Iterable[Placement]) -> list[parameter_server_pb2.Placement]:
+    """Placement messages."""
+    return [
+        parameter_server_pb2.Placement(
+            shard=item.shard,
+            task=item.task,
+            address=item.address,
+            standby_task=item.standby_task,
+            standby_address=item.standby_address,
+            appointment=item.appointment,
+        )
+        for item in placement
+    ]
+
+
+def placement_from_proto(messages: Sequence[parameter_server_pb2.Placement]) -> tuple[Placement, ...]:
+    """Where shards are hosted. Raises ProtocolError where there are too many, or their names too long."""
+    # A shard has at least one slice of a tensor.
+    at_most(len(messages), MAX_TENSORS, "placements")
+    for item in messages:
+        for text in (item.task, item.address, item.standby_task, item.standby_address):
+            short(text, f"placement of shard {item.shard}: a task or address")
+    return tuple(
+        Placement(
+            shard=item.shard,
+            task=item.task,
+            address=item.address,
+            standby_task=item.standby_task,
+            standby_address=item.standby_address,
+            appointment=item.appointment,
+        )
+        for item in messages
+    )
+
+
+def configuration_to_proto(
+    configuration: Configuration, term: parameter_server_pb2.Term
+) -> parameter_server_pb2.ConfigureRequest:
+    """The command of this term."""
+    return parameter_server_pb2.ConfigureRequest(
+        term=term,
+        job=configuration.job,
+        timeline=configuration.timeline,
+        plan=plan_to_proto(configuration.plan),
+        shards=configuration.shards,
+        rule=rule_to_proto(configuration.rule),
+        schedule=schedule_to_proto(configuration.schedule),
+        consistency=consistency_to_proto(configuration.consistency),
+        replicas=configuration.replicas,
+        cut_every=configuration.cut_every,
+        codec=configuration.codec,
+        placement=placement_to_proto(configuration.placement),
+        activate=configuration.activate,
+        keep_shards=configuration.keep,
+        standbys=configuration.standbys,
+        keep_standbys=configuration.keep_standbys,
+    )
+
+
+def configuration_from_proto(message: parameter_server_pb2.ConfigureRequest) -> PsConfiguration:
+    """What its shards are to be; raises ProtocolError or UsageError where that can't be."""
+    replicas = replicas_from_proto(message.replicas, "Configure")
+    for named, what in (
+        (message.shards, "shards"),
+        (message.standbys, "standbys"),
+        (message.keep_shards, "shards to keep"),
+        (message.keep_standbys, "standbys to keep"),
+    ):
+        # A few more than there are get a sentence of their own, which names them.
+        at_most(len(named), max(64, len(message.plan.shards)), f"Configure: {what}")
+    return PsConfiguration(
+        job=short(message.job, "name of the job"),
+        timeline=message.timeline,
+        plan=plan_from_proto(message.plan),
+        shards=tuple(message.shards),
+        rule=rule_from_proto(message.rule),
+        schedule=schedule_from_proto(message.schedule),
+        consistency=consistency_from_proto(message.consistency),
+        replicas=replicas,
+        cut_every=message.cut_every,
+        codec=message.codec or "raw",
+        standbys=tuple(message.standbys),
+    )

@@ -1,0 +1,483 @@
+"""Specs, plans and images to protobuf and back. What comes from the network is checked here: values, ranges, sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from shardline.core.image import VALUE, BucketImage, WorkerSequence
+from shardline.core.plan import BucketSpec, Plan, ShardSpec, Slice, check_plan
+from shardline.core.spec import (
+    DTYPES,
+    Argument,
+    ConsistencySpec,
+    JobSpec,
+    RuleSpec,
+    ScheduleSpec,
+    TensorKind,
+    TensorSpec,
+)
+from shardline.core.tensor_bytes import tensor_bytes, tensor_from_bytes
+from shardline.errors import ProtocolError
+from shardline.rpc.limits import (
+    MAX_ALIASES,
+    MAX_ARGUMENTS,
+    MAX_DIMENSIONS,
+    MAX_GROUPS,
+    MAX_JOB_BYTES,
+    MAX_MEMBERS,
+    MAX_REPLICAS,
+    MAX_STATES,
+    MAX_TENSORS,
+    at_most,
+    short,
+)
+from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, plan_pb2
+
+DTYPE_TO_PROTO: Mapping[str, common_pb2.DType.ValueType] = {
+    name: common_pb2.DType.Value(f"DTYPE_{name.upper()}") for name in DTYPES
+}
+DTYPE_FROM_PROTO: Mapping[int, str] = {value: name for name, value in DTYPE_TO_PROTO.items()}
+_KIND_TO_PROTO = {kind: plan_pb2.TensorKind.Value(f"TENSOR_KIND_{kind.name}") for kind in TensorKind}
+_KIND_FROM_PROTO: Mapping[int, TensorKind] = {value: kind for kind, value in _KIND_TO_PROTO.items()}
+
+MAX_TENSOR_ELEMENTS = 1 << 40
+IMAGE_CHUNK_BYTES = 1 << 20
+
+
+def dtype_from_proto(value: int, where: str) -> str:
+    """Name of a dtype on the wire; raises ProtocolError for one this version doesn't know."""
+    try:
+        return DTYPE_FROM_PROTO[value]
+    except KeyError:
+        raise ProtocolError(f"{where}: dtype number {value} is unknown; use one of {', '.join(DTYPES)}") from None
+
+
+def argument_to_proto(value: Argument) -> plan_pb2.Argument:
+    """One argument of a rule."""
+    if value is None:
+        return plan_pb2.Argument(none=True)
+    if isinstance(value, bool):
+        return plan_pb2.Argument(flag=value)
+    if isinstance(value, int):
+        return plan_pb2.Argument(integer=value)
+    if isinstance(value, float):
+        return plan_pb2.Argument(number=value)
+    if isinstance(value, str):
+        return plan_pb2.Argument(text=value)
+    return plan_pb2.Argument(numbers=plan_pb2.Numbers(values=[float(item) for item in value]))
+
+
+def argument_from_proto(value: plan_pb2.Argument) -> Argument:
+    """Inverse of argument_to_proto."""
+    match value.WhichOneof("value"):
+        case "number":
+            return value.number
+        case "integer":
+            return value.integer
+        case "flag":
+            return value.flag
+        case "text":
+            return short(value.text, "argument of a rule")
+        case "numbers":
+            at_most(len(value.numbers.values), MAX_ARGUMENTS, "numbers in an argument of a rule")
+            return tuple(value.numbers.values)
+        case "none":
+            return None
+        case other:
+            raise ProtocolError(f"argument of a rule has no value this version knows ({other})")
+
+
+def rule_to_proto(rule: RuleSpec) -> plan_pb2.RuleSpec:
+    """Rule by name with its groups' arguments."""
+    groups = [
+        plan_pb2.ParamGroup(arguments={key: argument_to_proto(value) for key, value in group.items()})
+        for group in rule.groups
+    ]
+    return plan_pb2.RuleSpec(name=rule.name, groups=groups)
+
+
+def rule_from_proto(message: plan_pb2.RuleSpec) -> RuleSpec:
+    """Inverse of rule_to_proto; shardline.update checks name and arguments."""
+    at_most(len(message.groups), MAX_GROUPS, "parameter groups of a rule")
+    for group in message.groups:
+        at_most(len(group.arguments), MAX_ARGUMENTS, "arguments of a rule's group")
+    groups = tuple(
+        {key: argument_from_proto(group.arguments[key]) for key in sorted(group.arguments)} for group in message.groups
+    )
+    return RuleSpec(name=short(message.name, "name of a rule"), groups=groups)
+
+
+def schedule_to_proto(schedule: ScheduleSpec) -> plan_pb2.ScheduleSpec:
+    """Schedule as plain numbers."""
+    return plan_pb2.ScheduleSpec(
+        kind=schedule.kind,
+        warmup_steps=schedule.warmup_steps,
+        total_steps=schedule.total_steps,
+        step_size=schedule.step_size,
+        gamma=schedule.gamma,
+        final_factor=schedule.final_factor,
+    )
+
+
+def schedule_from_proto(message: plan_pb2.ScheduleSpec) -> ScheduleSpec:
+    """Inverse of schedule_to_proto."""
+    if not (math.isfinite(message.gamma) and math.isfinite(message.final_factor)):
+        raise ProtocolError(
+            f"schedule has gamma {message.gamma}, final_factor {message.final_factor}; both must be finite"
+        )
+    return ScheduleSpec(
+        kind=message.kind or "constant",
+        warmup_steps=message.warmup_steps,
+        total_steps=message.total_steps,
+        step_size=message.step_size,
+        gamma=message.gamma,
+        final_factor=message.final_factor,
+    )
+
+
+def consistency_to_proto(spec: ConsistencySpec) -> plan_pb2.ConsistencySpec:
+    """Mode, clipping and NaN policy."""
+    return plan_pb2.ConsistencySpec(mode=spec.mode, clip_norm=spec.clip_norm, nan_policy=spec.nan_policy)
+
+
+def consistency_from_proto(message: plan_pb2.ConsistencySpec) -> ConsistencySpec:
+    """Inverse of consistency_to_proto."""
+    return ConsistencySpec(
+        mode=message.mode or "sync", clip_norm=message.clip_norm, nan_policy=message.nan_policy or "stop"
+    )
+
+
+def tensor_to_proto(tensor: TensorSpec) -> plan_pb2.TensorSpec:
+    """One tensor of the model."""
+    return plan_pb2.TensorSpec(
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype=DTYPE_TO_PROTO[tensor.dtype],
+        kind=_KIND_TO_PROTO[tensor.kind],
+        group=tensor.group,
+        whole=tensor.whole,
+        aliases=tensor.aliases,
+    )
+
+
+def tensor_from_proto(message: plan_pb2.TensorSpec) -> TensorSpec:
+    """Inverse of tensor_to_proto; raises ProtocolError on a negative or absurd shape."""
+    short(message.name, "name of a tensor")
+    # Before any arithmetic: the product of a million sizes takes minutes.
+    at_most(len(message.shape), MAX_DIMENSIONS, f"dimensions of tensor {message.name!r}")
+    at_most(len(message.aliases), MAX_ALIASES, f"aliases of tensor {message.name!r}")
+    for alias in message.aliases:
+        short(alias, f"alias of tensor {message.name!r}")
+    if any(size < 0 for size in message.shape):
+        raise ProtocolError(f"tensor {message.name!r} has shape {tuple(message.shape)}; sizes can't be negative")
+    if message.kind not in _KIND_FROM_PROTO:
+        raise ProtocolError(f"tensor {message.name!r} has kind number {message.kind}, which is unknown")
+    tensor = TensorSpec(
+        name=message.name,
+        shape=tuple(message.shape),
+        dtype=dtype_from_proto(message.dtype, f"tensor {message.name!r}"),
+        kind=_KIND_FROM_PROTO[message.kind],
+        group=message.group,
+        whole=message.whole,
+        aliases=tuple(message.aliases),
+    )
+    if tensor.elements > MAX_TENSOR_ELEMENTS:
+        raise ProtocolError(
+            f"tensor {message.name!r} has {tensor.elements} elements; the limit is {MAX_TENSOR_ELEMENTS}"
+        )
+    return tensor
+
+
+def tensors_from_proto(messages: Sequence[plan_pb2.TensorSpec], where: str) -> tuple[TensorSpec, ...]:
+    """All tensors of a job or plan; raises ProtocolError where there are too many of them or of their bytes."""
+    at_most(len(messages), MAX_TENSORS, f"{where}: tensors")
+    tensors = tuple(tensor_from_proto(message) for message in messages)
+    size = sum(tensor.elements * DTYPES[tensor.dtype].itemsize for tensor in tensors)
+    if size > MAX_JOB_BYTES:
+        raise ProtocolError(f"{where}: its tensors have {size} bytes; the limit is {MAX_JOB_BYTES}")
+    return tensors
+
+
+def replicas_from_proto(count: int, where: str) -> int:
+    """A number of replicas; raises ProtocolError where there are too many."""
+    if count > MAX_REPLICAS:
+        raise ProtocolError(f"{where} has {count} replicas; the limit is {MAX_REPLICAS}")
+    return count
+
+
+def plan_to_proto(plan: Plan) -> plan_pb2.PlanSpec:
+    """The whole plan, with its digest."""
+    return plan_pb2.PlanSpec(
+        tensors=[tensor_to_proto(tensor) for tensor in plan.tensors],
+        shards=[
+            plan_pb2.ShardSpec(buckets=[_bucket_to_proto(bucket) for bucket in shard.buckets]) for shard in plan.shards
+        ],
+        plan_id=plan.plan_id,
+    )
+
+
+def _bucket_to_proto(bucket: BucketSpec) -> plan_pb2.BucketSpec:
+    return plan_pb2.BucketSpec(
+        dtype=DTYPE_TO_PROTO[bucket.dtype],
+        kind=_KIND_TO_PROTO[bucket.kind],
+        elements=bucket.elements,
+        slices=[
+            plan_pb2.Slice(
+                tensor=piece.tensor,
+                first_row=piece.first_row,
+                rows=piece.rows,
+                offset=piece.offset,
+                elements=piece.elements,
+            )
+            for piece in bucket.slices
+        ],
+    )
+
+
+def plan_from_proto(message: plan_pb2.PlanSpec) -> Plan:
+    """Inverse of plan_to_proto; the plan is checked whole and its digest computed again."""
+    tensors = tensors_from_proto(message.tensors, "plan")
+    shards = []
+    for s, shard in enumerate(message.shards):
+        buckets = []
+        for b, bucket in enumerate(shard.buckets):
+            if bucket.kind not in _KIND_FROM_PROTO:
+                raise ProtocolError(f"plan: shard {s}, bucket {b} has kind number {bucket.kind}, which is unknown")
+            slices = tuple(
+                Slice(tensor=p.tensor, first_row=p.first_row, rows=p.rows, offset=p.offset, elements=p.elements)
+                for p in bucket.slices
+            )
+            buckets.append(
+                BucketSpec(
+                    dtype=dtype_from_proto(bucket.dtype, f"plan: shard {s}, bucket {b}"),
+                    kind=_KIND_FROM_PROTO[bucket.kind],
+                    elements=bucket.elements,
+                    slices=slices,
+                )
+            )
+        shards.append(ShardSpec(buckets=tuple(buckets)))
+    plan = Plan(tensors, tuple(shards))
+    check_plan(plan)
+    if message.plan_id and message.plan_id != plan.plan_id:
+        raise ProtocolError(
+            f"plan has digest {plan.plan_id}, its sender says {message.plan_id}; are the versions equal?"
+        )
+    return plan
+
+
+def job_to_proto(job: JobSpec) -> plan_pb2.JobSpec:
+    """A job's identity."""
+    return plan_pb2.JobSpec(
+        name=job.name,
+        tensors=[tensor_to_proto(tensor) for tensor in job.tensors],
+        rule=rule_to_proto(job.rule),
+        schedule=schedule_to_proto(job.schedule),
+        consistency=consistency_to_proto(job.consistency),
+        replicas=job.replicas,
+        batch_size=job.batch_size,
+        accumulate=job.accumulate,
+        seed=job.seed,
+        steps=job.steps,
+        checkpoint_every=job.checkpoint_every,
+        checkpoint_keep=job.checkpoint_keep,
+        threads=job.threads,
+        codec=job.codec,
+        best_metric=job.best_metric,
+        best_is_lowest=job.best_is_lowest,
+        samples=job.samples,
+        script=job.script,
+    )
+
+
+def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
+    """Inverse of job_to_proto; raises ProtocolError where it names more than a job can have."""
+    return JobSpec(
+        name=short(message.name, "name of the job"),
+        tensors=tensors_from_proto(message.tensors, "job"),
+        rule=rule_from_proto(message.rule),
+        schedule=schedule_from_proto(message.schedule),
+        consistency=consistency_from_proto(message.consistency),
+        replicas=replicas_from_proto(message.replicas, "job"),
+        batch_size=message.batch_size,
+        accumulate=message.accumulate,
+        seed=message.seed,
+        steps=message.steps,
+        checkpoint_every=message.checkpoint_every,
+        checkpoint_keep=message.checkpoint_keep,
+        threads=message.threads,
+        codec=message.codec or "raw",
+        best_metric=short(message.best_metric, "name of the best metric"),
+        best_is_lowest=message.best_is_lowest,
+        samples=message.samples,
+        script=message.script,
+    )
+
+
+def hyper_to_proto(hyper: Mapping[int, Mapping[str, float]]) -> list[data_pb2.GroupHyper]:
+    """Hyper-parameters in force, by group."""
+    return [data_pb2.GroupHyper(group=group, values=dict(values)) for group, values in sorted(hyper.items())]
+
+
+def hyper_from_proto(messages: Iterable[data_pb2.GroupHyper]) -> dict[int, dict[str, float]]:
+    """Inverse of hyper_to_proto; raises ProtocolError where a value isn't finite."""
+    result: dict[int, dict[str, float]] = {}
+    for message in messages:
+        for name, value in message.values.items():
+            if not math.isfinite(value):
+                raise ProtocolError(f"hyper-parameter {name!r} of group {message.group} is {value}; it must be finite")
+        result[message.group] = dict(message.values)
+    return result
+
+
+def pack_bits(flags: Sequence[bool]) -> bytes:
+    """Bitmap, least significant bit first."""
+    value = sum(1 << number for number, flag in enumerate(flags) if flag)
+    return value.to_bytes(-(-len(flags) // 8), "little")
+
+
+def unpack_bits(data: bytes, count: int, where: str) -> tuple[bool, ...]:
+    """Inverse of pack_bits; empty data means all set. Raises ProtocolError on another length."""
+    if not data:
+        return (True,) * count
+    if len(data) != -(-count // 8):
+        raise ProtocolError(f"{where}: bitmap of {len(data)} bytes for {count} entries")
+    value = int.from_bytes(data, "little")
+    if value >> count:
+        raise ProtocolError(f"{where}: bitmap names entries beyond the {count} there are")
+    return tuple(bool(value >> number & 1) for number in range(count))
+
+
+ImagePart = tuple[parameter_server_pb2.ImageHeader | None, parameter_server_pb2.ImageChunk | None]
+
+
+def image_parts(image: BucketImage) -> Iterator[ImagePart]:
+    """A bucket's image as one header and its chunks, for RestoreFrame and GetCutFrame."""
+    names = [VALUE, *sorted(name for name in image.tensors if name != VALUE)]
+    yield (
+        parameter_server_pb2.ImageHeader(
+            shard=image.shard,
+            bucket=image.bucket,
+            step=image.step,
+            version=image.version,
+            tensors=[
+                parameter_server_pb2.ImageTensor(
+                    name=name,
+                    dtype=DTYPE_TO_PROTO[str(image.tensors[name].dtype).removeprefix("torch.")],
+                    elements=image.tensors[name].numel(),
+                )
+                for name in names
+            ],
+            scalars=[
+                parameter_server_pb2.ImageScalars(name=name, values=image.scalars[name])
+                for name in sorted(image.scalars)
+            ],
+            initialized=pack_bits(image.initialized),
+        ),
+        None,
+    )
+    for number, name in enumerate(names):
+        data = tensor_bytes(image.tensors[name])
+        for offset in range(0, len(data), IMAGE_CHUNK_BYTES):
+            payload = bytes(data[offset : offset + IMAGE_CHUNK_BYTES])
+            yield None, parameter_server_pb2.ImageChunk(tensor=number, offset=offset, payload=payload)
+
+
+class ImageAssembler:
+    """Puts image parts together again: feed() returns a BucketImage whenever one is whole.
+
+    max_bytes bounds what a header may make us allocate.
+    """
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._header: parameter_server_pb2.ImageHeader | None = None
+        self._buffers: list[bytearray] = []
+        self._filled: list[int] = []
+
+    def feed(
+        self,
+        header: parameter_server_pb2.ImageHeader | None,
+        chunk: parameter_server_pb2.ImageChunk | None,
+    ) -> BucketImage | None:
+        """Take one part. Raises ProtocolError where parts don't follow one another without gap or overlap."""
+        if header is not None:
+            if self._header is not None:
+                raise ProtocolError(f"image of bucket {self._header.bucket} is cut short by that of {header.bucket}")
+            at_most(len(header.tensors), MAX_STATES, f"tensors in the image of bucket {header.bucket}")
+            at_most(len(header.scalars), MAX_STATES, f"states in the image of bucket {header.bucket}")
+            sizes = []
+            for tensor in header.tensors:
+                dtype = dtype_from_proto(tensor.dtype, f"image of bucket {header.bucket}")
+                sizes.append(tensor.elements * DTYPES[dtype].itemsize)
+            if sum(sizes) > self._max_bytes:
+                raise ProtocolError(
+                    f"image of bucket {header.bucket} has {sum(sizes)} bytes; the limit is {self._max_bytes}"
+                )
+            self._header = header
+            self._buffers = [bytearray(size) for size in sizes]
+            self._filled = [0] * len(sizes)
+        if chunk is not None:
+            if self._header is None or chunk.tensor >= len(self._buffers):
+                raise ProtocolError("image chunk without a header, or for a tensor its header doesn't name")
+            end = chunk.offset + len(chunk.payload)
+            if chunk.offset != self._filled[chunk.tensor] or end > len(self._buffers[chunk.tensor]):
+                raise ProtocolError(
+                    f"image of bucket {self._header.bucket}: chunk at {chunk.offset} of {len(chunk.payload)} bytes, "
+                    f"expected one at {self._filled[chunk.tensor]} of {len(self._buffers[chunk.tensor])}"
+                )
+            self._buffers[chunk.tensor][chunk.offset : end] = chunk.payload
+            self._filled[chunk.tensor] = end
+        if self._header is None or any(
+            filled < len(buffer) for filled, buffer in zip(self._filled, self._buffers, strict=True)
+        ):
+            return None
+        return self._finish(self._header)
+
+    def _finish(self, header: parameter_server_pb2.ImageHeader) -> BucketImage:
+        tensors: dict[str, torch.Tensor] = {}
+        for tensor, buffer in zip(header.tensors, self._buffers, strict=True):
+            tensors[tensor.name] = tensor_from_bytes(buffer, dtype_from_proto(tensor.dtype, tensor.name))
+        self._header = None
+        self._buffers = []
+        if VALUE not in tensors:
+            raise ProtocolError(f"image of bucket {header.bucket} has no values")
+        slices = max((len(s.values) for s in header.scalars), default=0)
+        count = slices or len(header.initialized) * 8
+        value = int.from_bytes(header.initialized, "little")
+        return BucketImage(
+            shard=header.shard,
+            bucket=header.bucket,
+            step=header.step,
+            version=header.version,
+            tensors=tensors,
+            scalars={item.name: tuple(item.values) for item in header.scalars},
+            initialized=tuple(bool(value >> number & 1) for number in range(count)),
+        )
+
+    @property
+    def idle(self) -> bool:
+        """True between two images."""
+        return self._header is None
+
+
+def sequences_to_proto(sequences: Mapping[str, WorkerSequence]) -> list[parameter_server_pb2.WorkerSequence]:
+    """The last push of each worker, by task, for the end of images."""
+    return [
+        parameter_server_pb2.WorkerSequence(task=task, incarnation=held.incarnation, last_seq=held.last_seq)
+        for task, held in sorted(sequences.items())
+    ]
+
+
+def sequences_from_proto(messages: Iterable[parameter_server_pb2.WorkerSequence]) -> dict[str, WorkerSequence]:
+    """Back again; raises ProtocolError where a task is named twice."""
+    sequences: dict[str, WorkerSequence] = {}
+    for message in messages:
+        short(message.task, "task in the end of the images")
+        at_most(len(sequences) + 1, MAX_MEMBERS, "tasks in the end of the images")
+        if message.task in sequences:
+            raise ProtocolError(f"the end of the images names the pushes of {message.task!r} twice")
+        sequences[message.task] = WorkerSequence(message.incarnation, message.last_seq)
+    return sequences

@@ -1,0 +1,402 @@
+"""Frames of pushes and pulls, client side: built from and read into the lane seam's values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardline.core.outcome import Outcome
+from shardline.core.plan import BUCKET_BYTES
+from shardline.core.tensor_bytes import copy_bytes, digest
+from shardline.errors import ProtocolError
+from shardline.lanes.base import Ack, Arrival, BucketPayload, Contribution, End, Sender, Sink, Standing, Want
+from shardline.rpc.channel import Peer
+from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_to_proto
+from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
+from shardline.wire.protobuf import (
+    ChunkView,
+    PullFrameView,
+    PushFrameView,
+    RequestView,
+    read_reply,
+    write_request,
+)
+
+PROTOCOL_MINOR = 1
+CHUNK_BYTES = BUCKET_BYTES
+"""A bucket is one message as a rule: what comes in one needs not be put together on the other side."""
+SMALL_BYTES = 64 << 10
+"""A message costs both sides about as much as it takes to send this; a socket's buffers hold it without a reader."""
+PUSH_PULL = "/shardline.rpc.v1.ParameterServer/PushPull"
+
+
+_OUTCOMES: dict[int, Outcome] = {common_pb2.Outcome.Value(f"OUTCOME_{outcome.name}"): outcome for outcome in Outcome}
+
+
+def outcome_from_proto(value: int) -> Outcome:
+    """The outcome of the same name; raises ProtocolError for one this version doesn't know."""
+    try:
+        return _OUTCOMES[value]
+    except KeyError:
+        raise ProtocolError(f"outcome number {value} is unknown to this version; update it") from None
+
+
+LANES = {"grpc": common_pb2.LANE_GRPC, "tcp": common_pb2.LANE_TCP, "shm": common_pb2.LANE_SHM}
+
+
+@dataclass(frozen=True)
+class Attached:
+    """By which lane the bytes of a call travel. number: what OpenLane gave; 0 = on the call's own stream."""
+
+    lane: str = "grpc"
+    number: int = 0
+
+
+ON_STREAM = Attached()
+
+
+def data_header(sender: Sender, shard: int, attached: Attached = ON_STREAM) -> common_pb2.DataHeader:
+    """Head of a data message."""
+    return common_pb2.DataHeader(
+        job=sender.job,
+        timeline=sender.timeline,
+        plan_id=sender.plan_id,
+        shard=shard,
+        task=sender.who.task,
+        incarnation=sender.who.incarnation,
+        secret=sender.who.secret,
+        protocol_minor=PROTOCOL_MINOR,
+        lane=LANES[attached.lane],
+        attachment=attached.number,
+    )
+
+
+def push_header(sender: Sender, shard: int, push: Contribution, attached: Attached = ON_STREAM) -> data_pb2.PushHeader:
+    """Head of a push."""
+    return data_pb2.PushHeader(
+        data=data_header(sender, shard, attached),
+        step=push.step,
+        seq=push.seq,
+        block=data_pb2.Block(first=push.block.first, count=push.block.count),
+        num_samples=push.num_samples,
+        base_min=push.base_min,
+        base_max=push.base_max,
+        kind=data_pb2.PUSH_KIND_INIT if push.init else data_pb2.PUSH_KIND_GRADIENT,
+        hyper=hyper_to_proto(push.hyper),
+        codec=push.codec,
+        nonfinite_tensors=push.nonfinite,
+    )
+
+
+def bucket_header(item: BucketPayload) -> data_pb2.BucketHeader:
+    """Head of one bucket within a push."""
+    return data_pb2.BucketHeader(
+        bucket=item.bucket,
+        dtype=DTYPE_TO_PROTO[item.dtype],
+        elements=item.elements,
+        present=item.present,
+        payload_bytes=len(item.data),
+        nonfinite_tensors=item.nonfinite,
+        bound=item.bound,
+        fingerprint=item.fingerprint,
+    )
+
+
+def push_commit(push: Contribution, buckets: int, nbytes: int) -> data_pb2.Commit:
+    """End of a push, when all its buckets are sent."""
+    return data_pb2.Commit(
+        buckets=buckets,
+        bytes=nbytes,
+        scale=0.0 if push.scale == 1.0 else push.scale,
+        skip=push.skip,
+        empty_buckets=push.payloads.empty,
+    )
+
+
+def is_small(contributions: Sequence[Contribution]) -> bool:
+    """Whether what is pushed is worth no message of its own: it waits for its last bucket, and leaves as one.
+
+    True where nothing is pushed.
+    """
+    return len(contributions) < 2 and all(push.payloads.nbytes <= SMALL_BYTES for push in contributions)
+
+
+def is_one_message(contributions: Sequence[Contribution], attached: Attached) -> bool:
+    """Whether a push whose bytes travel by an attachment is one request: a small one, or one that need not travel."""
+    in_place = attached.lane == "shm" and all(push.payloads.in_place for push in contributions)
+    return is_small(contributions) or (len(contributions) < 2 and in_place)
+
+
+def gathered(push: Contribution) -> list[BucketPayload]:
+    """All buckets of a push, when the last one is there. Raises what Payloads.batches() raises."""
+    return [item for batch in push.payloads.batches() for item in batch]
+
+
+def push_frames(sender: Sender, shard: int, push: Contribution) -> Iterator[PushFrameView]:
+    """One frame per chunk; head and end of a bucket ride with its first and last chunk. Payloads are views."""
+    header: data_pb2.PushHeader | None = push_header(sender, shard, push)
+    buckets = total = 0
+    for batch in push.payloads.batches():
+        for item in batch:
+            for frame in _bucket_frames(item):
+                frame.header, header = header, None
+                yield frame
+            buckets += 1
+            total += len(item.data)
+    yield PushFrameView(header=header, commit=push_commit(push, buckets, total))
+
+
+def small_push_frames(sender: Sender, shard: int, push: Contribution) -> list[PushFrameView]:
+    """The same of a small push, in as few frames as there are buckets: its head and end ride with the outer ones."""
+    items = gathered(push)
+    made = [frame for item in items for frame in _bucket_frames(item)] or [PushFrameView()]
+    made[0].header = push_header(sender, shard, push)
+    made[-1].commit = push_commit(push, len(items), sum(len(item.data) for item in items))
+    return made
+
+
+def _digest(item: BucketPayload) -> int:
+    """Of bytes that travel; made now where they were to stay in place, and their lane has been left for another."""
+    return item.digest or digest(item.data)
+
+
+def _bucket_frames(item: BucketPayload) -> Iterator[PushFrameView]:
+    data = memoryview(item.data)
+    size = len(data)
+    count = -(-size // CHUNK_BYTES)
+    end = data_pb2.BucketCommit(bucket=item.bucket, bytes=size, chunks=count, digest=_digest(item))
+    head: data_pb2.BucketHeader | None = bucket_header(item)
+    if count == 0:
+        yield PushFrameView(bucket=head, bucket_commit=end)
+    for number in range(count):
+        offset = number * CHUNK_BYTES
+        yield PushFrameView(
+            bucket=head,
+            chunk=ChunkView(item.bucket, offset, data[offset : offset + CHUNK_BYTES]),
+            bucket_commit=end if number == count - 1 else None,
+        )
+        head = None
+
+
+def referred_requests(
+    sender: Sender,
+    shard: int,
+    contributions: Sequence[Contribution],
+    want: Want | None,
+    attached: Attached,
+    *,
+    place: Callable[[BucketPayload], int],
+    after: Callable[[Sequence[BucketPayload]], None] = lambda batch: None,
+) -> Iterator[RequestView]:
+    """Requests of one PushPull whose bytes travel by an attachment. The pull goes first, as on a stream.
+
+    place(payload): called before its reference is sent; returns its offset in the segment (shm). after(batch): called
+    when the references of a batch are sent, on the same thread: a bulk socket sends the bytes then (tcp).
+    What is_one_message() is one request.
+    """
+    stays = attached.lane == "shm"
+
+    def refer(batch: Sequence[BucketPayload]) -> list[data_pb2.BucketRef]:
+        return [
+            data_pb2.BucketRef(
+                bucket=bucket_header(item), offset=place(item), digest=item.digest if stays else _digest(item)
+            )
+            for item in batch
+        ]
+
+    pull = pull_request(sender, shard, want, attached) if want is not None else None
+    if contributions and is_one_message(contributions, attached):
+        push = contributions[0]
+        items = gathered(push)
+        frame = PushFrameView(header=push_header(sender, shard, push, attached), refs=refer(items))
+        frame.commit = push_commit(push, len(items), sum(len(item.data) for item in items))
+        yield RequestView(pull=pull, push=frame)
+        after(items)
+        return
+    if pull is not None:
+        yield RequestView(pull=pull)
+    for push in contributions:
+        header: data_pb2.PushHeader | None = push_header(sender, shard, push, attached)
+        buckets = total = 0
+        for batch in push.payloads.batches():
+            yield RequestView(push=PushFrameView(header=header, refs=refer(batch)))
+            header = None
+            after(batch)
+            buckets += len(batch)
+            total += sum(len(item.data) for item in batch)
+        yield RequestView(push=PushFrameView(header=header, commit=push_commit(push, buckets, total)))
+
+
+def pull_request(sender: Sender, shard: int, want: Want, attached: Attached = ON_STREAM) -> data_pb2.PullRequest:
+    """A pull of an exact step, or of the latest."""
+    request = data_pb2.PullRequest(
+        data=data_header(sender, shard, attached),
+        what=data_pb2.PULL_WHAT_PARAMS,
+        buckets=want.buckets,
+        have_step=want.have_step,
+        wait_s=want.wait_s,
+    )
+    if want.step is None:
+        request.latest = True
+    else:
+        request.exact_step = want.step
+    return request
+
+
+def exchange_requests(
+    sender: Sender, shard: int, contributions: Sequence[Contribution], want: Want | None
+) -> Iterator[RequestView]:
+    """Requests of one PushPull. The pull goes first, so that buckets are answered while others are still sent.
+
+    What is_small() is one request for each bucket.
+    """
+    pull = pull_request(sender, shard, want) if want is not None else None
+    if contributions and is_small(contributions):
+        for frame in small_push_frames(sender, shard, contributions[0]):
+            yield RequestView(pull=pull, push=frame)
+            pull = None
+        return
+    if pull is not None:
+        yield RequestView(pull=pull)
+    for push in contributions:
+        for frame in push_frames(sender, shard, push):
+            yield RequestView(push=frame)
+
+
+def push_pull_method(peer: Peer) -> Callable[..., Any]:
+    """PushPull with hand-written frames: takes an iterator of RequestView, gives ReplyViews."""
+    method: Callable[..., Any] = peer.channel.stream_stream(
+        PUSH_PULL, request_serializer=write_request, response_deserializer=read_reply
+    )
+    return method
+
+
+def single_push_pull_method(peer: Peer) -> Callable[..., Any]:
+    """The same of one RequestView: on the wire a stream with one message, here without a thread that feeds it."""
+    method: Callable[..., Any] = peer.channel.unary_stream(
+        PUSH_PULL, request_serializer=write_request, response_deserializer=read_reply
+    )
+    return method
+
+
+def open_lane_request(sender: Sender, shard: int, lane: str) -> parameter_server_pb2.OpenLaneRequest:
+    """Asks for another way for the bytes."""
+    return parameter_server_pb2.OpenLaneRequest(data=data_header(sender, shard, Attached(lane)))
+
+
+def progress_request(sender: Sender, shard: int, replicas: Sequence[int]) -> data_pb2.ProgressRequest:
+    """Question of a (re)started worker."""
+    return data_pb2.ProgressRequest(data=data_header(sender, shard), replicas=replicas)
+
+
+def ps_stub(peer: Peer) -> parameter_server_pb2_grpc.ParameterServerStub:
+    """The generated client of a ps."""
+    return parameter_server_pb2_grpc.ParameterServerStub(peer.channel)
+
+
+def ack_from_proto(message: data_pb2.PushAck) -> Ack:
+    """What became of a push; the reason of the first bucket that differs is added."""
+    reason = message.reason or next((item.reason for item in message.buckets if item.reason), "")
+    return Ack(
+        outcome=outcome_from_proto(message.outcome),
+        reason=reason,
+        step=message.step,
+        version=message.version,
+        staleness=message.staleness,
+        next_seq=message.next_seq,
+        timeline=message.timeline,
+    )
+
+
+def standing_from_proto(message: data_pb2.ProgressReply) -> Standing:
+    """Progress of replicas."""
+    return Standing(
+        outcome=outcome_from_proto(message.outcome),
+        reason=message.reason,
+        timeline=message.timeline,
+        replicas={item.replica: item.step for item in message.replicas},
+        step_max=message.step_max,
+        version=message.version,
+        last_seq=message.last_seq,
+    )
+
+
+class PullReader:
+    """Takes the frames of one pull's answer and fills the sink."""
+
+    def __init__(self, sink: Sink, elements: Sequence[int]) -> None:
+        self._sink = sink
+        self._elements = elements
+        self._arrival: Arrival | None = None
+        self._memory = memoryview(b"")
+        self._filled = 0
+        self.end: End | None = None
+
+    def feed(self, frame: PullFrameView) -> Sequence[Arrival]:
+        """Take one frame; returns the buckets it refers to, whose bytes come by the call's attachment.
+
+        Raises ProtocolError where frames don't follow one another.
+        """
+        if frame.bucket is not None:
+            self._begin(frame.bucket)
+        if frame.chunk is not None:
+            self._chunk(frame.chunk)
+        if frame.end is not None:
+            end = frame.end
+            if self._arrival is not None and end.outcome == common_pb2.OUTCOME_SERVED:
+                raise ProtocolError(f"the answer to a pull ended within bucket {self._arrival.bucket}")
+            # Any other outcome says why the bucket is not whole.
+            self._arrival = None
+            self.end = End(
+                outcome=outcome_from_proto(end.outcome),
+                reason=end.reason,
+                step=end.step,
+                version=end.version,
+                timeline=end.timeline,
+                waiting_for=tuple(end.waiting_for),
+            )
+        return [self._arrival_of(state) for state in frame.buckets]
+
+    def _arrival_of(self, state: data_pb2.BucketState) -> Arrival:
+        if state.bucket >= len(self._elements) or state.elements != self._elements[state.bucket]:
+            raise ProtocolError(
+                f"the shard sent bucket {state.bucket} with {state.elements} elements, which the plan doesn't have"
+            )
+        return Arrival(
+            bucket=state.bucket,
+            step=state.step,
+            version=state.version,
+            unchanged=state.unchanged,
+            codec=state.codec,
+            payload_bytes=state.payload_bytes,
+            area=state.area,
+            offset=state.offset,
+        )
+
+    def _begin(self, state: data_pb2.BucketState) -> None:
+        if self._arrival is not None:
+            raise ProtocolError(f"bucket {state.bucket} came before bucket {self._arrival.bucket} was whole")
+        arrival = self._arrival_of(state)
+        if state.unchanged or state.payload_bytes == 0:
+            self._sink.done(arrival)
+            return
+        self._arrival = arrival
+        self._memory = self._sink.buffer(arrival)
+        self._filled = 0
+
+    def _chunk(self, chunk: ChunkView) -> None:
+        arrival = self._arrival
+        end = chunk.offset + len(chunk.payload)
+        if (
+            arrival is None
+            or chunk.bucket != arrival.bucket
+            or chunk.offset != self._filled
+            or end > arrival.payload_bytes
+        ):
+            raise ProtocolError(f"the shard sent a chunk of bucket {chunk.bucket} at {chunk.offset} out of order")
+        copy_bytes(self._memory[chunk.offset : end], chunk.payload)
+        self._filled = end
+        if end == arrival.payload_bytes:
+            self._arrival = None
+            self._sink.done(arrival)

@@ -1,0 +1,274 @@
+"""What a primary tells its standby, as values and as frames of the Replication service. PROTOCOL 1.8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shardline.core.image import BucketImage
+from shardline.core.plan import ShardSpec
+from shardline.core.records import Applied, AppliedPush, Begin, Digest, Head, Image, Mark, Part, Record
+from shardline.core.spec import DTYPES
+from shardline.core.tensor_bytes import Buffer
+from shardline.errors import ProtocolError
+from shardline.rpc.messages.convert import (
+    DTYPE_TO_PROTO,
+    ImageAssembler,
+    dtype_from_proto,
+    image_parts,
+    pack_bits,
+    unpack_bits,
+)
+from shardline.rpc.messages.data import outcome_from_proto
+from shardline.rpc.v1 import common_pb2, parameter_server_pb2
+from shardline.wire.protobuf import BYTES, varint
+
+PREVIOUS = "previous"
+"""Name, among the tensors of a copied bucket, of the values of the step before."""
+CHUNK_BYTES = 2 << 20
+
+
+Entry = Record | Image | Mark
+Frame = Head | Begin | Record | Image | Mark | Digest
+Message = parameter_server_pb2.ReplicaFrame
+
+
+def frames_of(frame: Frame) -> Iterator[bytes]:
+    """Its messages, serialized."""
+    match frame:
+        case Head():
+            head = parameter_server_pb2.ReplicaHead(
+                job=frame.job,
+                timeline=frame.timeline,
+                plan_id=frame.plan_id,
+                shard=frame.shard,
+                task=frame.task,
+                copy=frame.copy,
+                appointment=frame.appointment,
+            )
+            yield Message(head=head).SerializeToString()
+        case Begin():
+            yield Message(begin=parameter_server_pb2.ReplicaBegin(copy=frame.copy)).SerializeToString()
+        case Record():
+            yield Message(record=_record_to_proto(frame)).SerializeToString()
+            for number, part in enumerate(frame.parts):
+                yield from _chunks(number, part.values)
+        case Image():
+            for header, chunk in image_parts(frame.image):
+                if header is not None:
+                    image = parameter_server_pb2.ReplicaImage(number=frame.number, header=header)
+                    yield Message(image=image).SerializeToString()
+                else:
+                    yield Message(image_chunk=chunk).SerializeToString()
+        case Mark():
+            mark = parameter_server_pb2.ReplicaMark(
+                number=frame.number,
+                sequences=[_push_to_proto(push) for push in frame.pushes],
+                verdict=_verdict_to_proto(frame.verdict),
+            )
+            yield Message(mark=mark).SerializeToString()
+        case Digest():
+            digest = parameter_server_pb2.ReplicaDigest(number=frame.number, bucket=frame.bucket, digest=frame.digest)
+            yield Message(digest=digest).SerializeToString()
+
+
+def _chunks(part: int, values: Buffer | None) -> Iterator[bytes]:
+    """Chunk frames written by hand, so that the values are copied once."""
+    view = memoryview(values or b"")
+    for offset in range(0, len(view), CHUNK_BYTES):
+        payload = view[offset : offset + CHUNK_BYTES]
+        small = parameter_server_pb2.ReplicaChunk(part=part, offset=offset).SerializeToString()
+        head = b"".join((small, varint(3 << 3 | BYTES), varint(len(payload))))
+        yield b"".join((varint(5 << 3 | BYTES), varint(len(head) + len(payload)), head, payload))
+
+
+def _record_to_proto(record: Record) -> parameter_server_pb2.ReplicaRecord:
+    return parameter_server_pb2.ReplicaRecord(
+        number=record.number,
+        parts=[
+            parameter_server_pb2.ReplicaPart(
+                bucket=part.bucket,
+                step=part.step,
+                dtype=DTYPE_TO_PROTO[part.dtype],
+                elements=len(part.values or b"") // DTYPES[part.dtype].itemsize,
+                present=pack_bits(part.present),
+                hyper=part.hyper,
+            )
+            for part in record.parts
+        ],
+        scale=record.scale,
+        skip=record.skip,
+        verdict=_verdict_to_proto(record.verdict),
+        sequence=_push_to_proto(record.push) if record.push is not None else None,
+    )
+
+
+def _verdict_to_proto(verdict: Applied | None) -> parameter_server_pb2.ReplicaVerdict | None:
+    if verdict is None:
+        return None
+    return parameter_server_pb2.ReplicaVerdict(
+        step=verdict.step, scale=verdict.scale, skip=verdict.skip, norm=verdict.norm
+    )
+
+
+def verdict_from_proto(message: parameter_server_pb2.ReplicaVerdict) -> Applied:
+    """A verdict that was applied."""
+    return Applied(step=message.step, scale=message.scale, skip=message.skip, norm=message.norm)
+
+
+def verdict_to_proto(verdict: Applied) -> parameter_server_pb2.ReplicaVerdict:
+    """Its message."""
+    found = _verdict_to_proto(verdict)
+    assert found is not None
+    return found
+
+
+def _push_to_proto(push: AppliedPush) -> parameter_server_pb2.ReplicaSequence:
+    return parameter_server_pb2.ReplicaSequence(
+        task=push.task,
+        incarnation=push.incarnation,
+        last_seq=push.last_seq,
+        outcome=common_pb2.Outcome.Value(f"OUTCOME_{push.outcome.name}"),
+        staleness=push.staleness,
+    )
+
+
+def _push_from_proto(message: parameter_server_pb2.ReplicaSequence) -> AppliedPush:
+    return AppliedPush(
+        task=message.task,
+        incarnation=message.incarnation,
+        last_seq=message.last_seq,
+        outcome=outcome_from_proto(message.outcome),
+        staleness=message.staleness,
+    )
+
+
+@dataclass
+class _Open:
+    """A record whose chunks are coming."""
+
+    message: parameter_server_pb2.ReplicaRecord
+    buffers: list[bytearray]
+    filled: list[int] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        return all(done == len(buffer) for done, buffer in zip(self.filled, self.buffers, strict=True))
+
+
+class FrameReader:
+    """Puts frames together: feed() returns a value whenever one is whole.
+
+    shard: bounds what a frame may make us allocate. Raises ProtocolError where frames don't fit it, or don't follow one
+    another without gap or overlap.
+    """
+
+    def __init__(self, shard: ShardSpec, *, max_image_bytes: int) -> None:
+        self._shard = shard
+        self._assembler = ImageAssembler(max_bytes=max_image_bytes)
+        self._image = 0
+        self._record: _Open | None = None
+
+    def feed(self, message: Message) -> Frame | None:
+        """Take one frame."""
+        kind = [name.name for name, _ in message.ListFields()]
+        if len(kind) != 1:
+            raise ProtocolError(f"a frame of a standby's stream holds one thing; this one holds {kind or 'nothing'}")
+        within = "chunk" if self._record is not None else "image_chunk" if not self._assembler.idle else None
+        if (within is not None or kind[0] in ("chunk", "image_chunk")) and kind[0] != within:
+            raise ProtocolError(f"a standby's stream has {kind[0]} where {within or 'no chunk'} was expected")
+        match kind[0]:
+            case "head":
+                head = message.head
+                return Head(
+                    job=head.job,
+                    timeline=head.timeline,
+                    plan_id=head.plan_id,
+                    shard=head.shard,
+                    task=head.task,
+                    copy=head.copy,
+                    appointment=head.appointment,
+                )
+            case "begin":
+                return Begin(message.begin.copy)
+            case "record":
+                return self._begin_record(message.record)
+            case "chunk":
+                return self._chunk(message.chunk)
+            case "image":
+                self._image = message.image.number
+                return self._taken(self._assembler.feed(message.image.header, None))
+            case "image_chunk":
+                return self._taken(self._assembler.feed(None, message.image_chunk))
+            case "mark":
+                mark = message.mark
+                return Mark(
+                    number=mark.number,
+                    pushes=tuple(_push_from_proto(item) for item in mark.sequences),
+                    verdict=verdict_from_proto(mark.verdict) if mark.HasField("verdict") else None,
+                )
+        digest = message.digest
+        return Digest(number=digest.number, bucket=digest.bucket, digest=digest.digest)
+
+    def _taken(self, image: BucketImage | None) -> Image | None:
+        return Image(number=self._image, image=image) if image is not None else None
+
+    def _begin_record(self, record: parameter_server_pb2.ReplicaRecord) -> Record | None:
+        numbers = [part.bucket for part in record.parts]
+        if len(set(numbers)) < len(numbers) or any(number >= len(self._shard.buckets) for number in numbers):
+            raise ProtocolError(
+                f"record {record.number} is for buckets {numbers[:8]} of a shard with {len(self._shard.buckets)}"
+            )
+        buffers = []
+        for part in record.parts:
+            bucket = self._shard.buckets[part.bucket]
+            dtype = dtype_from_proto(part.dtype, f"record {record.number}")
+            if part.elements and (part.elements != bucket.elements or dtype != bucket.dtype):
+                raise ProtocolError(
+                    f"record {record.number}: {part.elements} {dtype} elements for bucket {part.bucket}, the plan "
+                    f"says {bucket.elements} {bucket.dtype}"
+                )
+            buffers.append(bytearray(part.elements * DTYPES[dtype].itemsize))
+        self._record = _Open(record, buffers, [0] * len(buffers))
+        return self._finished()
+
+    def _chunk(self, chunk: parameter_server_pb2.ReplicaChunk) -> Record | None:
+        held = self._record
+        assert held is not None
+        size = len(held.buffers[chunk.part]) if chunk.part < len(held.buffers) else 0
+        end = chunk.offset + len(chunk.payload)
+        if not chunk.payload or end > size or chunk.offset != held.filled[chunk.part]:
+            raise ProtocolError(
+                f"record {held.message.number}: chunk of {len(chunk.payload)} bytes at {chunk.offset} of part "
+                f"{chunk.part}, which has {size} bytes"
+            )
+        held.buffers[chunk.part][chunk.offset : end] = chunk.payload
+        held.filled[chunk.part] = end
+        return self._finished()
+
+    def _finished(self) -> Record | None:
+        held = self._record
+        assert held is not None
+        if not held.whole:
+            return None
+        self._record = None
+        message = held.message
+        return Record(
+            number=message.number,
+            parts=tuple(self._part(*pair) for pair in zip(message.parts, held.buffers, strict=True)),
+            scale=message.scale,
+            skip=message.skip,
+            verdict=verdict_from_proto(message.verdict) if message.HasField("verdict") else None,
+            push=_push_from_proto(message.sequence) if message.HasField("sequence") else None,
+        )
+
+    def _part(self, part: parameter_server_pb2.ReplicaPart, buffer: bytearray) -> Part:
+        bucket = self._shard.buckets[part.bucket]
+        return Part(
+            bucket=part.bucket,
+            step=part.step,
+            values=buffer if part.elements else None,
+            dtype=bucket.dtype,
+            present=unpack_bits(part.present, len(bucket.slices), f"bucket {part.bucket}"),
+            hyper=dict(part.hyper) or None,
+        )
