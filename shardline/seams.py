@@ -1,0 +1,181 @@
+"""Where methods differ: one table per seam, and one way to write down a choice from it.
+
+A resident of a seam is a frozen dataclass. Its fields are its settings, the first line of its docstring is its line in
+help texts and in the docs, and `name` is what people write:
+
+    @dataclass(frozen=True)
+    class TopK(Codec):
+        \"""Send the largest entries only.\"""
+
+        name: ClassVar[str] = "topk"
+        ratio: float = 0.01
+
+    CODECS.add(TopK)
+    CODECS.parse("topk:ratio=0.05") == TopK(ratio=0.05)
+    str(TopK(ratio=0.05)) == "topk:ratio=0.05"
+
+The text `NAME` or `NAME:KEY=VALUE,KEY=VALUE` is the same on the command line, in a job, on the wire, in the summary and
+on the page. Settings at their defaults are left out, so equal choices have equal texts. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import typing
+from collections.abc import Iterator
+from typing import Any, ClassVar, Generic, TypeVar
+
+from shardline.errors import JobError, UsageError
+
+_WORD = re.compile(r"[a-z][a-z0-9_-]*")
+_PLAIN = re.compile(r"[^,:=\s]*")
+
+
+class Resident:
+    """Base of what a table lists: a frozen dataclass with fields of type bool, int, float or str, all with defaults or
+    checked in __post_init__, which raises JobError.
+    """
+
+    name: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        return format_choice(self)
+
+
+R = TypeVar("R", bound=Resident)
+
+
+class Table(Generic[R]):
+    """The residents of one seam, by name, in the order in which they were added."""
+
+    def __init__(self, seam: str, *residents: type[R]) -> None:
+        """seam: its name as the job's field has it, such as "codec"."""
+        self.seam = seam
+        self._classes: dict[str, type[R]] = {}
+        for resident in residents:
+            self.add(resident)
+
+    def __iter__(self) -> Iterator[type[R]]:
+        return iter(self._classes.values())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._classes
+
+    def __getitem__(self, name: str) -> type[R]:
+        """The class of this name. Raises JobError that lists what exists."""
+        try:
+            return self._classes[name]
+        except KeyError:
+            close = difflib.get_close_matches(name, self.names, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise JobError(f"{self.seam} {name!r} does not exist; choose from {', '.join(self.names)}{hint}") from None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What people write."""
+        return tuple(self._classes)
+
+    def add(self, resident: type[R]) -> type[R]:
+        """List a class; usable as a decorator. Raises UsageError for a name that is taken or can't be written."""
+        if not dataclasses.is_dataclass(resident) or not resident.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise UsageError(f"{self.seam} {resident.__name__} is no frozen dataclass; decorate it with one")
+        if not _WORD.fullmatch(resident.name):
+            raise UsageError(f"{self.seam} {resident.__name__} has the name {resident.name!r}; use lower-case letters")
+        if resident.name in self._classes and self._classes[resident.name] is not resident:
+            raise UsageError(
+                f"{self.seam} {resident.name!r} exists already: {self._classes[resident.name].__qualname__}"
+            )
+        return resident
+
+    def parse(self, choice: str | R) -> R:
+        """The resident that a text names; a resident is returned as it is.
+
+        Raises JobError naming the seam, the name or setting that does not exist or fit, and what does.
+        """
+        if not isinstance(choice, str):
+            if type(choice) not in self._classes.values():
+                raise JobError(f"{self.seam} is {choice!r}; choose from {', '.join(self.names)}")
+            return choice
+        name, colon, rest = choice.partition(":")
+        resident = self[name]
+        given: dict[str, Any] = {}
+        for item in rest.split(",") if colon else ():
+            key, equals, value = item.partition("=")
+            types = settings_of(resident)
+            if not equals or key not in types or key in given:
+                what = "is given twice" if key in given else f"has no setting {key!r}" if equals else "reads KEY=VALUE"
+                known = ", ".join(f"{known}={kind.__name__}" for known, kind in types.items()) or "none"
+                raise JobError(f"{self.seam} {choice!r}: {name} {what}; its settings: {known}")
+            given[key] = _value(self.seam, choice, key, types[key], value)
+        try:
+            return resident(**given)
+        except TypeError as error:
+            raise JobError(f"{self.seam} {choice!r}: {error}; settings: {', '.join(settings_of(resident))}") from None
+
+    def canonical(self, choice: str | R) -> str:
+        """The one text of a choice. Raises JobError."""
+        return str(self.parse(choice))
+
+    def describe(self) -> list[tuple[str, str]]:
+        """(how it is written, its line) of each resident, for help texts and docs."""
+        return [(usage(resident), doc_line(resident)) for resident in self]
+
+
+def settings_of(resident: type[Resident]) -> dict[str, type]:
+    """The settings of a resident and their types."""
+    hints = typing.get_type_hints(resident)
+    return {item.name: hints[item.name] for item in _fields(resident)}
+
+
+def _fields(resident: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(resident)
+
+
+def doc_line(resident: type[Resident]) -> str:
+    """The first line of a resident's docstring."""
+    return (resident.__doc__ or "").strip().split("\n")[0]
+
+
+def usage(resident: type[Resident]) -> str:
+    """How a resident is written with all its settings: "topk:ratio=0.01"."""
+    parts = []
+    for item in _fields(resident):
+        default = item.default
+        shown = settings_of(resident)[item.name].__name__.upper() if default is dataclasses.MISSING else _text(default)
+        parts.append(f"{item.name}={shown}")
+    return f"{resident.name}:{','.join(parts)}" if parts else resident.name
+
+
+def format_choice(resident: Resident) -> str:
+    """The text that parse() reads back to an equal resident."""
+    parts = []
+    for item in _fields(resident):
+        value = getattr(resident, item.name)
+        if item.default is dataclasses.MISSING or value != item.default:
+            parts.append(f"{item.name}={_text(value)}")
+    return f"{resident.name}:{','.join(parts)}" if parts else resident.name
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = repr(value) if isinstance(value, float) else str(value)
+    if not _PLAIN.fullmatch(text):
+        raise JobError(f"the setting {text!r} can't be written: leave out commas, colons, equals signs and spaces")
+    return text
+
+
+def _value(seam: str, choice: str, key: str, kind: type, text: str) -> Any:
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text]
+        value = kind(text)
+    except (KeyError, ValueError):
+        what = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
+        raise JobError(f"{seam} {choice!r}: {key} is {text!r}; give {what}") from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise JobError(f"{seam} {choice!r}: {key} is {text}; give a finite number")
+    return value
