@@ -80,14 +80,13 @@ class Table(Generic[R]):
 
     def add(self, resident: type[R]) -> type[R]:
         """List a class; usable as a decorator. Raises UsageError for a name that is taken or can't be written."""
-        if not dataclasses.is_dataclass(resident) or not resident.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        if not dataclasses.is_dataclass(resident) or not resident.__dataclass_params__.frozen:
             raise UsageError(f"{self.seam} {resident.__name__} is no frozen dataclass; decorate it with one")
         if not _WORD.fullmatch(resident.name):
             raise UsageError(f"{self.seam} {resident.__name__} has the name {resident.name!r}; use lower-case letters")
-        if resident.name in self._classes and self._classes[resident.name] is not resident:
-            raise UsageError(
-                f"{self.seam} {resident.name!r} exists already: {self._classes[resident.name].__qualname__}"
-            )
+        there = self._classes.setdefault(resident.name, resident)
+        if there is not resident:
+            raise UsageError(f"{self.seam} {resident.name!r} exists already: {there.__module__}.{there.__qualname__}")
         return resident
 
     def parse(self, choice: str | R) -> R:
