@@ -84,10 +84,18 @@ def append_fd(path: Path) -> int:
     """Descriptor of a file to append to, made where there is none. Raises OSError where there is something else; never
     waits.
     """
+    return _write_fd(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def update_fd(path: Path, *, create: bool = False) -> int:
+    """Descriptor of a file to read and to change in place. Raises OSError as append_fd() does."""
+    return _write_fd(path, os.O_RDWR | (os.O_CREAT if create else 0))
+
+
+def _write_fd(path: Path, flags: int) -> int:
     with contextlib.suppress(FileNotFoundError):
         _check_regular(path, os.stat(path))
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
-    return _regular(path, fd)
+    return _regular(path, os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666))
 
 
 def open_append(path: Path) -> TextIO:

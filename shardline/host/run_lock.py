@@ -12,6 +12,7 @@ import fcntl
 import os
 from pathlib import Path
 
+from shardline import files
 from shardline.errors import UsageError
 
 NAME = ".lock"
@@ -73,9 +74,9 @@ def _opened(folder: Path) -> int:
     """The lock's file, made only where it is not there."""
     path = folder / NAME
     with contextlib.suppress(FileNotFoundError):
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return files.update_fd(path)
     folder.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    return files.update_fd(path, create=True)
 
 
 def _find_room(folder: Path) -> None:

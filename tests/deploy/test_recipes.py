@@ -70,9 +70,6 @@ class Machine:
         (self.folder / "job.py").write_text(JOB)
         (commands,) = blocks("What all of them share", "sh")
         self.run(f"set -e\n{commands}")
-        # One machine with one certificate: all of them name it.
-        for kind in ("pem", "key"):
-            (self.folder / "certs" / f"chief-0.{kind}").rename(self.folder / f"task.{kind}")
         (self.folder / "certs" / "ca.pem").rename(self.folder / "ca.pem")
 
     def place(self) -> str:
@@ -144,7 +141,11 @@ def test_plain_processes_of_the_page_train_are_watched_stopped_and_exported(mach
     secured, *lines = [line for line in start.splitlines() if not line.startswith("#")]
     assert secured.startswith("SECURED=") and len(lines) == 6
     for number, line in enumerate(lines):
-        machine.start(f"{number}-{line.split()[1]}", f"{secured}\nexec {line}")
+        role, task = line.split()[1], re.search(r"--task (\S+)", line)
+        # One folder stands for all machines, whose task.pem are different ones.
+        name = task[1].replace("/", "-") if task else f"{role}-0"
+        machine.start(f"{number}-{role}", f"{secured.replace('task.', f'certs/{name}.')}\nexec {line}")
+    secured = secured.replace("task.", "certs/chief-0.")
     for text in ("training from step 0", "evaluator/0 joined"):
         machine.wait_for("0-chief", text)
     top, status, stop = watch.splitlines()

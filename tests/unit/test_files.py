@@ -350,7 +350,7 @@ def test_strange_journal_is_named(tmp_path: Path, put: Put, sentence: str) -> No
 @pytest.mark.parametrize("name", [".lock", "journal-1.jsonl"])
 def test_the_chief_writes_on_no_strange_journal(tmp_path: Path, name: str, put: Put) -> None:
     instead(tmp_path / name, put)
-    with pytest.raises(UsageError, match=r"the chief can't write to"), Journal(tmp_path) as journal:
+    with pytest.raises(UsageError, match=r"can't (be written|write to)"), Journal(tmp_path) as journal:
         journal.begin_term()
 
 

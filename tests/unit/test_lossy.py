@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from shardline.host import files
 from shardline.observability import log
 from shardline.observability.lossy import LossyFile, lossy_text
 
-FULL = "/dev/full"
+FULL = "full.jsonl"
 
 
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is opened to be appended to is on a full disk."""
+    monkeypatch.setattr(files, "append_fd", lambda path: os.open("/dev/full", os.O_WRONLY))
+
+
+@pytest.mark.usefixtures("full")
 def test_what_a_disk_does_not_take_is_dropped_and_said_once() -> None:
     told: list[str | None] = []
     with lossy_text(FULL, on_loss=lambda error: told.append(error.strerror)) as stream:
@@ -36,18 +45,20 @@ def test_what_it_takes_is_there_at_once_and_other_errors_are_raised(tmp_path: Pa
         LossyFile(reading.fileno()).write(b"x")
 
 
+@pytest.mark.usefixtures("full")
 def test_a_log_that_can_not_be_written_is_said_once_and_logging_goes_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
-        log.setup("ps/0", json_path=Path(FULL))
+        path = Path(FULL).absolute()
+        log.setup("ps/0", json_path=path)
         for number in range(3):
             logging.getLogger("shardline").info("event %d", number)
     finally:
         log.close()
     err = capsys.readouterr().err
     assert "Traceback" not in err and "Logging error" not in err
-    assert err.count(f"the log {FULL} can't be written: No space left on device") == 1
+    assert err.count(f"the log {path} can't be written: No space left on device") == 1
     assert [f"event {number}" in err for number in range(3)] == [True] * 3
 
 

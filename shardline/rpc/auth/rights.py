@@ -120,7 +120,7 @@ def role_refusal(role: str, roles: Collection[str], what: str) -> str:
     if not role or role in roles:
         return ""
     return (
-        f"the caller's certificate is that of a {role}, and {what} takes a certificate of a {' or '.join(roles)} "
+        f"the caller's certificate is for {role}, and {what} takes one for {' or '.join(roles)} "
         "(or one that names no role)"
     )
 
