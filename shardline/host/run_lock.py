@@ -12,8 +12,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from shardline import files
 from shardline.errors import UsageError
+from shardline.host import files
 
 NAME = ".lock"
 ROOM = 1 << 18
