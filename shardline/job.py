@@ -226,7 +226,7 @@ class Job:
         """
         optimizer = self.build_optimizer(model)
         found = rule_from_optimizer(optimizer)
-        tensors = model_tensors(model, optimizer.param_groups, rule=found.name)
+        tensors = model_tensors(model, optimizer.param_groups, rule=found)
         check_tensors(found, tensors)
         if self.samples:
             self.data_order()

@@ -10,7 +10,7 @@ import torch
 from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.rpc.messages.configuration import PsConfiguration
-from shardline.update import BucketRule
+from shardline.update import bucket_rule
 from shardline_ps.memory.staging import floor_bytes, limit_bytes
 from shardline_ps.shard.cuts import HELD_CUTS
 from shardline_ps.shard.publication import num_areas
@@ -34,8 +34,8 @@ def optimizer_bytes(configuration: PsConfiguration) -> int:
     for shard in _hosted(configuration):
         for bucket in shard.buckets:
             if bucket.kind is TensorKind.PARAM:
-                rule = BucketRule(configuration.rule, configuration.schedule, bucket, configuration.plan.tensors, cpu)
-                total += rule.full_nbytes
+                rule = bucket_rule(configuration.rule, configuration.schedule, bucket, configuration.plan.tensors, cpu)
+                total += rule.full_nbytes()
     return total
 
 

@@ -12,7 +12,7 @@ from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec
 from shardline.core.spec import DTYPES, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.errors import CheckpointError, ProtocolError
-from shardline.update import BucketRule
+from shardline.update import BucketRule, bucket_rule
 
 
 class Bucket:
@@ -65,7 +65,7 @@ class Bucket:
         """theta_{step+1} is made and waits for the standby to hold it too; names the record."""
         self.rule: BucketRule | None = None
         self._make_rule: Callable[[], BucketRule | None] = lambda: (
-            BucketRule(rule, schedule, spec, tensors, device) if spec.kind is TensorKind.PARAM else None
+            bucket_rule(rule, schedule, spec, tensors, device) if spec.kind is TensorKind.PARAM else None
         )
         self.rule = self._make_rule()
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shardline.core.plan import BucketSpec, padded
-from shardline.update import sgd
-from shardline.update.layout import StateKind
+from shardline.update.base import StateSpec
+from shardline.update.torch_optim import sgd
 
 _CACHED_RUNS = 64
 """Optimizer objects kept per bucket for runs that may come back (mixtures of experts alternate)."""
@@ -82,7 +82,7 @@ class ElementwiseStates:
         cls: type[torch.optim.Optimizer],
         arguments: Mapping[str, Any],
         bucket: BucketSpec,
-        kinds: Mapping[str, StateKind],
+        kinds: Mapping[str, StateSpec],
         device: torch.device,
     ) -> None:
         self._cls = cls
