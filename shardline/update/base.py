@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -258,11 +258,18 @@ class BucketRule(ABC):
 
     # Workers. Whoever calls these holds the bucket's lock, and a standby is told the same in the same order.
 
-    def joined(self, worker: str) -> None:  # noqa: B027  # most rules keep nothing per worker
-        """A worker was admitted; a new life of a task joins after the old one has left()."""
+    @property
+    def workers(self) -> frozenset[str]:
+        """Workers for which something is kept."""
+        return frozenset()
+
+    def members_changed(self, workers: Collection[str]) -> None:
+        """These workers may push from now on, and no others: what is kept for the others goes."""
+        for worker in sorted(self.workers - set(workers)):
+            self.left(worker)
 
     def left(self, worker: str) -> None:  # noqa: B027
-        """A worker will push no more: what is kept for it alone can go. Unknown workers are ignored."""
+        """Forget what is kept for a worker, which will push no more. Unknown workers are ignored."""
 
     def answer(self, values: Tensor, worker: str) -> Tensor:
         """What a worker's pull gets: `values` itself, or where the rule looks ahead a new tensor like it."""
@@ -338,6 +345,20 @@ class BucketRule(ABC):
 def without_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """An image's tensors without the parameters: the states."""
     return {key: tensor for key, tensor in tensors.items() if key != VALUE}
+
+
+def padding_positions(bucket: BucketSpec, device: torch.device) -> Tensor:
+    """Positions of what lies between the slices and behind the last, int64, ascending.
+
+    Made of the gaps alone: a mark for each element would be a quarter of float32 values, and is needed for a moment
+    only. Bucket after bucket, that leaves the allocator with holes of which none fits what comes next.
+    """
+    begins = torch.tensor([piece.end for piece in bucket.slices])
+    ends = torch.tensor([*(piece.offset for piece in bucket.slices[1:]), bucket.elements])
+    lengths = ends - begins
+    # Each gap's begin, less the positions in the gaps before it, as often as the gap is long.
+    first = (begins - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+    return (first + torch.arange(len(first))).to(device)
 
 
 def _check_bucket(rule: UpdateRule, label: str, site: Site, held: Sequence[TensorSpec]) -> None:

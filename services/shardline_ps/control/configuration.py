@@ -29,13 +29,13 @@ def value_bytes(configuration: PsConfiguration) -> int:
 
 
 def optimizer_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of the whole optimizer state."""
+    """Bytes of the whole optimizer state, with that of each worker where the rule keeps some per worker."""
     total, cpu = 0, torch.device("cpu")
     for shard in _hosted(configuration):
         for bucket in shard.buckets:
             if bucket.kind is TensorKind.PARAM:
                 rule = bucket_rule(configuration.rule, configuration.schedule, bucket, configuration.plan.tensors, cpu)
-                total += rule.full_nbytes()
+                total += rule.full_nbytes(workers=configuration.replicas)
     return total
 
 

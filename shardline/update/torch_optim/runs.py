@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardline.core.plan import BucketSpec, padded
-from shardline.update.base import StateSpec
+from shardline.update.base import StateSpec, padding_positions
 from shardline.update.torch_optim import sgd
 
 _CACHED_RUNS = 64
@@ -91,7 +91,7 @@ class ElementwiseStates:
         self._kinds = kinds
         self._device = device
         self._ends = [min(piece.offset + padded(piece.elements), bucket.elements) for piece in bucket.slices]
-        self.padding = _padding(bucket, device)
+        self.padding = padding_positions(bucket, device)
         """Positions of the padding, int64."""
         self.clear()
 
@@ -222,17 +222,3 @@ class ElementwiseStates:
     def nbytes(self) -> int:
         """Bytes of the flat states."""
         return sum(flat.nbytes for flat in self.flat.values())
-
-
-def _padding(bucket: BucketSpec, device: torch.device) -> Tensor:
-    """Positions of what lies between the slices and behind the last, int64, ascending.
-
-    Made of the gaps alone: a mark for each element would be a quarter of float32 values, and is needed for a moment
-    only. Bucket after bucket, that leaves the allocator with holes of which none fits what comes next.
-    """
-    begins = torch.tensor([piece.end for piece in bucket.slices])
-    ends = torch.tensor([*(piece.offset for piece in bucket.slices[1:]), bucket.elements])
-    lengths = ends - begins
-    # Each gap's begin, less the positions in the gaps before it, as often as the gap is long.
-    first = (begins - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
-    return (first + torch.arange(len(first))).to(device)

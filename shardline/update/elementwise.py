@@ -1,0 +1,260 @@
+"""What rules that compute each element by itself share: their states by declaration, and slices put together in runs.
+
+A rule in a file of its own:
+
+    @RULES.add
+    @dataclass(frozen=True)
+    class HeavyBall(ElementwiseRule):
+        \"""Momentum of each worker's own gradients.\"""
+
+        name: ClassVar[str] = "heavy-ball"
+        needs: ClassVar[frozenset[Need]] = frozenset({Need.WORKER})
+        momentum: float = 0.9
+
+        def states(self, spec, group, dtype, device):
+            return {"velocity": StateSpec(dtype=dtype, device=device, per_worker=True)}
+
+        def make(self, site):
+            return _HeavyBall(self, site)
+
+    class _HeavyBall(ElementwiseBucketRule):
+        def update(self, run, arguments, context):
+            velocity = run.state("velocity")
+            velocity.mul_(self.rule.momentum).add_(run.gradient)
+            run.values.sub_(velocity, alpha=arguments["lr"])
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardline.core.plan import padded
+from shardline.core.push_context import TOGETHER, PushContext
+from shardline.core.spec import DTYPES, RuleSpec, TensorKind, TensorSpec
+from shardline.errors import JobError
+from shardline.update.base import (
+    BucketRule,
+    RuleState,
+    Site,
+    UpdateRule,
+    padding_positions,
+    parse_state_key,
+    state_key,
+    without_values,
+)
+
+
+@dataclass(frozen=True)
+class ElementwiseRule(UpdateRule):
+    """Base of residents whose BucketRule is an ElementwiseBucketRule: real floating-point tensors, cut anywhere."""
+
+    def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
+        """See UpdateRule."""
+        for tensor in tensors:
+            if tensor.kind is not TensorKind.PARAM:
+                continue
+            if not 0 <= tensor.group < len(spec.groups):
+                raise JobError(
+                    f"{tensor.name!r} is in parameter group {tensor.group}, but the job has {len(spec.groups)}"
+                )
+            if not DTYPES[tensor.dtype].is_floating_point:
+                raise JobError(f"{tensor.name!r} has dtype {tensor.dtype}; {self} updates floating-point tensors only")
+
+
+class States:
+    """States of one bucket by declaration: flat tensors and numbers per slice, zeros until they are written.
+
+    Used by one thread at a time. Keys: see state_key().
+    """
+
+    def __init__(self, owner: BucketRule, declared: Sequence[str]) -> None:
+        """declared: names among owner.states that are kept here."""
+        self._owner = owner
+        self._declared = frozenset(declared)
+        self._tensors: dict[str, Tensor] = {}
+        self._numbers: dict[str, list[float]] = {}
+
+    def tensor(self, name: str, worker: str = "") -> Tensor:
+        """The state itself: flat, the bucket's layout."""
+        state, key = self._owner.states[name], self._key(name, worker)
+        if key not in self._tensors:
+            length = self._owner.length_of(key)
+            self._tensors[key] = torch.zeros(length, dtype=state.dtype, device=state.device)
+        return self._tensors[key]
+
+    def numbers(self, name: str, worker: str = "") -> list[float]:
+        """The numbers themselves, one per slice."""
+        key = self._key(name, worker)
+        return self._numbers.setdefault(key, [0.0] * len(self._owner.site.bucket.slices))
+
+    def _key(self, name: str, worker: str) -> str:
+        # A state that all share is found whoever pushed.
+        return state_key(name, worker if self._owner.states[name].per_worker else "")
+
+    def workers(self) -> frozenset[str]:
+        """Workers for which something is kept."""
+        return frozenset(parse_state_key(key)[1] for key in (*self._tensors, *self._numbers)) - {""}
+
+    def drop(self, worker: str) -> None:
+        """Forget what is kept for one worker."""
+        for held in (self._tensors, self._numbers):
+            for key in [key for key in held if parse_state_key(key)[1] == worker]:
+                del held[key]
+
+    def all_numbers(self) -> list[list[float]]:
+        """What has to be equal for slices to be updated in one run."""
+        return list(self._numbers.values())
+
+    def owns(self, key: str) -> bool:
+        """Whether a key of an image belongs here."""
+        return parse_state_key(key)[0] in self._declared
+
+    def complete(self) -> None:
+        """Make what is not per worker, where it isn't there yet."""
+        for name in self._declared:
+            state = self._owner.states[name]
+            if not state.per_worker:
+                _ = self.numbers(name) if state.scalar else self.tensor(name)
+
+    def export(self, padding: Tensor) -> tuple[dict[str, Tensor], dict[str, tuple[float, ...]]]:
+        """Copies on the CPU. padding: positions to be zeros."""
+        tensors = {key: tensor.to("cpu", copy=True).index_fill_(0, padding, 0) for key, tensor in self._tensors.items()}
+        return tensors, {key: tuple(numbers) for key, numbers in self._numbers.items()}
+
+    def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]]) -> None:
+        """Replace everything by copies of what belongs here; it was checked before."""
+        device = self._owner.site.device
+        self._tensors = {
+            key: tensor.detach().to(device, copy=True) for key, tensor in tensors.items() if self.owns(key)
+        }
+        self._numbers = {key: [float(n) for n in numbers] for key, numbers in scalars.items() if self.owns(key)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+
+class Run:
+    """Neighbouring slices that are updated in one call: all have a gradient, and equal numbers.
+
+    values: the parameters, to be changed in place; gradient: left as it is. Flat, padding included.
+    """
+
+    def __init__(
+        self, states: States, slices: range, span: slice, values: Tensor, gradient: Tensor, worker: str
+    ) -> None:
+        self._states = states
+        self._slices = slices
+        self._span = span
+        self._worker = worker
+        self.values = values[span]
+        self.gradient = gradient[span]
+
+    def state(self, name: str) -> Tensor:
+        """The run's part of a state, to be changed in place; of one that is kept per worker, the pusher's."""
+        return self._states.tensor(name, self._worker)[self._span]
+
+    def number(self, name: str) -> float:
+        """The number that all slices of the run have."""
+        return self._states.numbers(name, self._worker)[self._slices.start]
+
+    def set_number(self, name: str, value: float) -> None:
+        """Replace it."""
+        numbers = self._states.numbers(name, self._worker)
+        numbers[self._slices.start : self._slices.stop] = [value] * len(self._slices)
+
+
+class ElementwiseBucketRule(BucketRule):
+    """Base of bucket rules that compute each element by itself."""
+
+    def __init__(self, rule: UpdateRule, site: Site) -> None:
+        super().__init__(rule, site)
+        self.kept = States(self, tuple(self.states))
+        self._begun = [False] * len(site.bucket.slices)
+        self._padding = padding_positions(site.bucket, site.device)
+        self._ends = [min(piece.offset + padded(piece.elements), site.bucket.elements) for piece in site.bucket.slices]
+
+    @abstractmethod
+    def update(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> None:
+        """Change run.values and the run's states in place. arguments: of the group, with the rate of this push."""
+
+    def apply(
+        self,
+        values: Tensor,
+        gradient: Tensor,
+        *,
+        clock: int,
+        source: Tensor | None = None,
+        present: Sequence[bool] | None = None,
+        hyper: Mapping[str, float] | None = None,
+        context: PushContext = TOGETHER,
+    ) -> bool:
+        """See BucketRule."""
+        self.check_flat(values=values, gradient=gradient, source=source)
+        pattern = self.pattern(present)
+        arguments = self.arguments(clock, hyper)
+        if pattern is not None and not any(pattern):
+            return False
+        if source is not None:
+            values.copy_(source)
+        with torch.no_grad():
+            for slices in list(self._runs(pattern)):
+                span = slice(self.site.bucket.slices[slices.start].offset, self._ends[slices.stop - 1])
+                self.update(Run(self.kept, slices, span, values, gradient, context.task), arguments, context)
+                self._begun[slices.start : slices.stop] = [True] * len(slices)
+        if self._padding.numel():
+            values.index_fill_(0, self._padding, 0)
+        return True
+
+    def _runs(self, present: Sequence[bool] | None) -> Iterator[range]:
+        """Longest runs of neighbours that are present and have equal numbers."""
+        start: int | None = None
+        key: tuple[float, ...] = ()
+        held = self.kept.all_numbers()
+        for number in range(len(self.site.bucket.slices)):
+            here = tuple(numbers[number] for numbers in held)
+            there = present is None or present[number]
+            if start is not None and (not there or here != key):
+                yield range(start, number)
+                start = None
+            if there and start is None:
+                start, key = number, here
+        if start is not None:
+            yield range(start, len(self.site.bucket.slices))
+
+    @property
+    def workers(self) -> frozenset[str]:
+        """See BucketRule."""
+        return self.kept.workers()
+
+    def left(self, worker: str) -> None:
+        """See BucketRule. A rule whose shared states hold the worker's part takes it out first."""
+        self.kept.drop(worker)
+
+    def export(self) -> RuleState:
+        """See BucketRule."""
+        if any(self._begun):
+            self.kept.complete()
+        return RuleState(*self.kept.export(self._padding.cpu()), tuple(self._begun))
+
+    def load(
+        self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
+    ) -> None:
+        """See BucketRule."""
+        begun = list(initialized) or [False] * len(self.site.bucket.slices)
+        given = without_values(tensors)
+        self.check_state(given, scalars, begun)
+        self.kept.load(given, scalars)
+        self._begun = begun
+
+    @property
+    def nbytes(self) -> int:
+        """See BucketRule."""
+        return self.kept.nbytes
