@@ -65,12 +65,12 @@ def _tensor_differences(stored: JobSpec, job: JobSpec) -> list[str]:
 
 
 def _setting_differences(stored: JobSpec, job: JobSpec) -> list[str]:
-    rules = [chosen(spec).label(spec) for spec in (job.rule, stored.rule)]
+    ours, theirs = (chosen(spec).label(spec) for spec in (job.rule, stored.rule))
     pairs: list[tuple[str, Any, Any]] = [
-        ("the rule", *rules),
+        ("the rule", ours, theirs),
         ("consistency", job.consistency.mode, stored.consistency.mode),
     ]
-    if rules[0] == rules[1]:
+    if ours == theirs:
         pairs += [("the rule's state", _states(job), _states(stored))]
     if job.consistency.mode == "sync":
         pairs += [(name, getattr(job, name), getattr(stored, name)) for name in _SYNC_IDENTITY]

@@ -34,7 +34,7 @@ __all__ = [
     "wants_whole",
 ]
 
-RULES: Table[UpdateRule] = Table("rule", Torch)  # type: ignore[type-abstract]
+RULES: Table[UpdateRule] = Table("rule", Torch)
 """What a job's `rule` and --rule choose from."""
 
 

@@ -1,4 +1,4 @@
-"""A rule from outside of the package: momentum of each worker's own gradients, and pulls that look ahead along all of it.
+"""A rule from outside of the package: a momentum for each worker, and pulls that look ahead along all of them.
 
 What DANA-Zero does (Hakimi et al. 2019, "Taming momentum in a distributed asynchronous environment", algorithm 4),
 without weight decay.
