@@ -25,7 +25,6 @@ import difflib
 import functools
 import hashlib
 import importlib.util
-import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +37,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardline.codecs import check_codec
+from shardline.core.settings import Setting, Settings, kind_of, known, read, setting
+from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, calling, seed_everything
 from shardline.errors import JobError, ShardlineError
@@ -51,8 +52,11 @@ _LOW_WORDS = ("loss", "error", "perplexity", "bits")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """One training run. Frozen; checked when it is made, JobError naming the field, its value and the remedy."""
+class Job(Settings):
+    """One training run. Frozen; checked when it is made, JobError naming the field, its value and the remedy.
+
+    Beside the fields below it has those of shardline.core.settings.Settings.
+    """
 
     model: Callable[[], nn.Module]
     """Makes the model, in training mode. The generators are seeded before, so that all processes start equal."""
@@ -62,9 +66,9 @@ class Job:
     """Samples: an object with len() and [index], or an iterable one, or a function without arguments that makes it."""
     optimizer: str | type[torch.optim.Optimizer]
     """A class of torch.optim, or its name."""
-    batch_size: int
+    batch_size: int = setting()
     """Samples of one microbatch of one replica."""
-    steps: int
+    steps: int = setting()
     """Steps to train; in asynchronous mode, batches of all workers together."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Scores the model; called in evaluation mode and without gradients."""
@@ -74,29 +78,16 @@ class Job:
     """Parameter groups in torch's shape: [{"params": [...], "lr": 0.01}, ...]; a parameter in none stays as it is."""
     schedule: ScheduleSpec = field(default_factory=constant)
     """Learning-rate factor by step (by version in asynchronous mode); total_steps 0 = `steps`."""
-    replicas: int = 1
-    """Logical replicas, whatever the number of workers that run them; not used in asynchronous mode."""
-    accumulate: int = 1
-    """Microbatches whose gradients a replica averages in a step."""
-    seed: int = 0
     consistency: str = "sync"
     """"sync": every step is one update from all replicas. "async": every worker's gradient is an update of its own."""
     clip_norm: float = 0.0
     """Global gradient norm above which gradients are scaled down; 0 = off."""
     nan_policy: str = "stop"
     """At a NaN or infinity in a loss or gradient: "stop" the job, or "skip" the step."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 = only before the first step and after the last."""
-    checkpoint_keep: int = 3
-    """Newest checkpoints that stay on disk, the best one not counted; 0 = all."""
     best_metric: str = ""
     """Metric by which the best checkpoint is chosen; "" = the first one that `evaluate` returns."""
     best_mode: str = ""
     """"max" or "min"; "" = "min" where the metric's name contains loss, error, perplexity or bits, else "max"."""
-    threads: int = 1
-    """Intra-op threads of one replica; the last bits of gradients depend on it."""
-    codec: str = "raw"
-    """How gradients and parameters travel: "raw", or "bf16" and "fp16" for half the bytes (rounded)."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch of a list of samples; None = torch's default_collate."""
     name: str = ""
@@ -111,10 +102,8 @@ class Job:
         for name in ("evaluate", "param_groups", "collate"):
             value = getattr(self, name)
             _require(value is None or callable(value), name, value, "give a function, or None")
-        for name, lowest in _LOWEST.items():
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            _require(whole and lowest <= value < 2**63, name, value, f"give a whole number >= {lowest}")
+        check_settings(self)
+        _require(self.steps > 0, "steps", self.steps, "give a whole number >= 1")
         _require(isinstance(self.name, str), "name", self.name, "give a string")
         _require(isinstance(self.best_metric, str), "best_metric", self.best_metric, "give a metric's name")
         _require(self.best_mode in ("", "max", "min"), "best_mode", self.best_mode, "it must be 'max' or 'min'")
@@ -236,15 +225,7 @@ class Job:
             rule=found,
             schedule=complete(self.schedule, self.steps),
             consistency=self.consistency_spec(),
-            replicas=self.contributors,
-            batch_size=self.batch_size,
-            accumulate=self.accumulate,
-            seed=self.seed,
-            steps=self.steps,
-            checkpoint_every=self.checkpoint_every,
-            checkpoint_keep=self.checkpoint_keep,
-            threads=self.threads,
-            codec=self.codec,
+            **{**self.settings(), "replicas": self.contributors},
             best_metric=self.best_metric,
             best_is_lowest=self.best_mode == "min" or (not self.best_mode and lowest_is_best(self.best_metric)),
             samples=self.samples,
@@ -282,18 +263,6 @@ class Job:
         """(metric by which checkpoints are compared, whether its lowest value is best) for scores of score()."""
         metric = self.best_metric or next(iter(scores))
         return metric, self.best_mode == "min" or (not self.best_mode and lowest_is_best(metric))
-
-
-_LOWEST = {
-    "batch_size": 1,
-    "steps": 1,
-    "replicas": 1,
-    "accumulate": 1,
-    "seed": 0,
-    "checkpoint_every": 0,
-    "checkpoint_keep": 0,
-    "threads": 1,
-}
 
 
 def lowest_is_best(metric: str) -> bool:
@@ -343,10 +312,10 @@ def _check_dataset(data: object, where: str = "dataset", *, one_shot: bool = Fal
         )
 
 
-_OVERRIDES: Mapping[str, type[int] | type[float] | type[str]] = {
-    **dict.fromkeys(_LOWEST, int),
+_OVERRIDES: Mapping[str, type] = {
+    **{name: kind_of(name) for name in known()},
     "clip_norm": float,
-    **dict.fromkeys(("consistency", "nan_policy", "codec", "best_metric", "best_mode", "name"), str),
+    **dict.fromkeys(("consistency", "nan_policy", "best_metric", "best_mode", "name"), str),
 }
 """Job fields that a command line can set, and how their text is read."""
 
@@ -372,19 +341,12 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = ()) -> Job:
     return dataclasses.replace(job, **changes)
 
 
-def _override(name: str, text: str) -> tuple[str, int | float | str]:
+def _override(name: str, text: str) -> tuple[str, Setting]:
     key = name.replace("-", "_")
     kind = _OVERRIDES.get(key)
     if kind is None:
         raise JobError(f"no job field {name!r} can be set from outside; these can: {', '.join(_OVERRIDES)}")
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if kind is not str and value != value:
-        wanted = "a whole number" if kind is int else "a number"
-        raise JobError(f"{key} is set to {text!r}; it must be {wanted}")
-    return key, value
+    return key, read(key, text, kind)
 
 
 def _check_path(path: Path) -> None:

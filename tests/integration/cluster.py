@@ -239,10 +239,9 @@ class Cluster:
             rule=self.spec.rule,
             schedule=self.spec.schedule,
             consistency=self.spec.consistency,
-            replicas=self.spec.replicas,
+            **self.spec.settings(),
             cut_every=self.cut_every,
             placement=self.placement,
-            codec=self.spec.codec,
         )
 
     def lane_config(self, lane: str) -> RoleConfig:
