@@ -23,10 +23,6 @@ import ast
 import dataclasses
 import difflib
 import functools
-import hashlib
-import importlib.util
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +37,9 @@ from shardline.core.settings import Setting, Settings, kind_of, known, read, set
 from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, calling, seed_everything
-from shardline.errors import JobError, ShardlineError
+from shardline.errors import JobError
 from shardline.model import model_tensors
+from shardline.python_file import run_file
 from shardline.schedule import complete, constant
 from shardline.update import check_tensors, rule, rule_from_optimizer
 
@@ -330,7 +327,7 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = ()) -> Job:
     """
     path = Path(path)
     _check_path(path)
-    job = getattr(_run_file(path), "job", None)
+    job = getattr(_run_job_file(path), "job", None)
     if not isinstance(job, Job):
         raise JobError(f"{path}: `job` is {_short(job)}; it must be a shardline.Job(...)")
     changes: dict[str, Any] = {}
@@ -364,35 +361,17 @@ def _check_path(path: Path) -> None:
         raise JobError(f"{path} is not a .py file; a job file is Python that defines `job = shardline.Job(...)`")
 
 
-def _run_file(path: Path) -> object:
-    """The module that the file makes; its code runs only where it can define `job` at all."""
-    resolved = path.resolve()
-    try:
-        tree = ast.parse(resolved.read_bytes(), filename=str(resolved))
-    except OSError as error:
-        raise JobError(f"job file {path} can't be read: {error.strerror}") from error
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        raise JobError(f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {error}") from error
-    if not _may_define_job(tree):
-        raise JobError(
-            f"{path} defines no `job`, so nothing of it was run; add `job = shardline.Job(...)`, or start a plain "
-            f"training script with `shardline train --script {path}`"
-        )
-    folder = str(resolved.parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    name = f"shardline_job_{resolved.stem}_{hashlib.blake2b(str(resolved).encode(), digest_size=6).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, resolved)
-    assert spec is not None and spec.loader is not None  # a .py file has both
-    module = importlib.util.module_from_spec(spec)
-    # Registered before it runs, as an import does: dataclasses and typing look their module up by name.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(name, None)
-        raise JobError(_what_it_raised(path, resolved, error)) from error
+def _run_job_file(path: Path) -> object:
+    """The module of a job file; its code runs only where it can define `job` at all."""
+
+    def check(tree: ast.Module) -> None:
+        if not _may_define_job(tree):
+            raise JobError(
+                f"{path} defines no `job`, so nothing of it was run; add `job = shardline.Job(...)`, or start a plain "
+                f"training script with `shardline train --script {path}`"
+            )
+
+    module = run_file(path, "shardline_job", check=check)
     if not hasattr(module, "job"):
         raise JobError(f"{path} ran to its end without defining `job`; add `job = shardline.Job(...)` at its top level")
     return module
@@ -417,14 +396,3 @@ def _may_define_job(tree: ast.Module) -> bool:
         else:
             todo.extend(ast.iter_child_nodes(node))
     return False
-
-
-def _what_it_raised(path: Path, resolved: Path, error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(resolved)]
-    where = f"{path}, line {lines[-1]}" if lines else f"{path}"
-    if isinstance(error, ShardlineError):
-        return f"{where}: {error}"
-    if isinstance(error, SystemExit):
-        return f"{where}: the file ends the process (SystemExit: {error.code}) instead of defining `job`"
-    return f"{where}: {type(error).__name__}: {error}"

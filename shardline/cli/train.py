@@ -56,6 +56,7 @@ EPILOG = "What follows -- is passed on: to the script, or to the job file as SHA
 @options.option("--workers", type=click.IntRange(min=0), default=1, help="Workers.")
 @options.option("--evaluators", type=click.IntRange(min=0), default=0, help="Evaluators.")
 @options.job_fields
+@options.plugin
 @options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/JOB-DATE-TIME.")
 @options.resume
 @options.option(
@@ -124,7 +125,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         ps=flags["ps"],
         workers=flags["workers"],
         evaluators=flags["evaluators"],
-        overrides=options.overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
+        overrides=options.overrides(flags),
         resume=flags["resume"],
         timeouts=options.timeouts(flags),
         device=flags["device"],
