@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from shardline.config import Timeouts
+from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.plan import ShardSpec
 from shardline.core.reduce import Block
 from shardline.core.tensor_bytes import Buffer, digest
 from shardline.host import segments
-from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, Lane, Sender, Want, Whole
+from shardline.lanes.base import Lane
 from shardline.lanes.shm.client import ShmLane
 from shardline.lanes.tcp.client import TcpLane
 from shardline.rpc.channel import Peer

@@ -20,11 +20,12 @@ import torch
 
 from shardline.client.exchange.shard_exchange import Interrupted
 from shardline.config import Timeouts
+from shardline.core.exchange import Arrival, BucketPayload, Contribution, Want, Whole
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import ProtocolError, ShardlineError, UnreachableError, UsageError
 from shardline.host import segments
-from shardline.lanes.base import Arrival, BucketPayload, Contribution, LaneUnavailable, Want, Whole
+from shardline.lanes.base import LaneUnavailable
 from shardline.rpc.messages.data import referred_requests
 from shardline.rpc.v1 import common_pb2
 from shardline.testing import reference
@@ -452,7 +453,7 @@ DYING_WORKER = """
 import sys, threading
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import referred_requests
-from shardline.lanes.base import Contribution
+from shardline.core.exchange import Contribution
 from tests.contract.lanes import *
 
 class Stuck(Whole):

@@ -28,12 +28,13 @@ import pytest
 
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.core.exchange import Contribution, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.host import segments
-from shardline.lanes.base import Contribution, LaneUnavailable, Sender, Want, Whole
+from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.grpc.client import GrpcLane
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.lanes.shm.client import ShmLane

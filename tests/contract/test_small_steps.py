@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from shardline.core.exchange import BucketPayload, Contribution, Want, Whole
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import UnreachableError
-from shardline.lanes.base import BucketPayload, Contribution, Want, Whole
 from shardline.lanes.grpc.client import GrpcLane
 from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import common_pb2, data_pb2
