@@ -13,10 +13,11 @@ from typing import TypeVar
 import torch
 
 from shardline.codecs import check_codec
+from shardline.core.placement import Placement
 from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError, UsageError
-from shardline.rpc.messages.configuration import Placement, PsConfiguration
+from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.update import check_tensors
 from shardline_ps.control.authority import Authority
 from shardline_ps.control.configuration import (

@@ -17,6 +17,7 @@ import torch
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
+from shardline.core.placement import Placement
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.core.tensor_bytes import digest, memory_of, tensor_bytes
@@ -25,7 +26,7 @@ from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged
 from shardline.lanes.open import open_lane
 from shardline.rpc.channel import Peers
 from shardline.rpc.client import PsControl
-from shardline.rpc.messages.configuration import Configuration, Placement
+from shardline.rpc.messages.configuration import Configuration
 from shardline.update import rule
 
 SERVERS = "shardline.servers"
