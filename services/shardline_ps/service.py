@@ -13,6 +13,7 @@ import torch
 from shardline.cluster import parse_address
 from shardline.codecs import RAW
 from shardline.config import RoleConfig
+from shardline.core.orders import Orders, Phase
 from shardline.errors import InternalError, ShardlineError, UnreachableError
 from shardline.host.process import Termination, free_memory, memory_limit, resolve_device, tell_ready
 from shardline.lanes.attachments import Attachments, LaneOffer
@@ -20,7 +21,7 @@ from shardline.lanes.shm.server import ShmOffer, publish
 from shardline.lanes.tcp.server import TcpOffer
 from shardline.observability.line_rate import meter_line
 from shardline.observability.metrics import Metrics
-from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.rpc.link import ChiefLink
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.rpc.server import RpcServer
 from shardline_ps.control.votes import Voters

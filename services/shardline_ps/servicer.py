@@ -13,12 +13,13 @@ import grpc
 
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Outcome
+from shardline.core.placement import Placement
 from shardline.errors import FencedError, ProtocolError
 from shardline.lanes.attachments import Attachments
 from shardline.lanes.base import LaneUnavailable
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.limits import MAX_MEMBERS, MAX_SENTENCE, at_most, short
-from shardline.rpc.messages.configuration import Placement, configuration_from_proto, placement_from_proto
+from shardline.rpc.messages.configuration import configuration_from_proto, placement_from_proto
 from shardline.rpc.messages.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
 from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shardline.cli.progress import Display
-    from shardline.rpc.messages.status import ChiefStatus
+    from shardline.core.status import ChiefStatus
 
 POLL_S = 0.5
 SUMMARY_BYTES = 16 << 20

@@ -9,9 +9,10 @@ from typing import Any
 
 from shardline.checkpoint import Checkpoint
 from shardline.config import Timeouts
+from shardline.core.placement import Placement
 from shardline.errors import InternalError, ProtocolError, ShardlineError, UnreachableError
 from shardline.rpc.client import PsControl
-from shardline.rpc.messages.configuration import Configuration, Placement
+from shardline.rpc.messages.configuration import Configuration
 from shardline.security import PLAIN, Security
 from shardline_chief.io.checkpointer import restore
 from shardline_chief.rules.actions import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shardline.core.placement import Placement
 from shardline.core.plan import Plan
 from shardline.core.settings import Settings
 from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec
@@ -22,20 +23,6 @@ from shardline.rpc.messages.convert import (
     settings_to_proto,
 )
 from shardline.rpc.v1 import parameter_server_pb2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Which ps hosts a shard, and where it answers."""
-
-    shard: int
-    task: str
-    address: str
-    standby_task: str = ""
-    """Which ps holds its standby, and where that answers; empty = it has none."""
-    standby_address: str = ""
-    appointment: int = 0
-    """Another number each time that the shard is given a standby; 0 = it has none, or the chief counts none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 from shardline.core.exchange import Ack, Arrival, BucketPayload, Contribution, End, Sender, Sink, Standing, Want
 from shardline.core.outcome import Outcome
 from shardline.core.plan import BUCKET_BYTES
+from shardline.core.protocol import PROTOCOL_MINOR
 from shardline.core.tensor_bytes import copy_bytes, digest
 from shardline.errors import ProtocolError
 from shardline.rpc.channel import Peer
@@ -23,7 +24,6 @@ from shardline.wire.protobuf import (
     write_request,
 )
 
-PROTOCOL_MINOR = 1
 CHUNK_BYTES = BUCKET_BYTES
 """A bucket is one message as a rule: what comes in one needs not be put together on the other side."""
 SMALL_BYTES = 64 << 10
