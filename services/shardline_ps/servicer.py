@@ -14,6 +14,7 @@ import grpc
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Outcome
 from shardline.errors import FencedError, ProtocolError
+from shardline.lanes.attachments import Attachments
 from shardline.lanes.base import LaneUnavailable
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.limits import MAX_MEMBERS, MAX_SENTENCE, at_most, short
@@ -33,7 +34,6 @@ from shardline_ps.control.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
 from shardline_ps.control.status import ps_status
 from shardline_ps.control.votes import Voters
 from shardline_ps.control.voting import Ballot, Verdict
-from shardline_ps.data.attachments import Attachments
 from shardline_ps.data.calls import OpenCalls
 from shardline_ps.data.conversation import PushPullTalk, Replies, readable
 from shardline_ps.data.pull_sender import pull

@@ -26,6 +26,7 @@ from shardline.core.plan import Plan, Slice, make_plan
 from shardline.core.spec import TensorKind
 from shardline.data import BatchSource, replica_gradients
 from shardline.job import Job
+from shardline.lanes.attachments import Attachments
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
@@ -35,7 +36,6 @@ from shardline.rpc.messages.configuration import Configuration, Placement
 from shardline.rpc.server import RpcServer
 from shardline.testing import ReferenceResult
 from shardline_ps.control.votes import Voters
-from shardline_ps.data.attachments import Attachments
 from shardline_ps.service import offers
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.shard.shard import Shard

@@ -22,8 +22,9 @@ from shardline.client.exchange import workplace
 from shardline.client.step.retained_contribution import Carried
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.core.exchange import Exchanged
 from shardline.errors import RolledBackError, UnreachableError
-from shardline.lanes.base import Exchanged, Lane
+from shardline.lanes.base import Lane
 from shardline.rpc.client import JobView
 from shardline.rpc.link import ChiefLink, Orders, Phase
 from tests.integration.cluster import ClusterState, same_bits

@@ -11,6 +11,7 @@ import torch
 from shardline.client.overlap import scheduler as overlap
 from shardline.client.step.staging import Allocate, Staging, no_memory
 from shardline.codecs import RAW, codec_for
+from shardline.core.exchange import BucketPayload, Contribution, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.plan import BucketSpec, Plan, make_plan
@@ -18,7 +19,6 @@ from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.core.tensor_bytes import digest, fingerprint, tensor_bytes
 from shardline.errors import JobError, NonFiniteError
-from shardline.lanes.base import BucketPayload, Contribution, Sender, Want, Whole
 from shardline.rpc.messages import data
 from shardline.rpc.messages.data import Attached, bucket_header
 from shardline.rpc.v1 import data_pb2

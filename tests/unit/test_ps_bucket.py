@@ -18,11 +18,11 @@ from shardline.core.records import Applied
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.errors import CheckpointError, NonFiniteError, ProtocolError
+from shardline.storage.publication import PlainPublication, num_areas
 from shardline.update import rule
 from shardline_ps.data.pull_sender import Encoded, Want, encode_bucket
 from shardline_ps.data.signals import Signal
 from shardline_ps.shard.bucket import Bucket
-from shardline_ps.shard.publication import PlainPublication, num_areas
 from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
 
 TENSORS = (
