@@ -32,7 +32,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from shardline import methods
 from shardline.codecs import check_codec
+from shardline.consistency import of as consistency_of
 from shardline.core.settings import Setting, Settings, kind_of, known, read, setting
 from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
@@ -41,10 +43,13 @@ from shardline.errors import JobError
 from shardline.model import model_tensors
 from shardline.python_file import run_file
 from shardline.schedule import complete, constant
+from shardline.seams import Resident
 from shardline.update import check_tensors, rule, rule_from_optimizer
 
 __all__ = ["Job", "load_job", "lowest_is_best", "model_tensors"]
 
+CHOICES = ("consistency", "cadence", "topology")
+"""Fields that name a method of a seam, as text or as an object; kept as text."""
 _LOW_WORDS = ("loss", "error", "perplexity", "bits")
 
 
@@ -75,8 +80,14 @@ class Job(Settings):
     """Parameter groups in torch's shape: [{"params": [...], "lr": 0.01}, ...]; a parameter in none stays as it is."""
     schedule: ScheduleSpec = field(default_factory=constant)
     """Learning-rate factor by step (by version in asynchronous mode); total_steps 0 = `steps`."""
-    consistency: str = "sync"
+    consistency: str | Resident = "sync"
     """"sync": every step is one update from all replicas. "async": every worker's gradient is an update of its own."""
+    codec: str | Resident = "raw"  # type: ignore[assignment]
+    """How gradients and parameters travel: "raw", or "bf16" and "fp16" for half the bytes (rounded)."""
+    cadence: str | Resident = "every-step"  # type: ignore[assignment]
+    """When a worker talks to the servers, and what it then sends."""
+    topology: str | Resident = "flat"  # type: ignore[assignment]
+    """Whom a worker talks to."""
     clip_norm: float = 0.0
     """Global gradient norm above which gradients are scaled down; 0 = off."""
     nan_policy: str = "stop"
@@ -99,6 +110,8 @@ class Job(Settings):
         for name in ("evaluate", "param_groups", "collate"):
             value = getattr(self, name)
             _require(value is None or callable(value), name, value, "give a function, or None")
+        for seam in CHOICES:
+            object.__setattr__(self, seam, methods.table(seam).canonical(getattr(self, seam)))
         check_settings(self)
         _require(self.steps > 0, "steps", self.steps, "give a whole number >= 1")
         _require(isinstance(self.name, str), "name", self.name, "give a string")
@@ -113,7 +126,7 @@ class Job(Settings):
         )
         _require(isinstance(self.clip_norm, int | float), "clip_norm", self.clip_norm, "give a number")
         complete(self.schedule, self.steps)
-        check_codec(self.codec)
+        check_codec(str(self.codec))
         self.consistency_spec()
         _check_dataset(self.dataset)
         # Names a wrong class or argument at the job file's line, before any process starts.
@@ -121,8 +134,8 @@ class Job(Settings):
 
     @property
     def contributors(self) -> int:
-        """Replicas whose gradients make one update: `replicas`, or 1 in asynchronous mode."""
-        return 1 if self.consistency == "async" else self.replicas
+        """Replicas whose gradients make one update: `replicas`, or 1 where each worker's gradient is an update."""
+        return consistency_of(self.consistency_spec()).contributors(self.replicas)
 
     @functools.cached_property
     def data(self) -> Any:
@@ -203,7 +216,7 @@ class Job(Settings):
 
     def consistency_spec(self) -> ConsistencySpec:
         """Who may proceed and what counts."""
-        return ConsistencySpec(mode=self.consistency, clip_norm=float(self.clip_norm), nan_policy=self.nan_policy)
+        return ConsistencySpec(mode=str(self.consistency), clip_norm=float(self.clip_norm), nan_policy=self.nan_policy)
 
     def spec(self, model: nn.Module) -> JobSpec:
         """The job's identity, for a model that build_model made.
