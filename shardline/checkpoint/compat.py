@@ -65,12 +65,12 @@ def _tensor_differences(stored: JobSpec, job: JobSpec) -> list[str]:
 
 
 def _setting_differences(stored: JobSpec, job: JobSpec) -> list[str]:
-    ours, theirs = (chosen(spec).label(spec) for spec in (job.rule, stored.rule))
-    pairs: list[tuple[str, Any, Any]] = [
-        ("the rule", ours, theirs),
-        ("consistency", job.consistency.mode, stored.consistency.mode),
-    ]
-    if ours == theirs:
+    ours, theirs = chosen(job.rule), chosen(stored.rule)
+    pairs: list[tuple[str, Any, Any]] = [("consistency", job.consistency.mode, stored.consistency.mode)]
+    if (ours.name, job.rule.name) != (theirs.name, stored.rule.name):
+        pairs.insert(0, ("the rule", ours.label(job.rule), theirs.label(stored.rule)))
+    else:
+        # Settings and arguments may change, as long as what is kept stays the same.
         pairs += [("the rule's state", _states(job), _states(stored))]
     if job.consistency.mode == "sync":
         pairs += [(name, getattr(job, name), getattr(stored, name)) for name in _SYNC_IDENTITY]

@@ -41,9 +41,9 @@ class Takes(enum.Enum):
 class Need(enum.Enum):
     """What a rule must be told besides the gradient; a consistency that can't tell it refuses the rule."""
 
-    WORKER = "which worker pushed"
-    LAG = "by how many updates a push is behind"
-    PULLS = "what was sent to each worker"
+    WORKER = "to know which worker pushed"
+    LAG = "to know by how many updates a push is behind"
+    PULLS = "to know what was sent to each worker"
 
 
 @dataclass(frozen=True, kw_only=True)

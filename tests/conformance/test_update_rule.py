@@ -24,7 +24,17 @@ from shardline.core.spec import DTYPES, ConsistencySpec, JobSpec, RuleSpec, Sche
 from shardline.errors import CheckpointError, JobError, ProtocolError
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.schedule import cosine
-from shardline.update import ALLOWED, RULES, bucket_rule, check_tensors, chosen, parse_state_key, rule, wants_whole
+from shardline.update import (
+    ALLOWED,
+    RULES,
+    bucket_rule,
+    check_pushes,
+    check_tensors,
+    chosen,
+    parse_state_key,
+    rule,
+    wants_whole,
+)
 from shardline_ps.control.configuration import optimizer_bytes
 from shardline_ps.shard.bucket import Bucket
 from tests.checkpoint_cases import cut_of
@@ -134,7 +144,7 @@ class Servers:
 
     def pull(self, worker: str) -> dict[str, Tensor]:
         """What the worker gets, by tensor."""
-        return self.joined([bucket.answer(worker) for bucket in self.buckets])
+        return self.joined([bucket.answer(bucket.step, worker) for bucket in self.buckets])
 
     def train(self, steps: Sequence[int]) -> None:
         """Each step another worker pulls and a third one pushes."""
@@ -302,7 +312,8 @@ def test_a_pull_leaves_the_parameters_alone(case: Case) -> None:
     differs = any(not torch.equal(answer[name], before[name]) for name in before)
     assert differs == chosen(case.spec).looks_ahead
     for bucket in servers.buckets:
-        assert bucket.answer(WORKERS[0]).shape == bucket.values.shape
+        assert bucket.answer(bucket.step, WORKERS[0]).shape == bucket.values.shape
+        assert torch.equal(bucket.answer(bucket.step, "evaluator/0"), bucket.values)
 
 
 @every_rule
@@ -418,6 +429,17 @@ def test_a_rule_may_refuse_an_optimizer() -> None:
         bucket_rule(spec, ScheduleSpec(), plan.shards[0].buckets[0], plan.tensors, CPU)
     with pytest.raises(JobError, match="it must be at least 0 and below 1"):
         RULES.parse("toy-momentum:momentum=1.5")
+
+
+@every_rule
+def test_a_rule_that_tells_workers_apart_is_refused_where_their_pushes_are_added_up(case: Case) -> None:
+    resident = chosen(case.spec)
+    check_pushes(case.spec, single=True)
+    if resident.needs or resident.looks_ahead:
+        with pytest.raises(JobError, match="choose consistency='async', or another rule"):
+            check_pushes(case.spec, single=False)
+    else:
+        check_pushes(case.spec, single=False)
 
 
 def test_the_sum_of_momenta_stays_that_of_the_workers_that_are_left() -> None:

@@ -15,6 +15,8 @@ from shardline.core.spec import DTYPES, RuleSpec, ScheduleSpec, TensorKind, Tens
 from shardline.errors import CheckpointError, ProtocolError
 from shardline.update import BucketRule, Need, bucket_rule
 
+WORKER_PREFIX = "worker/"
+
 
 class Bucket:
     """Values of one bucket at `step` and at `step` - 1, and what the open step has gathered so far.
@@ -172,17 +174,18 @@ class Bucket:
 
     # Workers
 
-    def answer(self, worker: str) -> torch.Tensor:
-        """What a pull by a worker gets of the newest values: theta_step, or the point that the rule looks ahead to.
+    def answer(self, step: int, task: str) -> torch.Tensor:
+        """What a pull of theta_step or theta_{step-1} gets, to be copied before the lock is released.
 
-        The caller copies it before the lock is released. Where the rule needs to know what workers were sent, this is
-        remembered as sent.
+        A worker that pulls theta_step gets the point that the rule looks ahead to, where it does; what it gets is
+        remembered where the rule needs that. Other tasks get the parameters.
         """
-        if self.rule is None:
-            return self.values
-        answer = self.rule.answer(self.values, worker)
+        values = self.values_at(step)
+        if self.rule is None or step != self.step or not task.startswith(WORKER_PREFIX):
+            return values
+        answer = self.rule.answer(values, task)
         if Need.PULLS in self.rule.rule.needs:
-            self.rule.sent(worker, answer)
+            self.rule.sent(task, answer)
         return answer
 
     def members_changed(self, workers: Collection[str]) -> None:
