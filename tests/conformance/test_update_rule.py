@@ -313,7 +313,7 @@ def test_a_pull_leaves_the_parameters_alone(case: Case) -> None:
     assert differs == chosen(case.spec).looks_ahead
     for bucket in servers.buckets:
         assert bucket.answer(bucket.step, WORKERS[0]).shape == bucket.values.shape
-        assert torch.equal(bucket.answer(bucket.step, "evaluator/0"), bucket.values)
+        assert torch.equal(bucket.answer(bucket.step, ""), bucket.values)
 
 
 @every_rule

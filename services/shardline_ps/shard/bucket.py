@@ -15,8 +15,6 @@ from shardline.core.spec import DTYPES, RuleSpec, ScheduleSpec, TensorKind, Tens
 from shardline.errors import CheckpointError, ProtocolError
 from shardline.update import BucketRule, Need, bucket_rule
 
-WORKER_PREFIX = "worker/"
-
 
 class Bucket:
     """Values of one bucket at `step` and at `step` - 1, and what the open step has gathered so far.
@@ -177,11 +175,11 @@ class Bucket:
     def answer(self, step: int, task: str) -> torch.Tensor:
         """What a pull of theta_step or theta_{step-1} gets, to be copied before the lock is released.
 
-        A worker that pulls theta_step gets the point that the rule looks ahead to, where it does; what it gets is
-        remembered where the rule needs that. Other tasks get the parameters.
+        A task that trains and pulls theta_step gets the point that the rule looks ahead to, where it does; what it
+        gets is remembered where the rule needs that. task "": one that doesn't train, which gets the parameters.
         """
         values = self.values_at(step)
-        if self.rule is None or step != self.step or not task.startswith(WORKER_PREFIX):
+        if self.rule is None or step != self.step or not task:
             return values
         answer = self.rule.answer(values, task)
         if Need.PULLS in self.rule.rule.needs:
