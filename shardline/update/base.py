@@ -112,6 +112,8 @@ class UpdateRule(Resident, ABC):
 
     takes: ClassVar[Takes] = Takes.GRADIENT
     needs: ClassVar[frozenset[Need]] = frozenset()
+    runs_optimizer: ClassVar[bool] = False
+    """Whether each update has the bits of the job's optimizer on the uncut tensors, and nothing else is kept."""
     looks_ahead: ClassVar[bool] = False
     """Whether a worker's pull gets BucketRule.answer() instead of the parameters."""
 

@@ -31,6 +31,7 @@ class Torch(UpdateRule):
     """The job's optimizer as torch.optim computes it."""
 
     name: ClassVar[str] = "torch"
+    runs_optimizer: ClassVar[bool] = True
 
     def label(self, spec: RuleSpec) -> str:
         """The optimizer's name."""
