@@ -203,7 +203,7 @@ class Program:
             self._failed(beat, now_s)
         if beat.ps is not None and member.role == "ps":
             self.ps_status(beat.task, beat.ps, now_s)
-        if beat.finished and beat.task not in state.finished:
+        if beat.finished and member.trains and beat.task not in state.finished:
             state.finished.add(beat.task)
             state.ask_status()
         elif not beat.finished:
