@@ -98,6 +98,9 @@ def check_summary(path: Path) -> None:
         reason = "Is a directory"
     elif there != path and not there.is_dir():
         reason = "Not a directory"
+    elif path.is_fifo() or path.is_socket():
+        # To open one would wait for a reader at the end of the run.
+        reason = "Is not a regular file"
     elif not os.access(there, os.W_OK):
         reason = "Permission denied"
     if reason:
