@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from shardline.errors import InternalError, ProtocolError, ShardlineError, UnreachableError, UsageError
+from shardline.printable import printable
 
 log = logging.getLogger("shardline.rpc")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -78,7 +79,7 @@ def writer(method: Callable[[Any, Any, Any], Awaitable[None]]) -> Any:
 def from_status(error: grpc.RpcError, *, peer: str, what: str, waited_s: float) -> ShardlineError:
     """The Shardline error for a failed call; `peer` is "ps/0 at host:port"."""
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    details = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
+    details = printable((error.details() or "") if isinstance(error, grpc.Call) else str(error))
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return UnreachableError(
             f"{peer} did not answer {what} within {waited_s:.1f} s ({code.name.lower()}: {details}); "
