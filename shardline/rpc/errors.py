@@ -15,6 +15,8 @@ from shardline.printable import printable
 
 log = logging.getLogger("shardline.rpc")
 F = TypeVar("F", bound=Callable[..., Any])
+SENTENCE = 4000
+"""Characters of an error that travel: gRPC takes one that is longer than its metadata for another error."""
 
 
 async def _abort(servicer: Any, method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
@@ -28,7 +30,7 @@ async def _abort(servicer: Any, method: str, context: grpc.aio.ServicerContext[A
     # gRPC keeps what ended a call for a while; with its frames it would keep all that the call worked on.
     error.__traceback__ = error.__context__ = error.__cause__ = None
     if isinstance(error, ShardlineError):
-        await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error))
+        await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error)[:SENTENCE])
     await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__} in this call; see the log of the task asked")
     raise AssertionError("abort always raises")
 
