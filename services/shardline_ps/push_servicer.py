@@ -21,7 +21,7 @@ from shardline.rpc.v1 import data_pb2
 from shardline.sharding import BucketSpec
 from shardline.wire.codecs import RAW, codec_for
 from shardline.wire.protobuf import ChunkView, PushFrameView
-from shardline_ps.admission_servicer import admit_data, attachment_of, drop_named, lane_name, outcome_to_proto
+from shardline_ps.admission_servicer import admit_push, attachment_of, drop_named, lane_name, outcome_to_proto
 from shardline_ps.attachments import Attachment, Attachments
 from shardline_ps.calls import all_ended
 from shardline_ps.quick import is_quick, release_all
@@ -171,7 +171,7 @@ class PushReceiver:
         kind = header.kind or data_pb2.PUSH_KIND_GRADIENT
         if kind not in (data_pb2.PUSH_KIND_GRADIENT, data_pb2.PUSH_KIND_INIT):
             raise ProtocolError(f"push kind number {kind} is not offered by this ps")
-        decision = admit_data(self._store, header.data, init=kind == data_pb2.PUSH_KIND_INIT)
+        decision = admit_push(self._store, header, init=kind == data_pb2.PUSH_KIND_INIT)
         if decision.outcome is not Outcome.SERVED:
             if decision.outcome in SENT_AWAY:
                 # Nobody will take the bytes that follow on another lane.

@@ -29,13 +29,13 @@ from shardline.cli.launcher import LaunchError, LaunchOptions, LocalCluster
 from shardline.cli.news import News
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
+from shardline.printable import printable
 from shardline.run_lock import ever_begun
 from shardline.security import Security
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from shardline.cli.progress import Display
+    from shardline.cli.terminal import PlainConsole
     from shardline.rpc.status import ChiefStatus
 
 POLL_S = 0.5
@@ -241,11 +241,11 @@ class _Poller:
 
 def run(launch: LaunchOptions, *, summary: Path | None = None) -> int:
     """Run the cluster to its end; returns the exit code: the chief's, or 130 / 143 after a signal."""
-    from rich.console import Console
+    from shardline.cli.terminal import PlainConsole
 
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     cluster = LocalCluster(launch)
-    cluster.say = lambda sentence: console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    cluster.say = console.say
     try:
         with _signals(cluster), cluster:
             return _Run(cluster, console).to_the_end(summary)
@@ -259,7 +259,7 @@ def run(launch: LaunchOptions, *, summary: Path | None = None) -> int:
 class _Run:
     """One run of a cluster that is up: what is shown, and what a signal does."""
 
-    def __init__(self, cluster: LocalCluster, console: Console) -> None:
+    def __init__(self, cluster: LocalCluster, console: PlainConsole) -> None:
         self._cluster = cluster
         self._console = console
         # Reaching the last step, the last cut and its score may each take a share of --timeout.
@@ -288,7 +288,7 @@ class _Run:
                 code = self._fail_for(self._hopeless)
             elif code is None:
                 self._cluster.stop()
-                self._console.print("ended at once; the last checkpoint stays", highlight=False)
+                self._console.say("ended at once; the last checkpoint stays")
             else:
                 code = self._finish(code, summary)
         if self._signal is not None:
@@ -297,8 +297,6 @@ class _Run:
 
     def _loop(self, display: Display) -> int | None:
         """Until the chief has ended: its code. None where the person, the deadline or nobody to train ends it."""
-        from shardline.cli.top_frame import clean
-
         while True:
             deadline_s = min(self._deadline_s, self._hopeless.deadline_s if self._hopeless else float("inf"))
             try:
@@ -330,7 +328,7 @@ class _Run:
                 self._last = event.status
                 display.update(event.status)
                 for sentence in self._news.of(event.status, time.monotonic()):
-                    display.say(clean(sentence))
+                    display.say(sentence)
                 self._tell_quiet(event.status, display)
                 if self._hopeless is not None:
                     self._hopeless.polls += 1
@@ -433,7 +431,7 @@ class _Run:
         late = self._cluster.running()
         self._cluster.stop()
         if late:
-            self._console.print(f"ended {', '.join(late)}, still there after the chief's end", highlight=False)
+            self._console.say(f"ended {', '.join(late)}, still there after the chief's end")
         failed = self._ended_for if code == 0 else None
         if failed is not None:
             code = self._fail_for(failed)
@@ -449,7 +447,7 @@ class _Run:
                 raise UsageError(f"--summary {summary} can't be written: {error.strerror}; {own} holds it") from None
         if code == 0:
             for text in report(self._cluster.options.out, found, self._last):
-                print(text)
+                print(printable(text))
         return code
 
     def _last_words(self) -> str:
@@ -473,9 +471,9 @@ def _exit_code(code: int) -> int:
 def _show_failure(cluster: LocalCluster, words: str, code: int) -> None:
     if not words:
         for text in cluster.log_tail("chief/0"):
-            print(f"chief/0: {text}", file=sys.stderr)
+            print(f"chief/0: {printable(text)}", file=sys.stderr)
         words = f"the chief ended with exit code {code} ({exit_code_name(code)})"
-    print(f"shardline: {words}", file=sys.stderr)
+    print(f"shardline: {printable(words)}", file=sys.stderr)
     print(f"shardline: logs are in {cluster.options.out / 'logs'}", file=sys.stderr)
 
 
