@@ -26,7 +26,7 @@ from tests.e2e.support import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
-FLOOD_S = 3.0
+FLOOD_S = 2.0
 PER_S = 200
 HELD = 200
 """Connections that the strangers keep open at most."""
@@ -66,7 +66,7 @@ def flood(places: list[tuple[tuple[str, int], bytes]], pid: int) -> tuple[int, i
 def test_a_flood_of_strangers_changes_no_bit_and_leaves_nothing(tmp_path: Path) -> None:
     made = make_certificates(tmp_path / "certs", {"all": "127.0.0.1"}, days=30)
     cert, key = made.pairs["all"]
-    job = slow_job(tmp_path / "job.py", steps=250)
+    job = slow_job(tmp_path / "job.py", step_s=0.05, steps=100)
     out = tmp_path / "run"
     files = ["--tls-ca", made.ca, "--tls-cert", cert, "--tls-key", key]
     command = Command(*train_command(job, out, "--ps", "1", "--workers", "1", "--page", "127.0.0.1:0", *files))
