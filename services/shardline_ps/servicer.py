@@ -73,7 +73,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self._attachments = attachments
         self._replicas = replicas
         self.replication = Replication(task, store)
-        self._calls = OpenCalls()
+        self.calls = OpenCalls()
         self._changing = asyncio.Lock()
         """Held by commands that change the history or who holds what: one after another."""
         self._commands: set[asyncio.Task[Any]] = set()
@@ -119,7 +119,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     async def Push(self, request: AsyncIterator[Any], context: Any) -> data_pb2.PushReply:
         """One contribution; acknowledged when all its buckets are counted or staged."""
         result: PushResult | None = None
-        with self._calls.enter() as call:
+        with self.calls.enter() as call:
             receiver = PushReceiver(self._store, self._attachments, spawn=asyncio.create_task, on_admitted=call.of)
             try:
                 async for message in request:
@@ -138,18 +138,18 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     @rpc_errors.writer
     async def Pull(self, request: data_pb2.PullRequest, context: Any) -> None:
         """Buckets as they become ready."""
-        with self._calls.enter() as call:
+        with self.calls.enter() as call:
             # Where it is not admitted it ends by itself.
             call.of(request.data.task, request.data.incarnation)
             answer: Any = pull(self._store, self._attachments, request, outer=1)
             async with contextlib.aclosing(answer) as messages:
                 async for message in messages:
-                    await context.write(message)
+                    await call.write(context, message)
 
     @rpc_errors.writer
     async def PushPull(self, request: AsyncIterator[Any], context: Any) -> None:
         """Pushes and a pull in full duplex."""
-        with self._calls.enter() as call:
+        with self.calls.enter() as call:
             replies = Replies()
             talk = PushPullTalk(self._store, self._attachments, replies, call, self._on_push)
             task = asyncio.create_task(talk.run(request))
@@ -158,11 +158,11 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                     if isinstance(reply, NoRoomError):
                         # Like any push that does not count, it ends the call.
                         self._on_push(reply.result)
-                        await context.write(write_reply(ReplyView(ack=reply.result.ack)))
+                        await call.write(context, write_reply(ReplyView(ack=reply.result.ack)))
                         return
                     if isinstance(reply, Exception):
                         raise reply
-                    await context.write(reply)
+                    await call.write(context, reply)
             finally:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -269,7 +269,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         if await remains.gone(GRACE_S):
             return
         # These wait for their senders or readers, and would hold the shards as long as those like.
-        self._calls.end_all(reason)
+        self.calls.end_all(reason)
         if await remains.gone(GRACE_S):
             return
         # What failed meanwhile may have left frames behind that hold each other.
@@ -314,7 +314,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         authority.keys = {member.task: member.key for member in request.members}
         authority.members = {member.task: member.incarnation for member in request.members}
         self._attachments.keep_only(authority.members)
-        self._calls.keep_only(authority.members)
+        self.calls.keep_only(authority.members)
         if placement:
             # The fence above waits for nobody.
             async with self._changing:
@@ -347,7 +347,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     @rpc_errors.unary
     async def Restore(self, request: AsyncIterator[Any], context: Any) -> parameter_server_pb2.RestoreReply:
         """Replace one shard by the images of the stream, all or nothing."""
-        with self._calls.enter():
+        with self.calls.enter():
             return await self._restore(request)
 
     async def _restore(self, request: AsyncIterator[Any]) -> parameter_server_pb2.RestoreReply:

@@ -22,7 +22,13 @@ from shardline.rpc.limits import MAX_GROUPS, at_most
 from shardline.rpc.messages.convert import dtype_from_proto, hyper_from_proto, unpack_bits
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.protobuf import ChunkView, PushFrameView
-from shardline_ps.control.admission import admit_data, attachment_of, drop_named, lane_name, outcome_to_proto
+from shardline_ps.control.admission import (
+    admit_push,
+    attachment_of,
+    drop_named,
+    lane_name,
+    outcome_to_proto,
+)
 from shardline_ps.data.calls import all_ended
 from shardline_ps.memory.slots import Slot, opened, slot_bytes
 from shardline_ps.memory.staging import AsyncPush, Lease, worker_index
@@ -172,7 +178,7 @@ class PushReceiver:
         kind = header.kind or data_pb2.PUSH_KIND_GRADIENT
         if kind not in (data_pb2.PUSH_KIND_GRADIENT, data_pb2.PUSH_KIND_INIT):
             raise ProtocolError(f"push kind number {kind} is not offered by this ps")
-        decision = admit_data(self._store, header.data, init=kind == data_pb2.PUSH_KIND_INIT)
+        decision = admit_push(self._store, header, init=kind == data_pb2.PUSH_KIND_INIT)
         if decision.outcome is not Outcome.SERVED:
             if decision.outcome in SENT_AWAY:
                 # Nobody will take the bytes that follow on another lane.
