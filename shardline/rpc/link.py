@@ -27,18 +27,17 @@ from shardline.rpc.client import ChiefClient
 from shardline.rpc.messages.barrier import BarrierPlace, BarrierState
 from shardline.rpc.messages.convert import job_to_proto
 from shardline.rpc.v1 import access_pb2, chief_pb2, common_pb2, parameter_server_pb2
+from shardline.rpc.version import FEATURES, PROTOCOL_MINOR
 from shardline.security import PLAIN, Security
 
 log = logging.getLogger("shardline.link")
 T = TypeVar("T")
 
-PROTOCOL_MINOR = 1
 STREAM_S = 3600.0
 """Deadline of one heartbeat stream; the next one follows at once."""
 LOST, REPEATED = "lost_updates", "repeated_batches"
 """Figures of a worker's life in asynchronous mode: acknowledged updates that a restored shard has no more, and batches
 that were sent and computed again."""
-FEATURES = ("sync", "async", "voted", "cut", "restore")
 MAX_REPORTS = 4096
 """Finished steps that wait for the chief, at most; of more the oldest are not told."""
 GOODBYE_S = 2.0

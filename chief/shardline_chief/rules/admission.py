@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shardline.core.spec import differences
 from shardline.rpc.auth.rights import ROLES
-from shardline.rpc.link import FEATURES
+from shardline.rpc.version import FEATURES
 from shardline_chief.rules.membership import Refused
 from shardline_chief.rules.messages import TRAINERS, Join
 from shardline_chief.rules.state import State, as_in_cluster
