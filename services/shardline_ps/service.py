@@ -12,6 +12,7 @@ import torch
 
 from shardline.codecs import RAW
 from shardline.config import RoleConfig
+from shardline.core.orders import Orders, Phase
 from shardline.core.plan import ShardSpec
 from shardline.errors import InternalError, ShardlineError, UnreachableError
 from shardline.host.process import Termination, free_memory, memory_limit, resolve_device, tell_ready
@@ -19,7 +20,7 @@ from shardline.lanes import offered
 from shardline.lanes.attachments import Attachments, LaneOffer
 from shardline.observability.line_rate import meter_line
 from shardline.observability.metrics import Metrics
-from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.rpc.link import ChiefLink
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.rpc.server import RpcServer
 from shardline.storage.publication import Publication

@@ -14,17 +14,18 @@ import grpc
 from shardline.codecs import RAW
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Outcome
+from shardline.core.placement import Placement
+from shardline.core.protocol import FEATURES, PROTOCOL_MINOR
 from shardline.errors import FencedError, ProtocolError
 from shardline.lanes.attachments import Attachments, Hosted
 from shardline.lanes.base import LaneUnavailable
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.limits import MAX_MEMBERS, MAX_SENTENCE, at_most, short
-from shardline.rpc.messages.configuration import Placement, configuration_from_proto, placement_from_proto
+from shardline.rpc.messages.configuration import configuration_from_proto, placement_from_proto
 from shardline.rpc.messages.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
 from shardline.rpc.messages.data import ON_STREAM, lane_name, lane_number
 from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
-from shardline.rpc.version import FEATURES, PROTOCOL_MINOR
 from shardline.wire.protobuf import ReplyView, read_request, write_reply
 from shardline_ps.control.admission import (
     admit_data,

@@ -22,7 +22,9 @@ from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PullFrameView, read_reply
 from shardline_ps.data.pull_sender import Encoded, Want, pull, refer_bucket
 from shardline_ps.shard.bucket import Bucket
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.gradients import Gradient
+from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.tallies import ShardSettings
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 ELEMENTS = 1024

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
-from shardline.rpc.version import FEATURES
+from shardline.core.protocol import FEATURES
 from shardline.security import holds
 
 

@@ -27,8 +27,9 @@ from shardline_ps.control.admission import admit_data, attachment_of, drop_named
 from shardline_ps.data.calls import all_ended
 from shardline_ps.memory.slots import Slot, opened, slot_bytes
 from shardline_ps.memory.staging import AsyncPush, Lease, worker_index
+from shardline_ps.shard.gradients import Gradient
 from shardline_ps.shard.inline_apply import is_quick, release_all
-from shardline_ps.shard.shard import Gradient, Shard
+from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore, numbers
 
 SEVERITY = (

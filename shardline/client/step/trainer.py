@@ -36,12 +36,12 @@ from shardline.codecs import RAW
 from shardline.config import Timeouts
 from shardline.core.exchange import Contribution, Payloads, Sender, Standing, Want, Whole
 from shardline.core.identity import Identity
+from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block, cover
 from shardline.core.spec import TensorKind
 from shardline.errors import JobError, ProtocolError, UnreachableError
 from shardline.lanes.base import Lane
-from shardline.rpc.client import JobView
 
 log = logging.getLogger("shardline.client")
 

@@ -19,12 +19,12 @@ from shardline.core.exchange import (
     Want,
 )
 from shardline.core.outcome import Outcome
+from shardline.core.protocol import PROTOCOL_MINOR
 from shardline.core.tensor_bytes import copy_bytes, digest
 from shardline.errors import ProtocolError
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_to_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
-from shardline.rpc.version import PROTOCOL_MINOR
 from shardline.wire.protobuf import (
     ChunkView,
     PullFrameView,
