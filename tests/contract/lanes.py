@@ -104,7 +104,8 @@ class Bench(Generic[L]):
     def __init__(self, ps: Ps, offer: Any, lane: Callable[[Peer], L]) -> None:
         self.ps = ps
         self.offer = offer
-        ps.attachments.offer(offer)
+        if offer is not None:
+            ps.attachments.offer(offer)
         self.peer = Peer(ps.task, ps.address, TIMEOUTS)
         self.lane = lane(self.peer)
 
