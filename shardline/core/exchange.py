@@ -153,6 +153,8 @@ class Ack:
     staleness: int = 0
     next_seq: int = 0
     timeline: int = 0
+    mismatch: bool = False
+    """DUPLICATE: the shard counted other bits than these before."""
 
     @property
     def accepted(self) -> bool:

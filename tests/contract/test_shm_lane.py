@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.exchange.shard_exchange import Interrupted
+from shardline.client.exchange.outcomes import Interrupted
 from shardline.config import Timeouts
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Want, Whole
 from shardline.core.outcome import Outcome

@@ -535,6 +535,7 @@ class PushReceiver:
             reason=decision.reason,
             staleness=lag,
             timeline=self._store.authority.timeline,
+            mismatch=decision.mismatch,
         )
         if push.rejected is None:
             ack.step, ack.version = shard.step_min, shard.version

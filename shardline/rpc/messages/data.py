@@ -328,6 +328,7 @@ def ack_from_proto(message: data_pb2.PushAck) -> Ack:
         staleness=message.staleness,
         next_seq=message.next_seq,
         timeline=message.timeline,
+        mismatch=message.mismatch,
     )
 
 
