@@ -11,27 +11,28 @@ from typing import Any, TypeVar
 
 import grpc
 
+from shardline.codecs import RAW
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Outcome
 from shardline.core.placement import Placement
+from shardline.core.protocol import FEATURES, PROTOCOL_MINOR
 from shardline.errors import FencedError, ProtocolError
-from shardline.lanes.attachments import Attachments
+from shardline.lanes.attachments import Attachments, Hosted
 from shardline.lanes.base import LaneUnavailable
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.limits import MAX_MEMBERS, MAX_SENTENCE, at_most, short
 from shardline.rpc.messages.configuration import configuration_from_proto, placement_from_proto
 from shardline.rpc.messages.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
+from shardline.rpc.messages.data import ON_STREAM, lane_name, lane_number
 from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.wire.protobuf import ReplyView, read_request, write_reply
 from shardline_ps.control.admission import (
-    LANES,
     admit_data,
     holder_of,
-    lane_name,
     outcome_to_proto,
 )
-from shardline_ps.control.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
+from shardline_ps.control.authority import Term
 from shardline_ps.control.status import ps_status
 from shardline_ps.control.votes import Voters
 from shardline_ps.control.voting import Ballot, Verdict
@@ -99,7 +100,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         lane = lane_name(data.lane) or f"number {data.lane}"
         try:
             number, opening = self._attachments.open(
-                lane, holder_of(data), self._store.shard(data.shard), asyncio.get_running_loop()
+                lane, holder_of(data), hosted(self._store, data.shard), asyncio.get_running_loop()
             )
         except LaneUnavailable as error:
             return parameter_server_pb2.OpenLaneReply(
@@ -218,11 +219,9 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         return parameter_server_pb2.ConfigureReply(
             hello=common_pb2.Hello(
                 protocol_minor=PROTOCOL_MINOR,
-                features=sorted(KNOWN_FEATURES),
+                features=sorted(FEATURES),
                 codecs=["raw", "bf16", "fp16"],
-                lanes=[
-                    number for number, name in LANES.items() if number and name in ("grpc", *self._attachments.lanes)
-                ],
+                lanes=sorted(lane_number(name) for name in (ON_STREAM.lane, *self._attachments.lanes)),
             ),
             changed=changed,
             memory_bytes=planned_bytes(configuration),
@@ -539,6 +538,18 @@ def _verdict_reply(step: int, verdict: Verdict | None) -> parameter_server_pb2.V
         skip=verdict.skip,
         norm=verdict.norm,
         nonfinite_tensors=verdict.nonfinite,
+    )
+
+
+def hosted(store: ParameterStore, number: int) -> Hosted:
+    """What a lane is told of a shard."""
+    shard = store.shard(number)
+    codec = store.configuration.codec if store.configuration is not None else RAW.name
+    return Hosted(
+        shard=number,
+        publication=shard.publication,
+        by_reference=shard.is_sync and codec == RAW.name,
+        pushes=shard.settings.replicas,
     )
 
 

@@ -21,7 +21,10 @@ import enum
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.core.spec import ConsistencySpec
+from shardline.consistency.worker.base import WorkerHalf
+from shardline.consistency.worker.own_pushes import OwnPushes
+from shardline.consistency.worker.shared_steps import SharedSteps
+from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.seams import Resident
 
 
@@ -80,3 +83,7 @@ class Consistency(Resident):
     def under(self, spec: ConsistencySpec) -> Consistency:
         """The mode that this choice comes to with a job's other settings, such as clipping."""
         return self
+
+    def worker_half(self, job: JobSpec) -> WorkerHalf:
+        """A worker's place in a job of this mode, at the job's beginning."""
+        return OwnPushes(job) if self.whole_pushes else SharedSteps(job)

@@ -159,7 +159,7 @@ def test_a_port_that_is_blocked_makes_the_lane_unavailable(bench: TcpBench, monk
 
 
 def test_a_refused_token_makes_the_lane_unavailable(bench: TcpBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.offer._tokens._valid_s = 0.0
+    bench.offer.acceptor.tokens._valid_s = 0.0
     with pytest.raises(LaneUnavailable, match="the token was refused"):
         bench.pull(0)
 

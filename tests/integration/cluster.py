@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardline.client.exchange.shard_exchange import StepFigures
+from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.step.trainer import Trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardline.client.exchange.shard_exchange import Interrupted, Restart, Stopped
+from shardline.client.exchange.outcomes import Interrupted, Restart, Stopped
 from shardline.core.exchange import BucketPayload, Contribution, Exchanged, Payloads, Sender, Sink, Standing, Want
 from shardline.errors import ProtocolError
 from shardline.job import Job

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.exchange.shard_exchange import Exchange, Interrupted, ShardTask
-from shardline.client.step.layout import BucketSink, ModelLayout, same_bits
+from shardline.client.exchange.outcomes import Interrupted, ShardTask
+from shardline.client.exchange.shard_exchange import Exchange
+from shardline.client.step.layout import ModelLayout, same_bits
+from shardline.client.step.sink import BucketSink
 from shardline.config import Timeouts
 from shardline.core.exchange import Contribution, End, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.identity import Identity

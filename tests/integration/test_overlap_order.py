@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import torch
 
-from shardline.client.overlap.priority import pull_order
+from shardline.client.exchange.priority import pull_order
 from shardline.client.step import trainer as trainer_module
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Payloads, Sender, Sink, Want
 from shardline.lanes.base import Lane

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange.shard_exchange import Interrupted
-from shardline.client.step.layout import BucketSink
+from shardline.client.exchange.outcomes import Interrupted
+from shardline.client.step.sink import BucketSink
 from shardline.config import Timeouts
 from shardline.core.exchange import Sender, Want
 from shardline.core.identity import Identity

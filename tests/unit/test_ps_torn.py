@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.core.exchange import Arrival
+from shardline.core.exchange import CHUNK_BYTES, Arrival
 from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments
-from shardline.rpc.messages.data import CHUNK_BYTES, PullReader
+from shardline.rpc.messages.data import PullReader
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PullFrameView, read_reply

@@ -10,6 +10,7 @@ from shardline.core.reduce import Block
 from shardline.errors import UnreachableError
 from shardline.lanes.attachments import Attachment, Attachments, Holder
 from shardline.rpc.limits import MAX_FIGURES, at_most, short
+from shardline.rpc.messages.data import ON_STREAM, lane_name
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline_ps.control.authority import unknown_features
 from shardline_ps.store import ParameterStore
@@ -27,26 +28,10 @@ def outcome_name(outcome: int) -> str:
     return common_pb2.Outcome.Name(common_pb2.Outcome.ValueType(outcome)).removeprefix("OUTCOME_").lower()
 
 
-LANES = {
-    common_pb2.LANE_UNSPECIFIED: "grpc",
-    common_pb2.LANE_GRPC: "grpc",
-    common_pb2.LANE_TCP: "tcp",
-    common_pb2.LANE_SHM: "shm",
-}
-
-
-_LANE_NAMES: dict[int, str] = {int(number): name for number, name in LANES.items()}
-
-
-def lane_name(lane: int) -> str | None:
-    """Name of a lane; None for one of a later version."""
-    return _LANE_NAMES.get(lane)
-
-
 def attachment_of(attachments: Attachments, data: common_pb2.DataHeader) -> Attachment | None:
     """The attachment that a message's bytes ride on; None = on its own stream. Raises UnreachableError."""
-    lane = lane_name(data.lane) or "grpc"
-    if lane == "grpc":
+    lane = lane_name(data.lane)
+    if lane is None or lane == ON_STREAM.lane:
         return None
     return attachments.find(data.attachment, lane, holder_of(data))
 

@@ -328,6 +328,7 @@ class Shard:
             Outcome.DUPLICATE,
             f"replicas {block} sent other bits for step {step}, bucket {held.number} ({held.names[0]}) than before; "
             f"the first ones count. Do all workers have one kind of machine and the same number of threads?",
+            mismatch=True,
         )
 
     def _check(self, held: Bucket, block: Block, gradient: Gradient) -> float:

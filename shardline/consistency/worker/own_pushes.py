@@ -1,11 +1,11 @@
-"""Asynchronous updates: a worker numbers its own pushes, and each shard applies them in that order. PROTOCOL 1.5. Pure."""
+"""Asynchronous updates: a worker numbers its pushes, and each shard applies them in that order. PROTOCOL 1.5. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar
 
-from shardline.consistency.worker.base import Mark, Stamp, Standing, WorkerHalf
+from shardline.consistency.worker.base import Mark, Stamp, WorkerHalf
+from shardline.core.exchange import Standing
 from shardline.core.reduce import Block
 
 
@@ -14,8 +14,6 @@ class OwnPushes(WorkerHalf):
 
     `step` counts this worker's pushes, whatever became of them.
     """
-
-    steps_together: ClassVar[bool] = False
 
     @property
     def job_step(self) -> int:
@@ -42,16 +40,6 @@ class OwnPushes(WorkerHalf):
     def tree_replicas(self) -> int:
         """See WorkerHalf.tree_replicas."""
         return 1
-
-    @property
-    def judges_alone(self) -> bool:
-        """See WorkerHalf.judges_alone."""
-        return True
-
-    @property
-    def applied_by_bucket(self) -> bool:
-        """See WorkerHalf.applied_by_bucket: a push is applied as a whole."""
-        return False
 
     def slot(self, replica: int) -> int:
         """See WorkerHalf.slot."""
