@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardline.consistency import asynchronous
+from shardline.consistency import numbered_pushes
 from shardline.core.outcome import Decision, Outcome
 from tests.protocol_model.numbers import require
 
@@ -35,8 +35,8 @@ class AsyncSetup:
     """Pushes of a worker under way to one shard; the protocol has one."""
     new_timeline: bool = True
     """Whether a shard that goes back does so under a new timeline."""
-    admit: Callable[..., Decision] = asynchronous.admit_push
-    renumber: Callable[..., int] = asynchronous.renumber
+    admit: Callable[..., Decision] = numbered_pushes.admit_push
+    renumber: Callable[..., int] = numbered_pushes.renumber
 
 
 class Record(NamedTuple):

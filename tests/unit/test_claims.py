@@ -11,6 +11,8 @@ import torch
 from shardline.client.overlap import scheduler as overlap
 from shardline.client.step.staging import Allocate, Staging, no_memory
 from shardline.codecs import RAW, codec_for
+from shardline.consistency.server import Push
+from shardline.core import gradients
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.plan import BucketSpec, Plan, make_plan
@@ -26,7 +28,6 @@ from shardline.update import rule
 from shardline.wire.protobuf import PushFrameView
 from shardline_ps.data.conversation import is_soon_whole
 from shardline_ps.memory.slots import Slot, opened
-from shardline_ps.shard import gradients
 from shardline_ps.shard.buffers import Buffers
 from shardline_ps.shard.inline_apply import QUICK_BYTES
 from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
@@ -90,7 +91,7 @@ def test_an_asynchronous_push_that_is_known_to_be_finite_is_not_looked_through(m
     seen = looks(monkeypatch)
     shard = make_shard(mode="async")
     parts = {0: Gradient(torch.ones(ELEMENTS), (True,), bound=1.0)}
-    decision, _ = shard.push_async("worker/0", 1, 1, parts, base_version=0)
+    decision, _ = shard.push(Push(task="worker/0", incarnation=1, seq=1, base_version=0), parts)
     assert decision.outcome is Outcome.APPLIED and not seen
 
 

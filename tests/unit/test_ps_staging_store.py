@@ -117,12 +117,12 @@ def test_a_voted_total_counts_as_staged_until_its_verdict() -> None:
             values = torch.ones(bucket.spec.elements)
             shard.contribute(0, shard.step_min, Block(0, 1), Gradient(values, (True,) * len(bucket.spec.slices)))
             assert store.staging.in_use == size
-            voted = shard.vote(shard.step_min)
+            voted = shard.mode.vote(shard.step_min)
             assert voted is not None and store.staging.in_use == size
             if dropped:
                 shard.drop_contributions()
             else:
-                shard.apply_verdict(voted[1], scale=1.0, skip=False)
+                shard.mode.apply_verdict(voted[1], scale=1.0, skip=False)
             assert store.staging.in_use == 0
     finally:
         loop.close()
