@@ -14,17 +14,18 @@ from shardline import consistency
 from shardline.cluster import parse_address
 from shardline.codecs import RAW
 from shardline.config import RoleConfig
+from shardline.core.orders import Orders, Phase
 from shardline.errors import InternalError, ShardlineError, UnreachableError
 from shardline.host.process import Termination, free_memory, memory_limit, resolve_device, tell_ready
+from shardline.lanes.attachments import Attachments, LaneOffer
+from shardline.lanes.shm.server import ShmOffer, publish
+from shardline.lanes.tcp.server import TcpOffer
 from shardline.observability.line_rate import meter_line
 from shardline.observability.metrics import Metrics
-from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.rpc.link import ChiefLink
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.rpc.server import RpcServer
 from shardline_ps.control.votes import Voters
-from shardline_ps.data.attachments import Attachments, LaneOffer
-from shardline_ps.data.shm_server import ShmOffer, publish
-from shardline_ps.data.tcp_server import TcpOffer
 from shardline_ps.memory.metering import Meter
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.standby.sender import Replicas

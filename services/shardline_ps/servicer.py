@@ -13,11 +13,13 @@ import grpc
 
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Outcome
+from shardline.core.placement import Placement
 from shardline.errors import FencedError, ProtocolError
+from shardline.lanes.attachments import Attachments
 from shardline.lanes.base import LaneUnavailable
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.limits import MAX_MEMBERS, MAX_SENTENCE, at_most, short
-from shardline.rpc.messages.configuration import Placement, configuration_from_proto, placement_from_proto
+from shardline.rpc.messages.configuration import configuration_from_proto, placement_from_proto
 from shardline.rpc.messages.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
 from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
@@ -33,7 +35,6 @@ from shardline_ps.control.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
 from shardline_ps.control.status import ps_status
 from shardline_ps.control.votes import Voters
 from shardline_ps.control.voting import Ballot, Verdict
-from shardline_ps.data.attachments import Attachments
 from shardline_ps.data.calls import OpenCalls
 from shardline_ps.data.conversation import PushPullTalk, Replies, readable
 from shardline_ps.data.pull_sender import pull

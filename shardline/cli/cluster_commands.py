@@ -18,7 +18,7 @@ from shardline.security import Security
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shardline.rpc.messages.status import ChiefStatus, TaskStatus
+    from shardline.core.status import ChiefStatus, TaskStatus
     from shardline.rpc.watch import ChiefWatch
 
 TABLE_WIDTH = 250

@@ -11,7 +11,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardline.rpc.messages.status import ChiefStatus
+from shardline.core.status import ChiefStatus
 
 LINE_EVERY_S = 3.0
 MIN_BAR, MAX_BAR = 8, 24

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from shardline.cli.top_frame import Silence
+    from shardline.core.status import ChiefStatus
     from shardline.observability.view import ClusterView
-    from shardline.rpc.messages.status import ChiefStatus
 
 ASK_S = 3.0
 """One question's deadline: after so long without an answer the chief counts as silent."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shardline.cli.progress import Display
-    from shardline.rpc.messages.status import ChiefStatus
+    from shardline.core.status import ChiefStatus
 
 POLL_S = 0.5
 SUMMARY_BYTES = 16 << 20
@@ -56,6 +56,7 @@ EPILOG = "What follows -- is passed on: to the script, or to the job file as SHA
 @options.option("--workers", type=click.IntRange(min=0), default=1, help="Workers.")
 @options.option("--evaluators", type=click.IntRange(min=0), default=0, help="Evaluators.")
 @options.job_fields
+@options.plugin
 @options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/JOB-DATE-TIME.")
 @options.resume
 @options.option(
@@ -124,7 +125,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         ps=flags["ps"],
         workers=flags["workers"],
         evaluators=flags["evaluators"],
-        overrides=options.overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
+        overrides=options.overrides(flags),
         resume=flags["resume"],
         timeouts=options.timeouts(flags),
         device=flags["device"],

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline.consistency.server import ServerHalf, Storage, Terms
-from shardline.core.spec import ConsistencySpec
+from shardline.consistency.worker import OwnPushes, SharedSteps, WorkerHalf
+from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.seams import Resident
 
 
@@ -84,6 +85,10 @@ class Consistency(Resident):
     def under(self, spec: ConsistencySpec) -> Consistency:
         """The mode that this choice comes to with a job's other settings, such as clipping."""
         return self
+
+    def worker_half(self, job: JobSpec) -> WorkerHalf:
+        """A worker's place in a job of this mode, at the job's beginning."""
+        return OwnPushes(job) if self.whole_pushes else SharedSteps(job)
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
         """What this mode does at one shard."""

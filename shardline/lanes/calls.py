@@ -10,20 +10,10 @@ from typing import Any
 
 import grpc
 
+from shardline.core.exchange import Ack, Arrival, Contribution, End, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError, UnreachableError
-from shardline.lanes.base import (
-    Ack,
-    Arrival,
-    Contribution,
-    End,
-    Exchanged,
-    LaneUnavailable,
-    Sender,
-    Sink,
-    Standing,
-    Want,
-)
+from shardline.lanes.base import LaneUnavailable
 from shardline.rpc.channel import Peer, end_call
 from shardline.rpc.errors import from_status
 from shardline.rpc.messages.data import (

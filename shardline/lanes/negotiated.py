@@ -6,8 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
+from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.errors import UnreachableError
-from shardline.lanes.base import Contribution, Exchanged, Lane, LaneUnavailable, Sender, Sink, Standing, Want
+from shardline.lanes.base import Lane, LaneUnavailable
 
 log = logging.getLogger("shardline.lanes")
 BREAKS = 3

@@ -15,8 +15,8 @@ import pytest
 from shardline.core.plan import ShardSpec
 from shardline.errors import UsageError
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2
+from shardline.storage.publication import Publication
 from shardline_ps import servicer
-from shardline_ps.shard.publication import Publication
 from tests.contract.plain_client import FIRST_W, TIMELINE, PlainClient, W
 from tests.contract.refusals import refused, unchanged
 from tests.contract.test_fenced_calls import Half

@@ -20,15 +20,16 @@ import torch
 
 from shardline.client.exchange.shard_exchange import Interrupted
 from shardline.config import Timeouts
+from shardline.core.exchange import Arrival, BucketPayload, Contribution, Want, Whole
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import ProtocolError, ShardlineError, UnreachableError, UsageError
 from shardline.host import segments
-from shardline.lanes.base import Arrival, BucketPayload, Contribution, LaneUnavailable, Want, Whole
+from shardline.lanes.base import LaneUnavailable
+from shardline.lanes.shm.server import SegmentPublication, ShmOffer, publish
 from shardline.rpc.messages.data import referred_requests
 from shardline.rpc.v1 import common_pb2
 from shardline.testing import reference
-from shardline_ps.data.shm_server import SegmentPublication, ShmOffer, publish
 from tests.contract.lanes import (
     DEADLINE_S,
     GRADIENTS,
@@ -316,7 +317,7 @@ def test_noise_at_the_socket_is_refused_and_the_next_one_is_served(bench: ShmBen
 
 
 def test_who_says_nothing_does_not_stay(bench: ShmBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardline_ps.data.shm_server._Guest.limit_s", 0.1)
+    monkeypatch.setattr("shardline.lanes.shm.server._Guest.limit_s", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.settimeout(5.0)
         silent.connect(segments.to_kernel(bench.offer.address))
@@ -452,7 +453,7 @@ DYING_WORKER = """
 import sys, threading
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import referred_requests
-from shardline.lanes.base import Contribution
+from shardline.core.exchange import Contribution
 from tests.contract.lanes import *
 
 class Stuck(Whole):

@@ -28,19 +28,20 @@ import pytest
 
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.core.exchange import Contribution, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.host import segments
-from shardline.lanes.base import Contribution, LaneUnavailable, Sender, Want, Whole
+from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.grpc.client import GrpcLane
 from shardline.lanes.negotiated import NegotiatedLane
+from shardline.lanes.shm import server as shared
 from shardline.lanes.shm.client import ShmLane
+from shardline.lanes.shm.server import SegmentPublication, ShmOffer, publish
+from shardline.lanes.tcp import server as bulk
 from shardline.rpc.messages.data import Attached, referred_requests
-from shardline_ps.data import shm_server as shared
-from shardline_ps.data import tcp_server as bulk
-from shardline_ps.data.shm_server import SegmentPublication, ShmOffer, publish
 from shardline_ps.service import offers
 from tests.contract.lanes import (
     DEADLINE_S,
@@ -342,7 +343,7 @@ def test_without_a_common_network_a_socket_in_a_folder_is_within_reach(
 def test_a_crowd_that_says_nothing_keeps_a_worker_waiting_and_no_longer(
     bench: ShmBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardline_ps.data.shm_server._Guest.limit_s", 0.1)
+    monkeypatch.setattr("shardline.lanes.shm.server._Guest.limit_s", 0.1)
     bench.token()
     before = all_descriptors()
     crowd: list[socket.socket] = []

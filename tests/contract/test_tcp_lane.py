@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from shardline.core.exchange import BucketPayload, Contribution, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import ProtocolError, UnreachableError
-from shardline.lanes.base import BucketPayload, Contribution, LaneUnavailable, Sender, Want, Whole
+from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.tcp import client as tcp
 from shardline.lanes.tcp import frames as bulk
 from shardline.lanes.tcp.client import TcpLane

@@ -14,19 +14,22 @@ from shardline.client.exchange.shard_exchange import Exchange, Interrupted, Shar
 from shardline.client.step.layout import BucketSink, ModelLayout, same_bits
 from shardline.config import Timeouts
 from shardline.consistency.server import Observers, Push
+from shardline.core.exchange import Contribution, End, Exchanged, Sender, Sink, Standing, Want
+from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
+from shardline.core.orders import Phase
 from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import NonFiniteError, ProtocolError
-from shardline.lanes.base import Contribution, End, Exchanged, Sender, Sink, Standing, Want
 from shardline.rpc import link as link_module
-from shardline.rpc.link import ChiefLink, Phase
+from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
 from shardline.update import rule
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.settings import ShardSettings
+from shardline_ps.shard.shard import Shard
 
 TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float16"),)
 

@@ -12,8 +12,8 @@ import pytest
 from shardline.client.exchange.shard_exchange import Restart
 from shardline.core.plan import ShardSpec
 from shardline.errors import UnreachableError
+from shardline.storage.publication import Publication
 from shardline_ps import servicer
-from shardline_ps.shard.publication import Publication
 from tests.integration.cluster import TIMELINE, Cluster, Ps
 from tests.integration.jobs import Rich, Wide, make_job
 from tests.integration.standbys import Protected

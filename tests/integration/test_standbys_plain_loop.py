@@ -22,10 +22,11 @@ from shardline.client.exchange import workplace
 from shardline.client.step.retained_contribution import Carried
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.core.exchange import Exchanged
+from shardline.core.orders import JobView, Orders, Phase
 from shardline.errors import RolledBackError, UnreachableError
-from shardline.lanes.base import Exchanged, Lane
-from shardline.rpc.client import JobView
-from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.lanes.base import Lane
+from shardline.rpc.link import ChiefLink
 from tests.integration.cluster import ClusterState, same_bits
 from tests.integration.jobs import make_job, mse
 from tests.integration.standbys import Protected

@@ -388,7 +388,7 @@ class Worker:
         return lease
 
     def push_until_acknowledged(self, server: Server, batch: int) -> Steps:
-        """The push keeps its number, but where the shard has gone back behind it."""
+        """The push keeps its number; where the shard has gone back behind it, it is computed anew."""
         seq, timeline = 0, -1
         while True:
             yield
@@ -399,7 +399,7 @@ class Worker:
                     timeline = -1
                     continue
                 last = server.last.get(self.incarnation, 0)
-                seq = numbered_pushes.renumber(seq, last_seq=last) if seq else last + 1
+                seq = (numbered_pushes.resume(seq, last_seq=last) if seq else None) or last + 1
                 continue
 
             def push(timeline: int = timeline, seq: int = seq) -> Outcome:

@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.errors import ProtocolError, UnreachableError
+from shardline.lanes.attachments import Holder, Opening
+from shardline.lanes.tcp import attachment as bulk_attachment
 from shardline.lanes.tcp import frames as bulk
-from shardline_ps.data import tcp_attachment as bulk_attachment
-from shardline_ps.data import tcp_server as server_bulk
-from shardline_ps.data.attachments import Holder, Opening
-from shardline_ps.data.tcp_attachment import TcpAttachment
-from shardline_ps.data.tcp_server import TcpOffer, Tokens
+from shardline.lanes.tcp import server as server_bulk
+from shardline.lanes.tcp.attachment import TcpAttachment
+from shardline.lanes.tcp.server import TcpOffer, Tokens
 from shardline_ps.shard.buffers import Buffers
 
 T = TypeVar("T")

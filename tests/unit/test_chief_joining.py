@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardline.config import Timeouts
+from shardline.core.orders import Phase
 from shardline.core.waiting import Waiting, duration
 from shardline.errors import UsageError
-from shardline.rpc.link import Phase
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import JOIN, Cluster, T, make_job, phase

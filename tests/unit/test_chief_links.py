@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from shardline.rpc.link import Phase
+from shardline.core.orders import Phase
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import Cluster, T, make_job, phase

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from shardline.core.orders import Phase
 from shardline.errors import FencedError, JobError, TaskLostError
-from shardline.rpc.link import Phase
 from shardline_chief.rules.actions import Cut
 from shardline_chief.rules.messages import Beat
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import trustme
 
+from shardline.core.status import ChiefStatus, TaskStatus
 from shardline.errors import ClusterSpecError, UsageError
 from shardline.observability.host_header import host_of
-from shardline.rpc.messages.status import ChiefStatus, TaskStatus
 from shardline.security import PLAIN, Security, is_loopback
 from shardline_chief.page import server as page_server
 from shardline_chief.page.access import Access, check_exposure

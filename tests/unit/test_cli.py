@@ -21,14 +21,15 @@ from rich.console import Console
 from shardline import errors
 from shardline.cli import cluster_commands, options, progress, roles
 from shardline.cli import main as command_line
-from shardline.cli.launcher import Ended
+from shardline.cli.fates import Ended
 from shardline.cli.main import main
 from shardline.cli.train import Polled, _Run, check_summary, launch_options, report, train
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts, environment_security, environment_switch
+from shardline.core.status import ChiefStatus, ShardStatus, TaskStatus
 from shardline.errors import ClusterSpecError, JobError, UsageError
 from shardline.observability import log
-from shardline.rpc.messages.status import ChiefStatus, ShardStatus, TaskStatus
+from shardline.rpc.messages.status import chief_status_from_proto, chief_status_to_proto
 from shardline.security import Security
 
 SPEC = {"chief": ["127.0.0.1:2220"], "ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0", "127.0.0.1:0"]}
@@ -476,7 +477,7 @@ def test_place_for_the_summary_that_can_not_be_written_is_refused_before_anythin
 
 
 def test_status_messages_survive_the_wire() -> None:
-    assert ChiefStatus.from_proto(RUNNING.to_proto()) == RUNNING
+    assert chief_status_from_proto(chief_status_to_proto(RUNNING)) == RUNNING
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,9 @@ from shardline.cli import progress
 from shardline.cli.main import main
 from shardline.cli.top import Keys, Poller, Screen
 from shardline.cli.top_frame import ASCII, FANCY, Curves, Silence, bar, frame, plain_line, seconds, size, sparkline
+from shardline.core.status import CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus
 from shardline.errors import UnreachableError, UsageError
 from shardline.observability.view import ClusterView, cluster_view
-from shardline.rpc.messages.status import CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus
 
 PATIENCE_S = 60.0
 NOON = 1_700_000_000.0

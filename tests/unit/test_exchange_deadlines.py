@@ -15,11 +15,11 @@ from shardline.client.overlap import arrivals
 from shardline.client.overlap.arrivals import Arrivals
 from shardline.client.step.layout import BucketSink, ModelLayout
 from shardline.config import Timeouts
+from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.identity import Identity
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.errors import UnreachableError
-from shardline.lanes.base import Contribution, Exchanged, Sender, Sink, Standing, Want
 
 PATIENCE_S = 20.0
 LOOK_S = 0.01

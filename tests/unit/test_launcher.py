@@ -16,16 +16,8 @@ from typing import Any
 
 import pytest
 
-from shardline.cli.launcher import (
-    MAX_RESTARTS,
-    Ended,
-    LaunchError,
-    LaunchOptions,
-    LocalCluster,
-    may_restart,
-    task_command,
-    task_environment,
-)
+from shardline.cli.fates import MAX_RESTARTS, Ended, may_restart
+from shardline.cli.launcher import LaunchError, LaunchOptions, LocalCluster, task_command, task_environment
 from shardline.cli.train import run
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError

@@ -224,7 +224,7 @@ def next_number(seq: int, *, last_seq: int) -> int:
     [
         {"window": 3, "admit": remember_the_highest},
         {"shard_losses": 3, "new_timeline": False},
-        {"shard_losses": 3, "renumber": next_number},
+        {"shard_losses": 3, "resume": next_number},
     ],
     ids=["remember_the_highest", "same_timeline", "next_number"],
 )

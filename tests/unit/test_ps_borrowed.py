@@ -18,13 +18,15 @@ from hypothesis import strategies as st
 
 from shardline.consistency.server import Push
 from shardline.core.contributions import Contributions, Partial, mean, scaled
+from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
 from shardline.core.reduce import Block, cover, magnitude, stays_finite
 from shardline.core.spec import DTYPES, ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import NonFiniteError
 from shardline.update import ALLOWED, rule, wants_whole
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.settings import ShardSettings
+from shardline_ps.shard.shard import Shard
 
 NAMES = {"w": (37, 5), "v": (100,), "u": (3, 3)}
 

@@ -12,6 +12,7 @@ import torch
 
 from shardline.consistency.server import Observers, Push, Want
 from shardline.core.contributions import Partial
+from shardline.core.gradients import Gradient
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.plan import Plan, make_plan
@@ -19,12 +20,13 @@ from shardline.core.records import Applied
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.errors import CheckpointError, NonFiniteError, ProtocolError
+from shardline.storage.publication import PlainPublication, num_areas
 from shardline.update import rule
 from shardline_ps.data.pull_sender import Encoded, encode_bucket
 from shardline_ps.data.signals import Signal
 from shardline_ps.shard.bucket import Bucket
-from shardline_ps.shard.publication import PlainPublication, num_areas
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.settings import ShardSettings
+from shardline_ps.shard.shard import Shard
 
 TENSORS = (
     TensorSpec(name="w", shape=(3,), dtype="float32"),

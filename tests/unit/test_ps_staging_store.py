@@ -10,12 +10,12 @@ import torch
 
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.core.gradients import Gradient
 from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.update import rule
 from shardline_ps.service import offers
-from shardline_ps.shard.shard import Gradient
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 MB = 1_000_000

@@ -16,6 +16,7 @@ from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.config import Timeouts
 from shardline.core.digest import tensor_bytes
 from shardline.core.identity import Identity
+from shardline.core.orders import Orders, StepReport
 from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.auth.access import Access
@@ -31,11 +32,10 @@ from shardline.rpc.limits import (
     at_most,
     short,
 )
-from shardline.rpc.link import Orders, StepReport
-from shardline.rpc.messages.barrier import BarrierPlace
+from shardline.rpc.messages.barrier import barrier_place_from_proto, barrier_state_to_proto
 from shardline.rpc.messages.configuration import placement_to_proto
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, job_from_proto, job_to_proto, plan_to_proto
-from shardline.rpc.messages.status import PHASES, PsStatus, Traffic
+from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_status_from_proto, traffic_from_proto
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2
 from shardline_chief.io.control import Control
 from shardline_chief.rules.messages import Beat, Join
@@ -197,7 +197,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     @rpc_errors.unary
     async def Status(self, request: chief_pb2.ChiefStatusRequest, context: Any) -> chief_pb2.ChiefStatusReply:
         """The job at a glance."""
-        return (await asyncio.wrap_future(self._control.status())).to_proto()
+        return chief_status_to_proto(await asyncio.wrap_future(self._control.status()))
 
     @rpc_errors.unary
     async def Stop(self, request: chief_pb2.StopJobRequest, context: Any) -> chief_pb2.StopJobReply:
@@ -321,11 +321,11 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
         failure=message.failure,
         failure_code=message.failure_code,
         steps=steps,
-        ps=PsStatus.from_proto(message.ps) if message.HasField("ps") else None,
-        traffic=Traffic.from_proto(message.traffic),
+        ps=ps_status_from_proto(message.ps) if message.HasField("ps") else None,
+        traffic=traffic_from_proto(message.traffic),
         suspects=tuple(message.suspects),
         figures=dict(message.figures),
-        barrier=BarrierPlace.from_proto(message.barrier) if message.HasField("barrier") else None,
+        barrier=barrier_place_from_proto(message.barrier) if message.HasField("barrier") else None,
         secret=message.secret,
     )
 
@@ -366,5 +366,5 @@ def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
         first_step=orders.first_step,
         awaited=orders.awaited,
         fenced=orders.fenced,
-        barrier=orders.barrier.to_proto() if orders.barrier is not None else None,
+        barrier=barrier_state_to_proto(orders.barrier) if orders.barrier is not None else None,
     )

@@ -13,8 +13,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shardline.cluster import format_address, parse_address
+from shardline.core.status import ChiefStatus
 from shardline.errors import InternalError, UsageError
-from shardline.rpc.messages.status import ChiefStatus
 from shardline.security import Security
 from shardline_chief.page.access import Access, check_exposure
 from shardline_chief.page.app import Page

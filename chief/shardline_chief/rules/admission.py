@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardline.cluster import ROLES
+from shardline.core.protocol import FEATURES
 from shardline.core.spec import differences
-from shardline.rpc.auth.rights import ROLES
-from shardline.rpc.link import FEATURES
 from shardline_chief.rules.membership import Refused
 from shardline_chief.rules.messages import TRAINERS, Join
 from shardline_chief.rules.state import State, as_in_cluster

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardline.core.orders import JobView, Orders, Phase
 from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec
+from shardline.core.status import PsStatus, TaskStatus, Traffic
 from shardline.errors import FencedError, InternalError, UsageError
-from shardline.rpc.client import JobView
-from shardline.rpc.link import Orders, Phase
-from shardline.rpc.messages.status import PsStatus, TaskStatus, Traffic
 from shardline.security import key_of
 from shardline_chief.io.notes import Notes
 from shardline_chief.rules import admission

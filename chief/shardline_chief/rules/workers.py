@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from shardline.core.orders import Phase
 from shardline.errors import JobError, TaskLostError
-from shardline.rpc.link import Phase
 from shardline_chief.rules.actions import CommandResult
 from shardline_chief.rules.ending import Ending
 from shardline_chief.rules.membership import Member

@@ -7,9 +7,9 @@ import contextlib
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
 from shardline.errors import UnreachableError
+from shardline.lanes.attachments import Attachment, Attachments, Holder
 from shardline.rpc.v1 import common_pb2
 from shardline_ps.control.authority import unknown_features
-from shardline_ps.data.attachments import Attachment, Attachments, Holder
 from shardline_ps.store import ParameterStore
 
 _TO_PROTO = {outcome: common_pb2.Outcome.Value(f"OUTCOME_{outcome.name}") for outcome in Outcome}

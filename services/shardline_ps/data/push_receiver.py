@@ -14,21 +14,22 @@ from typing import Any
 from shardline.codecs import RAW, codec_for
 from shardline.consistency.server import Push
 from shardline.core.contributions import none_present
+from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.plan import BucketSpec
 from shardline.core.reduce import Block
 from shardline.errors import ProtocolError, TensorError
+from shardline.lanes.attachments import Attachment, Attachments
 from shardline.rpc.limits import MAX_GROUPS, at_most
 from shardline.rpc.messages.convert import dtype_from_proto, hyper_from_proto, unpack_bits
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.protobuf import ChunkView, PushFrameView
 from shardline_ps.control.admission import admit_data, attachment_of, drop_named, lane_name, outcome_to_proto
-from shardline_ps.data.attachments import Attachment, Attachments
 from shardline_ps.data.calls import all_ended
 from shardline_ps.memory.slots import Slot, opened, slot_bytes
 from shardline_ps.memory.staging import AsyncPush, Lease, worker_index
 from shardline_ps.shard.inline_apply import is_quick, release_all
-from shardline_ps.shard.shard import Gradient, Shard
+from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore, numbers
 
 SEVERITY = (

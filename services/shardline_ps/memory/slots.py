@@ -11,7 +11,7 @@ from shardline.core.gradients import Gradient
 from shardline.core.plan import BucketSpec
 from shardline.core.tensor_bytes import Buffer, borrowed_tensor, copy_bytes, digest, fingerprint
 from shardline.errors import ProtocolError
-from shardline_ps.data.attachments import Ticket
+from shardline.lanes.attachments import Ticket
 from shardline_ps.memory.staging import Lease
 
 SLACK = 8

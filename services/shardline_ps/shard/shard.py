@@ -12,8 +12,8 @@ from shardline.core.gradients import Gradient
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.reduce import Block
+from shardline.storage.publication import Publication
 from shardline_ps.shard.cuts import check_images
-from shardline_ps.shard.publication import Publication
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.storage import ShardStorage
 from shardline_ps.standby.record_log import ReplicaLog

@@ -15,9 +15,9 @@ from shardline.consistency.server import BucketView, Hyper, Observers, Tally, Up
 from shardline.core.contributions import Partial
 from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.records import AppliedPush, Part
+from shardline.storage.publication import PlainPublication, Publication, areas
 from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.cuts import CutBook
-from shardline_ps.shard.publication import PlainPublication, Publication, areas
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.standby.record_log import ReplicaLog
 

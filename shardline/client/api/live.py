@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shardline.client.overlap.priority import SendQueue
+from shardline.core.exchange import BucketPayload, Payloads
 from shardline.errors import UnreachableError
-from shardline.lanes.base import BucketPayload, Payloads
 
 DROP_S = 120.0
 """What one bucket may take to be prepared; on a GPU it waits for what was enqueued there before."""
@@ -134,7 +134,7 @@ class LivePayloads:
             )
 
     def batches(self) -> Iterator[Sequence[BucketPayload]]:
-        """Batches by priority; after a broken call first those that left before. See lanes.base.Payloads.
+        """Batches by priority; after a broken call first those that left before. See core.exchange.Payloads.
 
         Raises Unready, what prepare() or fail() raised, or what `interrupted` returns.
         """

@@ -35,6 +35,7 @@ from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.steps import StepFinder
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig
+from shardline.core.orders import Orders, Phase, StepReport
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.data import Watch, where_raised
 from shardline.errors import (
@@ -51,7 +52,7 @@ from shardline.errors import (
 from shardline.host.process import Termination, resolve_device
 from shardline.observability.line_rate import meter_line
 from shardline.observability.metrics import Metrics
-from shardline.rpc.link import ChiefLink, Orders, Phase, StepReport, machine_fingerprint
+from shardline.rpc.link import ChiefLink, machine_fingerprint
 from shardline.rpc.server import RpcServer
 
 log = logging.getLogger("shardline.client")

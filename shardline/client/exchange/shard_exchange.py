@@ -14,9 +14,10 @@ from shardline.client.api.live import LivePayloads, Unready
 from shardline.client.overlap.arrivals import LOOK_S
 from shardline.client.step.layout import BucketSink
 from shardline.config import Timeouts
+from shardline.core.exchange import Ack, Contribution, End, Sender, Standing, Want
 from shardline.core.outcome import Outcome
 from shardline.errors import NonFiniteError, ProtocolError, ShardlineError, UnreachableError
-from shardline.lanes.base import Ack, Contribution, End, Lane, Sender, Standing, Want
+from shardline.lanes.base import Lane
 
 log = logging.getLogger("shardline.client")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from shardline.client.api.live import LivePayloads
 from shardline.client.step.layout import BucketSink
-from shardline.lanes.base import Contribution
+from shardline.core.exchange import Contribution
 
 
 class Traffic:

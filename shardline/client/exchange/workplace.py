@@ -11,13 +11,13 @@ from torch import nn
 from shardline.client.overlap.gate import Gate, why_not
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig, environment
+from shardline.core.orders import JobView
 from shardline.errors import UsageError
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
 from shardline.observability.metrics import Metrics
 from shardline.rpc.channel import Peers
-from shardline.rpc.client import JobView
 from shardline.rpc.link import ChiefLink
 
 log = logging.getLogger("shardline.client")

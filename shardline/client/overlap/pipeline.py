@@ -12,8 +12,8 @@ from shardline.client.exchange.shard_exchange import Interrupted, Restart, StepF
 from shardline.client.exchange.watching import StepAgain, StepWatch
 from shardline.client.exchange.workplace import Workplace
 from shardline.client.overlap.scheduler import Expected
+from shardline.core.orders import StepReport
 from shardline.data import UNWATCHED, Watch
-from shardline.rpc.link import StepReport
 
 log = logging.getLogger("shardline.client")
 

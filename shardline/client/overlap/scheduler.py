@@ -17,11 +17,11 @@ from shardline.client.overlap.arrivals import Key
 from shardline.client.overlap.priority import SendQueue, default_credit
 from shardline.client.step.staging import Staging
 from shardline.codecs import RAW
+from shardline.core.exchange import BucketPayload
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block, cover
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import JobError
-from shardline.lanes.base import BucketPayload
 
 Listener = Callable[[int, torch.Tensor], None]
 """(tensor number, parameter) when its gradient of a backward pass is complete."""

@@ -12,11 +12,11 @@ import torch
 from shardline.client.exchange.device import Copy, HostPath
 from shardline.client.overlap.arrivals import Arrivals
 from shardline.codecs import RAW, codec_for
+from shardline.core.exchange import Arrival
 from shardline.core.plan import BucketSpec, Plan, Slice
 from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import borrowed_tensor, memory_of, tensor_bytes
 from shardline.errors import MismatchError, TensorError, UnreachableError
-from shardline.lanes.base import Arrival
 from shardline.rpc.messages.convert import pack_bits
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ class BucketSink:
         return held if held is not None and len(held) == arrival.payload_bytes else None
 
     def buffer(self, arrival: Arrival) -> memoryview:
-        """Where one bucket's bytes go: the model itself, or memory reused from step to step. See lanes.base.Sink."""
+        """Where one bucket's bytes go: the model itself, or memory reused from step to step. See core.exchange.Sink."""
         self.first_s = self.first_s or time.monotonic()
         direct = self._direct(arrival)
         if direct is not None:
@@ -286,7 +286,7 @@ class BucketSink:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def done(self, arrival: Arrival) -> None:
-        """Load a whole bucket. See lanes.base.Sink."""
+        """Load a whole bucket. See core.exchange.Sink."""
         self.first_s = self.first_s or time.monotonic()
         load: Callable[[], None] = _nothing
         if not arrival.unchanged:
@@ -303,7 +303,7 @@ class BucketSink:
         self._landed(arrival, load)
 
     def take(self, arrival: Arrival, memory: memoryview) -> None:
-        """Load a whole bucket from shared memory; it counts no bytes on the wire. See lanes.base.Sink.
+        """Load a whole bucket from shared memory; it counts no bytes on the wire. See core.exchange.Sink.
 
         Waits while the model must not be written to: a copy in between would cost more than it gains.
         """

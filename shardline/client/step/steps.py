@@ -13,8 +13,9 @@ from shardline.client.overlap.pipeline import Pipeline
 from shardline.client.step.retained_contribution import Carried
 from shardline.client.step.trainer import Trainer
 from shardline.config import Timeouts
+from shardline.core.orders import LOST, REPEATED, Orders, Phase
 from shardline.errors import RolledBackError, UnreachableError, UsageError
-from shardline.rpc.link import LOST, REPEATED, ChiefLink, Orders, Phase
+from shardline.rpc.link import ChiefLink
 
 log = logging.getLogger("shardline.client")
 

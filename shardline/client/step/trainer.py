@@ -34,13 +34,14 @@ from shardline.client.step.staging import Staging, initial_contribution
 from shardline.client.step.zero_copy import ZeroCopy, check_shareable
 from shardline.codecs import RAW
 from shardline.config import Timeouts
+from shardline.core.exchange import Contribution, Payloads, Sender, Standing, Want, Whole
 from shardline.core.identity import Identity
+from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block, cover
 from shardline.core.spec import TensorKind
 from shardline.errors import JobError, ProtocolError, UnreachableError
-from shardline.lanes.base import Contribution, Lane, Payloads, Sender, Standing, Want, Whole
-from shardline.rpc.client import JobView
+from shardline.lanes.base import Lane
 
 log = logging.getLogger("shardline.client")
 

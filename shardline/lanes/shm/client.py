@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Sink, Want
 from shardline.core.plan import ShardSpec
 from shardline.core.tensor_bytes import copy_bytes
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.host import segments
 from shardline.host.segments import Segment, SegmentError
-from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, LaneUnavailable, Sender, Sink, Want
+from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.calls import NotAdmittedError, Opened, ShardCalls
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import Attached, is_one_message, progress_request, referred_requests

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardline.core.exchange import Ack, Arrival, BucketPayload, Contribution, End, Sender, Sink, Standing, Want
 from shardline.core.outcome import Outcome
 from shardline.core.plan import BUCKET_BYTES
+from shardline.core.protocol import PROTOCOL_MINOR
 from shardline.core.tensor_bytes import copy_bytes, digest
 from shardline.errors import ProtocolError
-from shardline.lanes.base import Ack, Arrival, BucketPayload, Contribution, End, Sender, Sink, Standing, Want
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_to_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
@@ -23,7 +24,6 @@ from shardline.wire.protobuf import (
     write_request,
 )
 
-PROTOCOL_MINOR = 1
 CHUNK_BYTES = BUCKET_BYTES
 """A bucket is one message as a rule: what comes in one needs not be put together on the other side."""
 SMALL_BYTES = 64 << 10

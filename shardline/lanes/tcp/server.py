@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from shardline.errors import ProtocolError, UsageError
+from shardline.lanes.attachments import Holder, Opening
+from shardline.lanes.socket_thread import READ, WRITE, SocketThread
 from shardline.lanes.tcp import frames as bulk
-from shardline_ps.data.attachments import Holder, Opening
-from shardline_ps.data.socket_thread import READ, WRITE, SocketThread
-from shardline_ps.data.tcp_attachment import TcpAttachment
+from shardline.lanes.tcp.attachment import TcpAttachment
 from shardline_ps.shard.shard import Shard
 
 log = logging.getLogger("shardline.ps")

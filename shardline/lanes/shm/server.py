@@ -26,11 +26,11 @@ from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError, UnreachableError, UsageError
 from shardline.host import segments
 from shardline.host.segments import Segment, SegmentError
+from shardline.lanes.attachments import Holder, Opening
 from shardline.lanes.base import LaneUnavailable
-from shardline_ps.data.attachments import Holder, Opening
-from shardline_ps.data.socket_thread import READ, SocketThread
-from shardline_ps.data.tcp_server import MAX_VISITORS, VISIT_S, Tokens
-from shardline_ps.shard.publication import PlainPublication, Publication, bucket_offsets, num_areas, view_of
+from shardline.lanes.socket_thread import READ, SocketThread
+from shardline.lanes.tcp.server import MAX_VISITORS, VISIT_S, Tokens
+from shardline.storage.publication import PlainPublication, Publication, bucket_offsets, num_areas, view_of
 from shardline_ps.shard.shard import Shard
 
 log = logging.getLogger("shardline.ps")
