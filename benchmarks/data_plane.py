@@ -21,14 +21,16 @@ from shardline.client.step.trainer import Trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.core.identity import Identity
+from shardline.core.orders import JobView
+from shardline.core.placement import Placement
 from shardline.core.plan import Plan, make_plan
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
 from shardline.errors import ShardlineError
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.rpc.channel import Peers
-from shardline.rpc.client import JobView, PsControl
-from shardline.rpc.messages.configuration import Configuration, Placement
+from shardline.rpc.client import PsControl
+from shardline.rpc.messages.configuration import Configuration
 from shardline.security import Security
 from shardline.topology import Hop
 from shardline.topology.flat import Direct

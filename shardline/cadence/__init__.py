@@ -12,7 +12,7 @@ CADENCES: Table[Cadence] = Table("cadence", EveryStep)
 
 def of(job: JobSpec) -> Cadence:
     """The cadence that a job names. Raises JobError for one that does not exist."""
-    return CADENCES.parse(EveryStep.name)
+    return CADENCES.parse(job.cadence)
 
 
 __all__ = ["CADENCES", "Cadence", "EveryStep", "Held", "LocalTraining", "Outgoing", "Ticks", "of"]

@@ -8,8 +8,12 @@ from typing import Protocol
 
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
+from shardline.core.plan import BUCKET_BYTES
 from shardline.core.reduce import Block
 from shardline.core.tensor_bytes import Buffer
+
+CHUNK_BYTES = BUCKET_BYTES
+"""Of a bucket, in one message of a push or pull: mostly all of it, which then need not be put together."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ TOPOLOGIES: Table[Topology] = Table("topology", Flat)
 
 def of(job: JobSpec) -> Topology:
     """The topology that a job names. Raises JobError for one that does not exist."""
-    return TOPOLOGIES.parse(Flat.name)
+    return TOPOLOGIES.parse(job.topology)
 
 
 __all__ = ["TOPOLOGIES", "Flat", "Hop", "Route", "Surroundings", "Topology", "of"]

@@ -25,6 +25,8 @@ from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.core.identity import Identity
 from shardline.core.image import VALUE, BucketImage
+from shardline.core.orders import JobView
+from shardline.core.placement import Placement
 from shardline.core.plan import Plan, Slice, make_plan
 from shardline.core.spec import TensorKind
 from shardline.data import BatchSource, replica_gradients
@@ -34,8 +36,8 @@ from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
 from shardline.rpc.channel import Peer
-from shardline.rpc.client import JobView, PsControl
-from shardline.rpc.messages.configuration import Configuration, Placement
+from shardline.rpc.client import PsControl
+from shardline.rpc.messages.configuration import Configuration
 from shardline.rpc.server import RpcServer
 from shardline.testing import ReferenceResult
 from shardline.topology import Hop
@@ -265,10 +267,9 @@ class Cluster:
             rule=self.spec.rule,
             schedule=self.spec.schedule,
             consistency=self.spec.consistency,
-            replicas=self.spec.replicas,
+            **self.spec.settings(),
             cut_every=self.cut_every,
             placement=self.placement,
-            codec=self.spec.codec,
         )
 
     def lane_config(self, lane: str) -> RoleConfig:

@@ -23,11 +23,11 @@ from shardline.config import RoleConfig
 from shardline.consistency import of
 from shardline.consistency.worker import Mark, WorkerHalf
 from shardline.core.exchange import Exchanged
+from shardline.core.orders import JobView, Orders, Phase
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import RolledBackError, UnreachableError
 from shardline.lanes.base import Lane
-from shardline.rpc.client import JobView
-from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.rpc.link import ChiefLink
 from shardline.update import rule
 from tests.integration.cluster import ClusterState, same_bits
 from tests.integration.jobs import make_job, mse

@@ -28,8 +28,10 @@ from shardline_ps.data.conversation import is_soon_whole
 from shardline_ps.memory.slots import Slot, opened
 from shardline_ps.shard import gradients
 from shardline_ps.shard.buffers import Buffers
+from shardline_ps.shard.gradients import Gradient
 from shardline_ps.shard.inline_apply import QUICK_BYTES
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.tallies import ShardSettings
 
 ELEMENTS = 64
 LARGEST = torch.finfo(torch.float32).max

@@ -15,14 +15,14 @@ from shardline.client.api.workplace import Workplace
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.core.identity import Identity
+from shardline.core.orders import JobView, Orders
+from shardline.core.placement import Placement
 from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
 from shardline.observability.metrics import Metrics
-from shardline.rpc.client import JobView
-from shardline.rpc.link import ChiefLink, Orders
-from shardline.rpc.messages.configuration import Placement
+from shardline.rpc.link import ChiefLink
 from shardline.topology import Hop
 
 TIMEOUTS = Timeouts(total_s=2.0)

@@ -18,6 +18,7 @@ from shardline.config import RoleConfig
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
+from shardline.core.placement import Placement
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.core.tensor_bytes import digest, memory_of, tensor_bytes
@@ -25,7 +26,7 @@ from shardline.errors import ProtocolError, UsageError
 from shardline.lanes.open import open_lane
 from shardline.rpc.channel import Peers
 from shardline.rpc.client import PsControl
-from shardline.rpc.messages.configuration import Configuration, Placement
+from shardline.rpc.messages.configuration import Configuration
 from shardline.update import rule
 
 SERVERS = "shardline.servers"

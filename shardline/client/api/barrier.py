@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import time
 
+from shardline.core.orders import BarrierPlace, BarrierState, Orders, Phase
 from shardline.errors import JobError, TaskLostError, UnreachableError
-from shardline.rpc.link import ChiefLink, Orders, Phase
-from shardline.rpc.messages.barrier import BarrierPlace, BarrierState
+from shardline.rpc.link import ChiefLink
 
 log = logging.getLogger("shardline.client")
 

@@ -10,9 +10,10 @@ import torch
 from shardline.client.api.step_loop import StepLoop
 from shardline.client.exchange.outcomes import Interrupted, Restart
 from shardline.config import RoleConfig
+from shardline.core.orders import Orders, Phase
 from shardline.core.spec import JobSpec
 from shardline.errors import TaskLostError
-from shardline.rpc.link import ChiefLink, Orders, Phase, machine_fingerprint
+from shardline.rpc.link import ChiefLink, machine_fingerprint
 
 log = logging.getLogger("shardline.client")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from shardline.core.orders import Phase
 from shardline.errors import UnreachableError
 from shardline.rpc.client import Lease
-from shardline.rpc.link import ChiefLink, Phase
+from shardline.rpc.link import ChiefLink
 
 
 class Leases:

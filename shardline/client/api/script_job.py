@@ -11,11 +11,11 @@ from torch import nn
 
 from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.step.trainer import Trainer
+from shardline.core.orders import StepReport
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import TensorError
 from shardline.model import model_tensors
 from shardline.observability.metrics import Metrics
-from shardline.rpc.link import StepReport
 from shardline.update import check_tensors, rule_from_optimizer
 
 

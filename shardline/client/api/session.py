@@ -27,6 +27,7 @@ from shardline.client.api.step_loop import Hyper, StepLoop
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig
+from shardline.core.orders import Phase
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.data import Watch, where_raised
 from shardline.errors import (
@@ -41,7 +42,7 @@ from shardline.errors import (
 from shardline.host.process import Termination, resolve_device
 from shardline.observability.line_rate import meter_line
 from shardline.observability.metrics import Metrics
-from shardline.rpc.link import ChiefLink, Phase
+from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 
 log = logging.getLogger("shardline.client")

@@ -14,8 +14,9 @@ from shardline.client.step.retained_contribution import RetainedContribution
 from shardline.client.step.trainer import Trainer
 from shardline.config import Timeouts
 from shardline.consistency import Consistency
+from shardline.core.orders import LOST, REPEATED, Orders, Phase
 from shardline.errors import RolledBackError, UnreachableError, UsageError
-from shardline.rpc.link import LOST, REPEATED, ChiefLink, Orders, Phase
+from shardline.rpc.link import ChiefLink
 
 log = logging.getLogger("shardline.client")
 

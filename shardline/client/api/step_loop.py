@@ -21,11 +21,11 @@ from shardline.client.step.retained_contribution import RetainedContribution
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig
+from shardline.core.orders import StepReport
 from shardline.data import Watch
 from shardline.errors import RolledBackError
 from shardline.host.process import Termination
 from shardline.observability.metrics import Metrics
-from shardline.rpc.link import StepReport
 
 Hyper = Mapping[int, Mapping[str, float]]
 """Numbers of parameter groups that differ from the job's, by group."""

@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import replace
 
-from shardline.rpc.link import StepReport
+from shardline.core.orders import StepReport
 
 
 class StepReports:

@@ -16,13 +16,13 @@ from shardline.client.step.course import Course
 from shardline.client.step.factory import Ties, Wishes, make_trainer
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig, environment
+from shardline.core.orders import JobView
 from shardline.errors import UsageError
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
 from shardline.observability.metrics import Metrics
 from shardline.rpc.channel import Peers
-from shardline.rpc.client import JobView
 from shardline.rpc.link import ChiefLink
 from shardline.topology import Hop, Surroundings
 

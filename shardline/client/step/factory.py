@@ -21,8 +21,8 @@ from shardline.client.step.zero_copy import ZeroCopy, check_shareable
 from shardline.config import Timeouts
 from shardline.core.exchange import Sender
 from shardline.core.identity import Identity
+from shardline.core.orders import JobView
 from shardline.lanes.base import Lane
-from shardline.rpc.client import JobView
 from shardline.topology import Route
 
 

@@ -24,11 +24,11 @@ from shardline.client.step.staging import initial_contribution
 from shardline.client.step.weights import Weights
 from shardline.codecs import RAW
 from shardline.core.exchange import Contribution, Payloads, Sender, Standing, Want, Whole
+from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.core.spec import TensorKind, TensorSpec
 from shardline.errors import ProtocolError, UnreachableError
-from shardline.rpc.client import JobView
 from shardline.topology import Route
 
 PATIENCE = 5.0

@@ -238,7 +238,7 @@ class ShmLane(ShardCalls):
             areas, replies = segments.hear_welcome(sock)
         if self._cancelled:
             raise UnreachableError(f"{self._peer}: the exchange was given up while memory was shared")
-        return Mapped(Attached(self.name, opened.attachment), sender, gradients, areas, replies)
+        return Mapped(Attached(self.name, opened.attachment, in_place=True), sender, gradients, areas, replies)
 
 
 def _fill(mapped: Mapped, sink: Sink, arrival: Arrival) -> None:
