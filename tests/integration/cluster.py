@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from shardline.cadence import Cadence
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.step.course import Course
@@ -118,7 +117,6 @@ class Worker:
         lane: str = "grpc",
         wrap: Callable[[Lane], Lane] = lambda lane: lane,
         wishes: Wishes = PLAIN,
-        cadence: Cadence | None = None,
     ) -> None:
         self.cluster = cluster
         self.index = index
@@ -142,7 +140,7 @@ class Worker:
             timeouts=cluster.timeouts,
             observer=self.orders,
         )
-        self.trainer = make_trainer(cluster.view, Course(self.cluster.spec, self.values, cadence=cadence), ties, wishes)
+        self.trainer = make_trainer(cluster.view, Course(self.cluster.spec, self.values), ties, wishes)
         self.clips = self.trainer.course.mode.clips_at_worker and self.job.clip_norm > 0.0
         self.figures: list[StepFigures] = []
 
@@ -156,11 +154,18 @@ class Worker:
         return self
 
     def step(self, replicas: Sequence[int]) -> None:
-        """One synchronous step."""
+        """One synchronous step: all ticks of it that are left."""
+        while not self.tick(replicas):
+            self.trainer.end_tick()
+        self.figures.append(self.trainer.finish())
+
+    def tick(self, replicas: Sequence[int]) -> bool:
+        """One pass of each replica; returns whether it ends the step."""
+        ticks = self.trainer.course.ticks
         with COMPUTE:
             for replica in replicas:
-                self.compute(self.trainer.step, replica)
-        self.figures.append(self.trainer.finish())
+                self.compute(ticks.number(self.trainer.step), replica)
+        return ticks.last
 
     def compute(self, step: int, replica: int) -> None:
         """Compute one replica's gradients and stage them. COMPUTE held."""
@@ -285,13 +290,10 @@ class Cluster:
         lane: str | None = None,
         wrap: Callable[[Lane], Lane] = lambda lane: lane,
         zero_copy: bool = False,
-        cadence: Cadence | None = None,
     ) -> Worker:
         """A new life of a worker, closed with the cluster."""
         wishes = Wishes(zero_copy=zero_copy)
-        worker = Worker(
-            self, index, incarnation=incarnation, lane=lane or self.lane, wrap=wrap, wishes=wishes, cadence=cadence
-        )
+        worker = Worker(self, index, incarnation=incarnation, lane=lane or self.lane, wrap=wrap, wishes=wishes)
         self._workers.append(worker)
         return worker
 
