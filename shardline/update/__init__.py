@@ -12,7 +12,7 @@ from shardline.errors import JobError
 from shardline.seams import Table
 from shardline.update.arguments import ALLOWED, REFUSED, hyper_numbers, rule, rule_from_optimizer
 from shardline.update.base import BucketRule, Need, Site, Takes, UpdateRule, parse_state_key, state_key
-from shardline.update.torch_optim import Torch
+from shardline.update.torch_optim.rule import Torch
 
 __all__ = [
     "ALLOWED",

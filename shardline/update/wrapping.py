@@ -23,7 +23,7 @@ from shardline.update.base import (
     without_values,
 )
 from shardline.update.elementwise import States
-from shardline.update.torch_optim import Torch
+from shardline.update.torch_optim.rule import Torch
 
 _TORCH = Torch()
 

@@ -5,22 +5,10 @@ from __future__ import annotations
 import abc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
+from shardline.core.exchange import Standing
 from shardline.core.reduce import Block
 from shardline.core.spec import JobSpec
-
-
-class Standing(Protocol):
-    """What a shard says that it has of some replicas and of the worker that asks; see core.exchange."""
-
-    @property
-    def replicas(self) -> Mapping[int, int]:
-        """The step that each replica asked about has to work on."""
-
-    @property
-    def last_seq(self) -> int:
-        """Number of the last push of this worker that the shard has applied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +32,6 @@ class Mark:
 
 class WorkerHalf(abc.ABC):
     """One worker's place in its job. Used by one thread; outlives servers and histories."""
-
-    steps_together: ClassVar[bool]
-    """All workers make one step together, each as the logical replicas that the chief assigns to it. Else each worker
-    makes steps of its own, with batches that the chief leases to it."""
 
     def __init__(self, job: JobSpec) -> None:
         self.job = job
@@ -75,6 +59,14 @@ class WorkerHalf(abc.ABC):
     def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
         """Every shard has said where it stands; returns the replicas that still have to contribute to the open step."""
 
+    def arrived(self, base: Mapping[int, int]) -> None:
+        """The model holds parameters of these versions, by shard."""
+        self.base = dict(base)
+
+    def advance(self) -> None:
+        """The open step is sent: what is computed from now on belongs to the next one."""
+        self.step += 1
+
     @property
     @abc.abstractmethod
     def exact(self) -> int | None:
@@ -86,24 +78,6 @@ class WorkerHalf(abc.ABC):
     @abc.abstractmethod
     def tree_replicas(self) -> int:
         """Replicas over which the servers add up this worker's contributions; 1 = they take each by itself."""
-
-    @property
-    def sums_blocks(self) -> bool:
-        """Whether replicas of one block may be added up before they are sent."""
-        return self.tree_replicas > 1
-
-    @property
-    @abc.abstractmethod
-    def judges_alone(self) -> bool:
-        """Whether the worker itself clips its gradients, and skips them where they are not finite.
-
-        Otherwise that is decided over all replicas, by the servers.
-        """
-
-    @property
-    @abc.abstractmethod
-    def applied_by_bucket(self) -> bool:
-        """Whether a shard may answer a bucket as soon as that bucket's gradients are in, before others are."""
 
     @abc.abstractmethod
     def slot(self, replica: int) -> int:

@@ -1,11 +1,12 @@
-"""Asynchronous updates: a worker numbers its own pushes, and each shard applies them in that order. PROTOCOL 1.5. Pure."""
+"""Asynchronous updates: a worker numbers its pushes, and each shard applies them in that order. PROTOCOL 1.5. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar
 
-from shardline.consistency.worker.base import Mark, Stamp, Standing, WorkerHalf
+from shardline.consistency.numbered_pushes import resume
+from shardline.consistency.worker.base import Mark, Stamp, WorkerHalf
+from shardline.core.exchange import Standing
 from shardline.core.reduce import Block
 
 
@@ -14,8 +15,6 @@ class OwnPushes(WorkerHalf):
 
     `step` counts this worker's pushes, whatever became of them.
     """
-
-    steps_together: ClassVar[bool] = False
 
     @property
     def job_step(self) -> int:
@@ -42,16 +41,6 @@ class OwnPushes(WorkerHalf):
     def tree_replicas(self) -> int:
         """See WorkerHalf.tree_replicas."""
         return 1
-
-    @property
-    def judges_alone(self) -> bool:
-        """See WorkerHalf.judges_alone."""
-        return True
-
-    @property
-    def applied_by_bucket(self) -> bool:
-        """See WorkerHalf.applied_by_bucket: a push is applied as a whole."""
-        return False
 
     def slot(self, replica: int) -> int:
         """See WorkerHalf.slot."""
@@ -83,7 +72,8 @@ class OwnPushes(WorkerHalf):
 
     def went_back(self, mark: Mark) -> bool:
         """Of any shard, and of others' pushes too: what this loop computes next is computed with all of them."""
-        lost = any(self.acknowledged.get(shard, 0) < number for shard, number in mark.acknowledged.items())
+        held, sent = self.acknowledged, {shard: number + 1 for shard, number in mark.acknowledged.items()}
+        lost = any(resume(seq, last_seq=held.get(shard, 0)) is None for shard, seq in sent.items())
         return lost or any(self.base.get(shard, 0) < version for shard, version in mark.base.items())
 
     def counted(self, mark: Mark) -> bool:

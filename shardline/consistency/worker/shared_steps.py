@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar
 
-from shardline.consistency.worker.base import Mark, Stamp, Standing, WorkerHalf
+from shardline.consistency.worker.base import Mark, Stamp, WorkerHalf
+from shardline.core.exchange import Standing
 from shardline.core.reduce import Block, cover
 
 
 class SharedSteps(WorkerHalf):
     """A contribution belongs to (step, replica): sending it again is harmless, and only that step is waited for."""
-
-    steps_together: ClassVar[bool] = True
 
     @property
     def job_step(self) -> int:
@@ -38,22 +36,6 @@ class SharedSteps(WorkerHalf):
     def tree_replicas(self) -> int:
         """See WorkerHalf.tree_replicas."""
         return self.job.replicas
-
-    @property
-    def sums_blocks(self) -> bool:
-        """See WorkerHalf.sums_blocks."""
-        return True
-
-    @property
-    def judges_alone(self) -> bool:
-        """See WorkerHalf.judges_alone."""
-        return False
-
-    @property
-    def applied_by_bucket(self) -> bool:
-        """See WorkerHalf.applied_by_bucket."""
-        terms = self.job.consistency
-        return terms.clip_norm == 0.0 and terms.nan_policy == "stop"
 
     def slot(self, replica: int) -> int:
         """See WorkerHalf.slot."""

@@ -24,6 +24,7 @@ from shardline.core.spec import (
 from shardline.core.tensor_bytes import tensor_bytes, tensor_from_bytes
 from shardline.errors import ProtocolError
 from shardline.rpc.limits import (
+    IMAGE_CHUNK_BYTES,
     MAX_ALIASES,
     MAX_ARGUMENTS,
     MAX_DIMENSIONS,
@@ -46,7 +47,6 @@ _KIND_TO_PROTO = {kind: plan_pb2.TensorKind.Value(f"TENSOR_KIND_{kind.name}") fo
 _KIND_FROM_PROTO: Mapping[int, TensorKind] = {value: kind for kind, value in _KIND_TO_PROTO.items()}
 
 MAX_TENSOR_ELEMENTS = 1 << 40
-IMAGE_CHUNK_BYTES = 1 << 20
 
 
 def dtype_from_proto(value: int, where: str) -> str:
