@@ -49,3 +49,23 @@ def test_the_reference_goes_on_where_it_was() -> None:
     job = make_job("sgd", model=Wide, steps=STEPS, consistency="async", rule="toy-momentum")
     half = reference(job, 3)
     assert reference(job, STEPS, start=half).sha256 == reference(job, STEPS).sha256
+
+
+@pytest.mark.parametrize("rule", ["toy-momentum", "toy-compensation"])
+def test_servers_forget_a_worker_that_is_admitted_no_more(rule: str) -> None:
+    job = make_job("sgd", steps=4, consistency="async", rule=rule, optimizer_args={"lr": 1e-3})
+    with Cluster(job, ps=2) as cluster:
+        for number in range(2):
+            cluster.worker(number).run_async([number, number + 2])
+        rules = [
+            bucket.rule
+            for host in cluster.hosts
+            for shard in host.store.shards.values()
+            for bucket in shard.buckets
+            if bucket.rule is not None
+        ]
+        assert {worker for held in rules for worker in held.workers} == {"worker/0", "worker/1"}
+        for host in cluster.hosts:
+            host.store.authority.members = {"worker/1": 1, "evaluator/0": 1}
+            host.store.members_changed()
+        assert {worker for held in rules for worker in held.workers} == {"worker/1"}
