@@ -137,7 +137,7 @@ class KindBench(Bench[Lane]):
 
 def publication(offer: LaneOffer, otherwise: Callable[..., Any], spec: Any, two: bool) -> Any:
     """Where a shard publishes on this lane."""
-    made = offer.publish(spec, sync=two)
+    made = offer.publish(spec, keeps_previous=two)
     return otherwise(spec, two) if made is None else made
 
 

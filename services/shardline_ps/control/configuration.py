@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from shardline import consistency
 from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.rpc.messages.configuration import PsConfiguration
@@ -21,10 +22,12 @@ def _hosted(configuration: PsConfiguration) -> list[ShardSpec]:
 
 
 def value_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of the published values, of both steps where they are kept: synchronous, and not frozen."""
-    sync = configuration.consistency.mode == "sync"
+    """Bytes of the published values, of both steps where they are kept."""
+    keeps = consistency.of(configuration.consistency).keeps_previous
     return sum(
-        bucket.nbytes * num_areas(bucket, sync=sync) for shard in _hosted(configuration) for bucket in shard.buckets
+        bucket.nbytes * num_areas(bucket, keeps_previous=keeps)
+        for shard in _hosted(configuration)
+        for bucket in shard.buckets
     )
 
 
@@ -55,21 +58,21 @@ def planned_bytes(configuration: PsConfiguration) -> int:
 
 
 def least_staging_bytes(configuration: PsConfiguration) -> int:
-    """The lowest limit of staging that a synchronous step can be promised to end with; 0 in asynchronous mode."""
-    consistency = configuration.consistency
-    if consistency.mode != "sync":
+    """The lowest limit of staging that a step can be promised to end with; 0 where nothing is summed."""
+    mode = consistency.of(configuration.consistency)
+    if not mode.sums_in_tree:
         return 0
-    return floor_bytes(_hosted(configuration), configuration.replicas, voted=consistency.voted)
+    return floor_bytes(_hosted(configuration), configuration.replicas, total_waits=mode.waits_for_verdict)
 
 
 def staging_limit(configuration: PsConfiguration, asked: int | None) -> int:
     """The limit in force for a configuration; asked: what the user set."""
-    consistency = configuration.consistency
+    mode = consistency.of(configuration.consistency)
     return limit_bytes(
         _hosted(configuration),
         configuration.replicas,
-        sync=consistency.mode == "sync",
-        voted=consistency.voted,
+        in_tree=mode.sums_in_tree,
+        total_waits=mode.waits_for_verdict,
         asked=asked,
     )
 

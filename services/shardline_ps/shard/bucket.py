@@ -10,6 +10,7 @@ import torch
 from shardline.core.contributions import Contributions, Partial, scaled
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec
+from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.spec import DTYPES, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.errors import CheckpointError, ProtocolError
 from shardline.update import BucketRule
@@ -110,12 +111,17 @@ class Bucket:
             for buffer in self._pub:
                 buffer[piece.end : end].zero_()
 
-    def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False) -> None:
+    def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False, context: PushContext = TOGETHER) -> None:
         """Make theta_{step+1} from theta_step and the mean gradient, and publish it. The commit point of the step."""
-        self.publish(self.compute(total, scale=scale, skip=skip), skip=skip)
+        self.publish(self.compute(total, scale=scale, skip=skip, context=context), skip=skip)
 
-    def compute(self, total: Partial, *, scale: float = 1.0, skip: bool = False) -> bool:
-        """Make theta_{step+1} beside theta_step; returns whether they differ. publish() has to follow."""
+    def compute(
+        self, total: Partial, *, scale: float = 1.0, skip: bool = False, context: PushContext = TOGETHER
+    ) -> bool:
+        """Make theta_{step+1} beside theta_step; returns whether they differ. publish() has to follow.
+
+        context: who pushed.
+        """
         source, target = self._pub[self.step & 1], self._pub[(self.step + 1) & 1]
         # Before the first byte is written over theta_{step-1}.
         self.overwritten = self.step - 1
