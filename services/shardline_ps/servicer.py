@@ -26,20 +26,20 @@ from shardline.rpc.messages.convert import ImageAssembler, image_parts, sequence
 from shardline.rpc.messages.data import ON_STREAM, lane_name, lane_number
 from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
-from shardline.wire.protobuf import ReplyView, read_request, write_reply
-from shardline_ps.control.admission import (
+from shardline.server.admission import (
     admit_data,
     holder_of,
     outcome_to_proto,
 )
+from shardline.server.calls import OpenCalls
+from shardline.server.conversation import PushPullTalk, Replies, readable
+from shardline.server.pull_sender import pull
+from shardline.server.push_receiver import NoRoomError, PushReceiver, PushResult
+from shardline.wire.protobuf import ReplyView, read_request, write_reply
 from shardline_ps.control.authority import Term
 from shardline_ps.control.status import ps_status
 from shardline_ps.control.votes import Voters
 from shardline_ps.control.voting import Ballot, Verdict
-from shardline_ps.data.calls import OpenCalls
-from shardline_ps.data.conversation import PushPullTalk, Replies, readable
-from shardline_ps.data.pull_sender import pull
-from shardline_ps.data.push_receiver import NoRoomError, PushReceiver, PushResult
 from shardline_ps.shard.retired_shards import Change, Remains
 from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.sender import Replicas

@@ -20,6 +20,9 @@ from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError, UsageError
 from shardline.rpc.messages.configuration import PsConfiguration
+from shardline.server.buffers import Buffers
+from shardline.server.signals import Signal
+from shardline.server.staging import Ledger, Staging
 from shardline.storage.publication import PlainPublication, Publication
 from shardline.update import check_tensors
 from shardline_ps.control.authority import Authority
@@ -30,10 +33,7 @@ from shardline_ps.control.configuration import (
     planned_bytes,
     staging_limit,
 )
-from shardline_ps.data.signals import Signal
 from shardline_ps.memory.heap_trimmer import Holes
-from shardline_ps.memory.staging import Ledger, Staging
-from shardline_ps.shard.buffers import Buffers
 from shardline_ps.shard.retired_shards import Change, Remains
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
@@ -59,7 +59,7 @@ class ParameterStore:
     """Shards of one ps. Configuration changes on the server's loop; tensor work runs in `pool`.
 
     memory_limit_bytes bounds what Configure may allocate; None = no bound.
-    staging_bytes bounds receive slots and partial sums; None = by the plan, see shardline_ps.memory.staging.
+    staging_bytes bounds receive slots and partial sums; None = by the plan, see shardline.server.staging.
     """
 
     def __init__(

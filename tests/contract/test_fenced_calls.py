@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2
+from shardline.server import conversation as push_pull_servicer
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
 from shardline_ps import servicer
-from shardline_ps.data import conversation as push_pull_servicer
 from tests.contract.plain_client import DEADLINE_S, FIRST_W, PlainClient
 from tests.contract.refusals import refused, says
 from tests.integration.cluster import Ps

@@ -28,7 +28,7 @@ from shardline.lanes.tcp import frames as bulk
 from shardline.lanes.tcp.attachment import TcpAttachment
 from shardline.lanes.tcp.server import TcpOffer
 from shardline.lanes.token_acceptor import TOKEN_BYTES, new_token
-from shardline_ps.shard.buffers import Buffers
+from shardline.server.buffers import Buffers
 
 T = TypeVar("T")
 Contexts = tuple[ssl.SSLContext, ssl.SSLContext]

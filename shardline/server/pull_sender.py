@@ -18,8 +18,8 @@ from shardline.lanes.attachments import Attachment, Attachments
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO
 from shardline.rpc.messages.data import ON_STREAM
 from shardline.rpc.v1 import data_pb2
+from shardline.server.admission import admit_data, attachment_of, outcome_to_proto
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
-from shardline_ps.control.admission import admit_data, attachment_of, outcome_to_proto
 from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore, numbers

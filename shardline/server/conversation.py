@@ -10,12 +10,12 @@ from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments
 from shardline.rpc.v1 import data_pb2
+from shardline.server.admission import admit_data, attachment_of
+from shardline.server.calls import OpenCall
+from shardline.server.inline_apply import QUICK_BYTES
+from shardline.server.pull_sender import SHARED_CALL, AsyncReply, pull
+from shardline.server.push_receiver import PushReceiver, PushResult
 from shardline.wire.protobuf import PushFrameView, ReplyView, write_reply
-from shardline_ps.control.admission import admit_data, attachment_of
-from shardline_ps.data.calls import OpenCall
-from shardline_ps.data.pull_sender import SHARED_CALL, AsyncReply, pull
-from shardline_ps.data.push_receiver import PushReceiver, PushResult
-from shardline_ps.shard.inline_apply import QUICK_BYTES
 from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore
 

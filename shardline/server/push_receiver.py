@@ -24,12 +24,12 @@ from shardline.rpc.limits import MAX_GROUPS, at_most
 from shardline.rpc.messages.convert import dtype_from_proto, hyper_from_proto, unpack_bits
 from shardline.rpc.messages.data import ON_STREAM, lane_name
 from shardline.rpc.v1 import data_pb2
+from shardline.server.admission import admit_data, attachment_of, drop_named, outcome_to_proto
+from shardline.server.calls import all_ended
+from shardline.server.inline_apply import is_quick, release_all
+from shardline.server.slots import Slot, opened, slot_bytes
+from shardline.server.staging import AsyncPush, Lease, worker_index
 from shardline.wire.protobuf import ChunkView, PushFrameView
-from shardline_ps.control.admission import admit_data, attachment_of, drop_named, outcome_to_proto
-from shardline_ps.data.calls import all_ended
-from shardline_ps.memory.slots import Slot, opened, slot_bytes
-from shardline_ps.memory.staging import AsyncPush, Lease, worker_index
-from shardline_ps.shard.inline_apply import is_quick, release_all
 from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore, numbers
 

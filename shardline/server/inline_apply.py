@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardline_ps.memory.slots import Slot
+from shardline.server.slots import Slot
 from shardline_ps.shard.shard import Shard
 
 QUICK_BYTES = 64 << 10
