@@ -50,7 +50,7 @@ def parse_want(request: data_pb2.PullRequest) -> Want:
     """The wanted step; raises ProtocolError for wants of later versions."""
     if request.what not in (data_pb2.PULL_WHAT_UNSPECIFIED, data_pb2.PULL_WHAT_PARAMS):
         # By number: this version may have no name for it.
-        raise ProtocolError(f"pull of what = {request.what} is not offered here")
+        raise ProtocolError(f"pull of what = {request.what} is not offered by this ps")
     have = request.have_step if request.HasField("have_step") else None
     match request.WhichOneof("want"):
         case "exact_step":

@@ -172,7 +172,7 @@ class PushReceiver:
             raise ProtocolError("a new push began before the one before it was committed")
         kind = header.kind or data_pb2.PUSH_KIND_GRADIENT
         if kind not in (data_pb2.PUSH_KIND_GRADIENT, data_pb2.PUSH_KIND_INIT):
-            raise ProtocolError(f"push kind number {kind} is not offered here")
+            raise ProtocolError(f"push kind number {kind} is not offered by this ps")
         decision = admit_data(self._backend, header.data, init=kind == data_pb2.PUSH_KIND_INIT)
         if decision.outcome is not Outcome.SERVED:
             if decision.outcome in SENT_AWAY:
