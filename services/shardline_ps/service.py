@@ -74,6 +74,7 @@ class PsProcess:
             on_push=self.meter.pushed,
             on_refused=self.meter.refused,
         )
+        self.servicer.calls.reader_s = config.timeouts.rpc_s
         self.server = RpcServer(
             config.cluster.address(config.task),
             register=[register(self.servicer)],

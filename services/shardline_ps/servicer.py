@@ -145,7 +145,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         if await remains.gone(GRACE_S):
             return
         # These wait for their senders or readers, and would hold the shards as long as those like.
-        self._calls.end_all(reason)
+        self.calls.end_all(reason)
         if await remains.gone(GRACE_S):
             return
         # What failed meanwhile may have left frames behind that hold each other.
@@ -190,7 +190,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         authority.keys = {member.task: member.key for member in request.members}
         authority.members = {member.task: member.incarnation for member in request.members}
         self._attachments.keep_only(authority.members)
-        self._calls.keep_only(authority.members)
+        self.calls.keep_only(authority.members)
         self._store.members_changed()
         if placement:
             # The fence above waits for nobody.
@@ -224,7 +224,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
     @rpc_errors.unary
     async def Restore(self, request: AsyncIterator[Any], context: Any) -> parameter_server_pb2.RestoreReply:
         """Replace one shard by the images of the stream, all or nothing."""
-        with self._calls.enter():
+        with self.calls.enter():
             return await self._restore(request)
 
     async def _restore(self, request: AsyncIterator[Any]) -> parameter_server_pb2.RestoreReply:

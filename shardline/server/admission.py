@@ -7,10 +7,12 @@ import contextlib
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.protocol import FEATURES
+from shardline.core.reduce import Block
 from shardline.errors import UnreachableError
 from shardline.lanes.attachments import Attachment, Attachments, Holder
+from shardline.rpc.limits import MAX_FIGURES, at_most, short
 from shardline.rpc.messages.data import ON_STREAM, lane_name
-from shardline.rpc.v1 import common_pb2
+from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.server.backend import Backend
 
 _TO_PROTO = {outcome: common_pb2.Outcome.Value(f"OUTCOME_{outcome.name}") for outcome in Outcome}
@@ -48,7 +50,10 @@ def holder_of(data: common_pb2.DataHeader) -> Holder:
 
 
 def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> Decision:
-    """Whether a data message may be looked at at all."""
+    """Whether a data message may be looked at at all. Raises ProtocolError where its names are none."""
+    at_most(len(data.required_features), MAX_FIGURES, "features that a message requires")
+    for name in (data.job, data.plan_id, data.task, *data.required_features):
+        short(name, "a name in the head of a message")
     unknown = sorted(set(data.required_features) - set(FEATURES))
     if unknown:
         return Decision(Outcome.REFUSED, f"this ps can't do what the message requires: {', '.join(unknown)}")
@@ -65,4 +70,15 @@ def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> 
     )
     if decision.outcome is Outcome.SERVED and data.shard not in backend.shards:
         return Decision(Outcome.REFUSED, f"shard {data.shard} is not hosted here; this ps has {sorted(backend.shards)}")
+    return decision
+
+
+def admit_push(backend: Backend, header: data_pb2.PushHeader, *, init: bool) -> Decision:
+    """Whether a push may be looked at: like all data, and of replicas that there are; sets of them are bitmaps."""
+    decision = admit_data(backend, header.data, init=init)
+    if init or decision.outcome is not Outcome.SERVED:
+        return decision
+    shard, block = backend.shard(header.data.shard), Block(header.block.first, header.block.count)
+    if not shard.consistency.whole_pushes and block.end > shard.replicas:
+        return Decision(Outcome.REFUSED, f"block {block} is outside the job's {shard.replicas} replicas")
     return decision

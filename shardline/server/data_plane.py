@@ -38,7 +38,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
         self._backend = backend
         self._attachments = attachments
         self._on_push = on_push
-        self._calls = OpenCalls()
+        self.calls = OpenCalls()
 
     @rpc_errors.unary
     async def OpenLane(
@@ -76,7 +76,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
     async def Push(self, request: AsyncIterator[Any], context: Any) -> data_pb2.PushReply:
         """One contribution; acknowledged when all its buckets are counted or staged."""
         result: PushResult | None = None
-        with self._calls.enter() as call:
+        with self.calls.enter() as call:
             receiver = PushReceiver(self._backend, self._attachments, spawn=asyncio.create_task, on_admitted=call.of)
             try:
                 async for message in request:
@@ -95,18 +95,18 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
     @rpc_errors.writer
     async def Pull(self, request: data_pb2.PullRequest, context: Any) -> None:
         """Buckets as they become ready."""
-        with self._calls.enter() as call:
+        with self.calls.enter() as call:
             # Where it is not admitted it ends by itself.
             call.of(request.data.task, request.data.incarnation)
             answer: Any = pull(self._backend, self._attachments, request, outer=1)
             async with contextlib.aclosing(answer) as messages:
                 async for message in messages:
-                    await context.write(message)
+                    await call.write(context, message)
 
     @rpc_errors.writer
     async def PushPull(self, request: AsyncIterator[Any], context: Any) -> None:
         """Pushes and a pull in full duplex."""
-        with self._calls.enter() as call:
+        with self.calls.enter() as call:
             replies = Replies()
             talk = PushPullTalk(self._backend, self._attachments, replies, call, self._on_push)
             task = asyncio.create_task(talk.run(request))
@@ -115,11 +115,11 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
                     if isinstance(reply, NoRoomError):
                         # Like any push that does not count, it ends the call.
                         self._on_push(reply.result)
-                        await context.write(write_reply(ReplyView(ack=reply.result.ack)))
+                        await call.write(context, write_reply(ReplyView(ack=reply.result.ack)))
                         return
                     if isinstance(reply, Exception):
                         raise reply
-                    await context.write(reply)
+                    await call.write(context, reply)
             finally:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):

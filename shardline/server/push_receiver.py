@@ -24,7 +24,7 @@ from shardline.rpc.limits import MAX_GROUPS, at_most
 from shardline.rpc.messages.convert import dtype_from_proto, hyper_from_proto, unpack_bits
 from shardline.rpc.messages.data import ON_STREAM, lane_name
 from shardline.rpc.v1 import data_pb2
-from shardline.server.admission import admit_data, attachment_of, drop_named, outcome_to_proto
+from shardline.server.admission import admit_push, attachment_of, drop_named, outcome_to_proto
 from shardline.server.backend import Backend, HostedShard, numbers
 from shardline.server.calls import all_ended
 from shardline.server.inline_apply import is_quick, release_all
@@ -173,7 +173,7 @@ class PushReceiver:
         kind = header.kind or data_pb2.PUSH_KIND_GRADIENT
         if kind not in (data_pb2.PUSH_KIND_GRADIENT, data_pb2.PUSH_KIND_INIT):
             raise ProtocolError(f"push kind number {kind} is not offered by this ps")
-        decision = admit_data(self._backend, header.data, init=kind == data_pb2.PUSH_KIND_INIT)
+        decision = admit_push(self._backend, header, init=kind == data_pb2.PUSH_KIND_INIT)
         if decision.outcome is not Outcome.SERVED:
             if decision.outcome in SENT_AWAY:
                 # Nobody will take the bytes that follow on another lane.

@@ -520,7 +520,7 @@ def test_a_server_that_dies_during_an_exchange_is_unreachable(bench: KindBench) 
     bench.pull(0)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(bench.exchange, want=Want(step=9, wait_s=15.0))
-        wait_for(lambda: bool(bench.ps.servicer._calls.open), "the call to be there")
+        wait_for(lambda: bool(bench.ps.servicer.calls.open), "the call to be there")
         bench.ps.close()
         with pytest.raises(UnreachableError):
             running.result(DEADLINE_S)

@@ -37,9 +37,10 @@ from shardline.rpc.client import PsControl
 from shardline.rpc.messages.configuration import Configuration
 from shardline.rpc.server import RpcServer
 from shardline.testing import ReferenceResult
+from shardline_chief.io.servicer import register
 from shardline_ps.control.votes import Voters
 from shardline_ps.service import offers
-from shardline_ps.servicer import ParameterServer, register
+from shardline_ps.servicer import ParameterServer
 from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.sender import Replicas
 from shardline_ps.store import ParameterStore
@@ -361,7 +362,7 @@ def _gather_slice(plan: Plan, target: dict[str, torch.Tensor], piece: Slice, num
         whole[start : start + piece.elements] = flat[piece.offset : piece.end]
     for name, values in image.scalars.items():
         if image.initialized[number]:
-            before = target.setdefault(name, torch.tensor(values[number]))
+            before = target.setdefault(name, torch.tensor(values[number], dtype=torch.float64))
             assert float(before) == values[number], f"{spec.name}: {name} differs between its slices"
 
 

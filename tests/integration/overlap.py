@@ -11,9 +11,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from shardline.client.overlap.early_push import Expected
 from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.watching import StepWatch
+from shardline.client.step.expected import Expected
 from shardline.client.step.trainer import Trainer
 from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.identity import Identity

@@ -16,7 +16,7 @@ from torch import nn
 from shardline import schedule
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.live import LivePayloads
-from shardline.client.overlap.early_push import Expected
+from shardline.client.step.expected import Expected
 from shardline.client.step.layout import copy_each
 from shardline.core.exchange import Contribution, Exchanged, Sender
 from shardline.errors import JobError, NonFiniteError

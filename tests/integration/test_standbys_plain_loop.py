@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from shardline.client.api import session as sessions
+from shardline.client.api import workplace
 from shardline.client.api.session import Session
-from shardline.client.exchange import workplace
 from shardline.client.step.retained_contribution import Carried
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig

@@ -9,12 +9,12 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from shardline.client.exchange import arrivals
 from shardline.client.exchange import shard_exchange as exchange
 from shardline.client.exchange.arrivals import Arrivals
 from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardTask
 from shardline.client.exchange.running import Running
 from shardline.client.exchange.shard_exchange import Exchange
-from shardline.client.overlap import arrivals
 from shardline.client.step.layout import ModelLayout
 from shardline.client.step.sink import BucketSink
 from shardline.config import Timeouts

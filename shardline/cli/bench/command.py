@@ -161,11 +161,11 @@ def net(
     found = _measure_here(asked) if is_local(host) else _measure(asked)
     if json_path is not None:
         json_path.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
-    from rich.console import Console
+    from shardline.cli.terminal import PlainConsole
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = PlainConsole(width=None if sys.stdout.isatty() else 160)
     for text in headline(found):
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.say(text)
     console.print(table(found))
     return 0
 

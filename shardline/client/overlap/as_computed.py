@@ -17,7 +17,7 @@ from shardline.client.step.expected import Expected
 from shardline.client.step.finite import NonFinite, loss_names
 from shardline.client.step.payloads import PushTools
 from shardline.client.step.sending import Begin, Values
-from shardline.consistency.worker import WorkerHalf
+from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.spec import JobSpec
 from shardline.errors import JobError
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 from shardline.cadence import Outgoing
 from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.step.trainer import Trainer
-from shardline.consistency.worker import Mark, WorkerHalf
+from shardline.consistency.worker import Mark
+from shardline.consistency.worker.base import WorkerHalf
 
 
 class RetainedContribution:
