@@ -61,16 +61,18 @@ class Lane(Protocol):
         """Free the connection."""
         ...
 
+    # What lanes have that share memory with the shard
+
     @property
     def by_reference(self) -> bool:
         """Whether payloads lie in memory that both sides map, so that none of their bytes is on a wire."""
-        ...
+        return False
 
     @property
     def published(self) -> SharedMemory | None:
         """Memory in which this side reads the shard's parameters where they lie; None where there is none (yet)."""
-        ...
+        return None
 
     def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
         """Memory that the shard reads: a gradient computed there needs no copy. None where there is none now."""
-        ...
+        return None

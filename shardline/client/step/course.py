@@ -8,7 +8,7 @@ import torch
 
 from shardline import cadence as cadences
 from shardline import consistency
-from shardline.cadence import Cadence, Held, Ticks
+from shardline.cadence import Held, Ticks
 from shardline.core.spec import JobSpec
 
 
@@ -18,10 +18,10 @@ class Course:
     tensors: the model's own, by name.
     """
 
-    def __init__(self, job: JobSpec, tensors: Mapping[str, torch.Tensor], *, cadence: Cadence | None = None) -> None:
+    def __init__(self, job: JobSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         self.mode = consistency.of(job.consistency)
         self.half = self.mode.worker_half(job)
-        self.cadence = cadence or cadences.of(job)
+        self.cadence = cadences.of(job)
         self.ticks = Ticks(self.cadence)
         pulled = tensors
         if self.cadence.copies:
