@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardline.consistency.base import Clock, Consistency
 from shardline.core.outcome import Decision, Outcome
+
+
+@dataclass(frozen=True)
+class Asynchronous(Consistency):
+    """Every worker's gradient is an update of its own."""
+
+    name: ClassVar[str] = "async"
+    clock: ClassVar[Clock] = Clock.VERSION
+    whole_pushes: ClassVar[bool] = True
+    replies_with_push: ClassVar[bool] = True
+    leases_batches: ClassVar[bool] = True
+    clips_at_worker: ClassVar[bool] = True
+    counts_staleness: ClassVar[bool] = True
+
+    def contributors(self, replicas: int) -> int:
+        """One: a batch is one replica's."""
+        return 1
 
 
 def admit_push(seq: int, *, last_seq: int, skip: bool = False) -> Decision:

@@ -1,0 +1,82 @@
+"""Consistency: which contributions make an update, and what a worker may pull. One file per mode. Pure.
+
+A resident is the choice and its traits: what the rest of the system has to know about a mode, as properties with a
+meaning. Nobody outside this package asks for a mode's name or class.
+
+How modes that do not exist yet would use it:
+
+* Backup workers (Chen et al. 2016): by bucket, `waits_for_verdict`, contributors(N) == N. The set of a step is closed by
+  the lead at N of N + b contributions; the divisor stays N; whatever comes later is answered LATE_DROPPED.
+* n-softsync (Zhang et al. 2016): `whole_pushes`. A push is counted, and the c-th one applies the sum divided by c; the
+  staleness of each push is in its PushContext.
+* Stale synchronous parallel (Ho et al. 2013): `whole_pushes`, numbered like asynchronous ones. A clock per worker; a pull
+  that names a clock is WAITING until the slowest member's clock is near enough; members that leave are dropped from
+  the minimum.
+* Local SGD and DiLoCo: by bucket like the synchronous modes, where a step is a round and what is averaged is a delta.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardline.core.spec import ConsistencySpec
+from shardline.seams import Resident
+
+
+class Clock(enum.Enum):
+    """What a job's progress is counted in."""
+
+    STEP = "step"
+    """Rounds closed: every replica takes part in each."""
+    VERSION = "version"
+    """Updates applied; each worker is at its own."""
+
+
+@dataclass(frozen=True)
+class Consistency(Resident):
+    """A mode: its settings are the fields, its traits the class variables."""
+
+    clock: ClassVar[Clock]
+    """What steps, the learning-rate schedule, stops and figures go by."""
+    keeps_previous: ClassVar[bool] = False
+    """A bucket publishes the values of its step and of the step before: a replaced worker may still need those."""
+    whole_pushes: ClassVar[bool] = False
+    """A push is numbered, held until its commit and counted in all buckets at once, with one outcome. False: it names
+    its step and its block of replicas, and each bucket of it counts as soon as it is there."""
+    sums_in_tree: ClassVar[bool] = False
+    """Contributions of replicas are added in the canonical tree, so that whoever holds a block may add it up first."""
+    waits_for_verdict: ClassVar[bool] = False
+    """A complete step is applied when the lead has decided on it for all shards."""
+    pulls_by_step: ClassVar[bool] = False
+    """A pull asks for the values of one step, and gets those or none."""
+    replies_with_push: ClassVar[bool] = False
+    """A pull in the same call as a push is answered with the values right after that push."""
+    publishes_after_standby: ClassVar[bool] = False
+    """An update is published when the standby holds it. False: it is published at once, and answers wait instead."""
+    consistent_cuts: ClassVar[bool] = False
+    """All shards are cut at the same step, which can be agreed on before; a rollback takes all of them back to it.
+    False: each shard is cut at its own instant and goes back alone."""
+    leases_batches: ClassVar[bool] = False
+    """The chief hands out batches one by one, and again where a worker dies. False: it assigns replicas, and a
+    replica's batches follow from the step."""
+    bit_exact: ClassVar[bool] = False
+    """The final parameters do not depend on the number of workers or on who died."""
+    clips_at_worker: ClassVar[bool] = False
+    """A worker clips its own gradient and decides itself to skip one that is not finite."""
+    counts_staleness: ClassVar[bool] = False
+    """How many updates lie between a worker's pull and its push is a figure worth showing."""
+
+    @property
+    def assigns_replicas(self) -> bool:
+        """A worker stands for the replicas that the chief assigned to it."""
+        return not self.leases_batches
+
+    def contributors(self, replicas: int) -> int:
+        """How many replicas make one update, of a job with `replicas`."""
+        return replicas
+
+    def under(self, spec: ConsistencySpec) -> Consistency:
+        """The mode that this choice comes to with a job's other settings, such as clipping."""
+        return self
