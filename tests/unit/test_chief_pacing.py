@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from shardline_chief.rules.actions import Cut, Hurry, Save, Saved
-from shardline_chief.rules.pacing import (
+from shardline_chief.io.pacing import (
     FREE_BYTES,
     LEAST_RATE,
     Links,
     Pace,
-    StepClock,
     TokenBucket,
     fetched,
-    least_interval,
     on_this_machine,
 )
+from shardline_chief.rules.actions import Cut, Hurry, Save, Saved
+from shardline_chief.rules.intervals import StepClock, least_interval
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import Cluster, make_job, running

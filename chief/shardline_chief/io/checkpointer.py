@@ -19,8 +19,8 @@ from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import CheckpointError, ShardlineError
 from shardline.rpc.client import PsControl
+from shardline_chief.io.pacing import LEAST_RATE, Links, Pace, TokenBucket, fetched, on_this_machine
 from shardline_chief.rules.actions import Save, Saved
-from shardline_chief.rules.pacing import LEAST_RATE, Links, Pace, TokenBucket, fetched, on_this_machine
 
 log = logging.getLogger("shardline_chief.io.checkpointer")
 

@@ -19,7 +19,6 @@ from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus, TaskStatus, Traffic
 from shardline.errors import FencedError, InternalError, UsageError
 from shardline.security import key_of
-from shardline_chief.io.notes import Notes
 from shardline_chief.rules import admission
 from shardline_chief.rules.actions import Action, CommandResult, Found, MarkBest, Resume, Saved
 from shardline_chief.rules.assignment import replicas_of
@@ -28,6 +27,7 @@ from shardline_chief.rules.ending import Ending
 from shardline_chief.rules.membership import Member, Refused
 from shardline_chief.rules.membership import State as Life
 from shardline_chief.rules.messages import Beat, Join, JoinAnswer, LeaseAnswer, PlaceAnswer
+from shardline_chief.rules.notes import Notes
 from shardline_chief.rules.recovery import Recovery
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.running import Running

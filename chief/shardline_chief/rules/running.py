@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from shardline.core.orders import Phase
 from shardline_chief.rules.actions import CommandResult, Cut, Release, Save, Saved
+from shardline_chief.rules.intervals import StepClock, least_interval
 from shardline_chief.rules.leases import Lease, Leases
 from shardline_chief.rules.messages import TRAINERS, LeaseAnswer
-from shardline_chief.rules.pacing import StepClock, least_interval
 from shardline_chief.rules.state import State
 
 RETRY_S = 0.2
