@@ -32,10 +32,10 @@ from shardline_chief.io.trainer import Trainer
 from shardline_chief.page.access import check_exposure
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
+from shardline_chief.rules.flows.takeover import obstacle
 from shardline_chief.rules.program import Program
 from shardline_chief.rules.replay import Remembered, replay
-from shardline_chief.rules.state import Settings
-from shardline_chief.rules.takeover import obstacle
+from shardline_chief.rules.state.settings import Settings
 
 log = logging.getLogger("shardline_chief")
 
@@ -258,7 +258,7 @@ class ChiefProcess:
         program = self._control.program
         program.state.settings = dataclasses.replace(self._settings, chief_address=address)
         # Importing torch and the job took its time; the others' time to join begins now.
-        program.state.started_s = time.monotonic()
+        program.state.figures.started_s = time.monotonic()
         if self._page is not None:
             self._control.page = self._page.start()
             log.info("page at %s", self._control.page)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardline_chief.rules.membership import Admitted, Member, Membership, Refused, State
 from shardline_chief.rules.messages import Join
+from shardline_chief.rules.state.membership import Admitted, Member, Membership, Refused, State
 
 DEAD_S = 20.0
 SUSPECT_S = 6.0

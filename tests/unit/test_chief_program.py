@@ -8,6 +8,7 @@ import pytest
 
 from shardline.core.orders import Phase
 from shardline_chief.rules.actions import Activate, CommandResult, Configure, Cut, Members, Release, Restore
+from shardline_chief.rules.events import EndAsked
 from shardline_chief.rules.messages import Beat, Join
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -466,10 +467,10 @@ def test_a_stop_is_not_moved_by_reports_older_than_the_workers_end() -> None:
 def test_a_failure_seen_with_old_reports_still_ends_where_the_shards_stand() -> None:
     cluster = running()
     cluster.advance(10)
-    cluster.program.ending.begin("worker/1: it broke", cluster.now_s, exit_code=1)
+    cluster.program.machine.handle(EndAsked("worker/1: it broke", 1), cluster.now_s)
     # The question was answered before the shards went on to step 12, the cut was asked for after.
-    (question,) = [action for action in cluster.program.state.actions if hasattr(action, "order")]
-    cluster.program.state.actions.clear()
+    (question,) = [action for action in cluster.program.state.outbox.actions if hasattr(action, "order")]
+    cluster.program.state.outbox.actions.clear()
     statuses = {ps.task: ps.status() for ps in cluster.ps}
     for ps in cluster.ps:
         ps.advance(12)

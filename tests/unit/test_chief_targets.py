@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardline_chief.io.targets import NAME, Targets, reachable
-from shardline_chief.rules.membership import Member, State
+from shardline_chief.rules.state.membership import Member, State
 
 
 def member(role: str, index: int, metrics: str, **changes: Any) -> Member:

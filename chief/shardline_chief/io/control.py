@@ -55,9 +55,9 @@ from shardline_chief.rules.actions import (
     Say,
     Tell,
 )
-from shardline_chief.rules.membership import State as Life
 from shardline_chief.rules.messages import TRAINERS, Beat, Join, JoinAnswer
 from shardline_chief.rules.program import Program
+from shardline_chief.rules.state.membership import State as Life
 
 log = logging.getLogger("shardline_chief.io.control")
 T = TypeVar("T")
@@ -170,13 +170,13 @@ class Control:
             except Exception as error:
                 _settle(ticket, error=error)
             else:
-                self.program.state.answer(ticket, result)
+                self.program.state.outbox.answer(ticket, result)
 
         self.post(event)
         return ticket
 
     def _check(self, who: Identity) -> None:
-        if not self.program.state.members.speaks_for(who):
+        if not self.program.state.tasks.members.speaks_for(who):
             raise ForbiddenError(
                 f"the message is not from {who.task}: it lacks the secret that incarnation {who.incarnation:#x} of "
                 "that task was given when it joined; nothing changed"
@@ -275,7 +275,9 @@ class Control:
         """Whether every task has let go of its stream and who watches has heard of the end, or the time is over."""
         assert self._goodbye_s is not None
         # Admitted just now and without a stream yet: nobody would be left to tell it of the end.
-        silent = {m.task for m in self.program.state.members if m.living and (m.task, m.incarnation) not in self._sent}
+        silent = {
+            m.task for m in self.program.state.tasks.members if m.living and (m.task, m.incarnation) not in self._sent
+        }
         there = silent | {task for task, _ in self._channels}
         if not there:
             return now_s >= self._watcher_until_s
@@ -296,12 +298,12 @@ class Control:
         key = (beat.task, beat.incarnation)
         alive = self.program.beat(beat, now_s)
         # Anybody can send any name: only those that were admitted may become labels, or figures grow without end.
-        known = self.program.state.members.get(beat.task) is not None
+        known = self.program.state.tasks.members.get(beat.task) is not None
         peer = beat.task if known else "unknown"
         if alive:
             self._metrics.counter("shardline_heartbeats_total", peer=peer).inc()
             self._heard.add(key)
-        if beat.steps and self.program.state.members.current(*key, TRAINERS):
+        if beat.steps and self.program.state.tasks.members.current(*key, TRAINERS):
             self._reporter.report(beat.task, beat.steps)
         if self._channels.get(key) is channel:
             return
@@ -322,7 +324,7 @@ class Control:
     def _push_orders(self) -> None:
         state = self.program.state
         for key, channel in list(self._channels.items()):
-            if state.returning and state.members.current(*key):
+            if state.returning and state.tasks.members.current(*key):
                 # It goes on by the orders it has until this chief knows what holds.
                 continue
             # Grows over terms: a task takes no orders that are older than those it has.
@@ -334,7 +336,7 @@ class Control:
                 channel.send(orders)
             elif key in self._heard:
                 channel.send(last)
-            if not self.program.state.members.current(*key):
+            if not self.program.state.tasks.members.current(*key):
                 # It has got its last orders (fenced, or good-bye); the stream ends behind them.
                 channel.close()
                 del self._channels[key]
@@ -373,7 +375,7 @@ class Control:
     def _record(self, records: Sequence[Record], now_s: float) -> None:
         if not records:
             return
-        faults = self.program.state.faults
+        faults = self.program.state.figures.faults
         try:
             self._journal.write_all((record.kind, record.fields) for record in records)
         except OSError as error:
@@ -403,7 +405,7 @@ class Control:
         if saved.path:
             self._reporter.shelf.put(saved.step, Path(saved.path))
         self.program.saved(saved, now_s)
-        if least := self.program.state.least_interval:
+        if least := self.program.state.saves.least_interval:
             self._metrics.gauge("shardline_checkpoint_interval_steps").set(least)
 
     def _find(self, find: Find) -> None:
@@ -428,33 +430,33 @@ class Control:
 
     def _figures(self, now_s: float) -> None:
         state = self.program.state
-        # An asynchronous job does not go back as a whole.
-        anew = state.timeline != self._reported if state.sync else not self._reported
+        # Where shards go back alone, nothing that was logged is undone.
+        anew = state.layout.timeline != self._reported if state.mode.consistent_cuts else not self._reported
         under_way = state.phase in (Phase.RUNNING, Phase.STOPPING) and not state.returning
         if under_way and anew and state.job is not None:
-            self._reported = state.timeline
+            self._reported = state.layout.timeline
             # Of an earlier chief, whose logs go on: nothing that they have was undone.
-            taken_over = state.timeline >> 32 != state.settings.term
+            taken_over = state.layout.timeline >> 32 != state.settings.term
             self._reporter.begin(
                 replicas=state.job.replicas,
-                sync=state.sync,
-                timeline=state.timeline,
-                first_step=state.step if taken_over else state.base_step,
+                joined=state.mode.assigns_replicas,
+                timeline=state.layout.timeline,
+                first_step=state.progress.step if taken_over else state.progress.base_step,
             )
         if now_s < self._next_rates_s:
             return
         self._next_rates_s = now_s + RATES_S
-        if state.running_s is not None and not state.ended:
-            self._reporter.rates(state.step, _wire(state.traffic), now_s)
+        if state.figures.running_s is not None and not state.ended:
+            self._reporter.rates(state.progress.step, _wire(state.figures.traffic), now_s)
         self._show(now_s)
         if state.ended:
             return
         if self._targets is None:
             chief = state.settings.chief_address
             self._targets = Targets(self._out, chief=chief, chief_metrics=self._metrics.address)
-        self._targets.show(state.members)
+        self._targets.show(state.tasks.members)
         counts: dict[tuple[str, str], int] = {}
-        for member in state.members:
+        for member in state.tasks.members:
             for life in Life:
                 key = (member.role, life.value)
                 counts[key] = counts.get(key, 0) + (member.state is life)
@@ -488,9 +490,9 @@ class Control:
             self._targets.clear()
         store: CheckpointStore = self._checkpointer.store
         digest = ""
-        if self.program.state.checkpoint_step >= 0:
+        if self.program.state.saves.checkpoint_step >= 0:
             try:
-                digest = parameters_digest(store.open(self.program.state.checkpoint_step, verify=False))
+                digest = parameters_digest(store.open(self.program.state.saves.checkpoint_step, verify=False))
             except CheckpointError as error:
                 log.warning("no digest of the parameters: %s", error)
         now_s = time.monotonic()
