@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.process import ContenderError
-from shardline.client.exchange.shard_exchange import Restart
+from shardline.client.exchange.outcomes import Restart
 from shardline.client.step.trainer import Trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts

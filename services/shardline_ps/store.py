@@ -18,6 +18,7 @@ from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError, UsageError
 from shardline.rpc.messages.configuration import PsConfiguration
+from shardline.storage.publication import PlainPublication, Publication
 from shardline.update import check_tensors
 from shardline_ps.control.authority import Authority
 from shardline_ps.control.configuration import (
@@ -31,9 +32,9 @@ from shardline_ps.data.signals import Signal
 from shardline_ps.memory.heap_trimmer import Holes
 from shardline_ps.memory.staging import Ledger, Staging
 from shardline_ps.shard.buffers import Buffers
-from shardline_ps.shard.publication import PlainPublication, Publication
 from shardline_ps.shard.retired_shards import Change, Remains
-from shardline_ps.shard.shard import Shard, ShardSettings
+from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.tallies import ShardSettings
 from shardline_ps.standby.standby import Standby
 
 __all__ = ["ParameterStore", "PsConfiguration", "TrafficTally", "numbers", "planned_bytes"]

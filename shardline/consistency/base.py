@@ -5,11 +5,11 @@ meaning. Nobody outside this package asks for a mode's name or class.
 
 How modes that do not exist yet would use it:
 
-* Backup workers (Chen et al. 2016): by bucket, `waits_for_verdict`, contributors(N) == N. The set of a step is closed by
+* Backup workers (Chen et al. 2016): by bucket, `waits_for_verdict`, contributors(N) == N. A step's set is closed by
   the lead at N of N + b contributions; the divisor stays N; whatever comes later is answered LATE_DROPPED.
 * n-softsync (Zhang et al. 2016): `whole_pushes`. A push is counted, and the c-th one applies the sum divided by c; the
   staleness of each push is in its PushContext.
-* Stale synchronous parallel (Ho et al. 2013): `whole_pushes`, numbered like asynchronous ones. A clock per worker; a pull
+* Stale synchronous parallel (Ho et al. 2013): `whole_pushes`, numbered as in async. A clock per worker; a pull
   that names a clock is WAITING until the slowest member's clock is near enough; members that leave are dropped from
   the minimum.
 * Local SGD and DiLoCo: by bucket like the synchronous modes, where a step is a round and what is averaged is a delta.
@@ -21,7 +21,10 @@ import enum
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shardline.core.spec import ConsistencySpec
+from shardline.consistency.worker.base import WorkerHalf
+from shardline.consistency.worker.own_pushes import OwnPushes
+from shardline.consistency.worker.shared_steps import SharedSteps
+from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.seams import Resident
 
 
@@ -80,3 +83,7 @@ class Consistency(Resident):
     def under(self, spec: ConsistencySpec) -> Consistency:
         """The mode that this choice comes to with a job's other settings, such as clipping."""
         return self
+
+    def worker_half(self, job: JobSpec) -> WorkerHalf:
+        """A worker's place in a job of this mode, at the job's beginning."""
+        return OwnPushes(job) if self.whole_pushes else SharedSteps(job)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardline.client.exchange.shard_exchange import StepFigures
+from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.step.trainer import Trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
@@ -28,6 +28,7 @@ from shardline.core.plan import Plan, Slice, make_plan
 from shardline.core.spec import TensorKind
 from shardline.data import BatchSource, replica_gradients
 from shardline.job import Job
+from shardline.lanes.attachments import Attachments
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
@@ -37,7 +38,6 @@ from shardline.rpc.messages.configuration import Configuration
 from shardline.rpc.server import RpcServer
 from shardline.testing import ReferenceResult
 from shardline_ps.control.votes import Voters
-from shardline_ps.data.attachments import Attachments
 from shardline_ps.service import offers
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.shard.shard import Shard
@@ -241,10 +241,9 @@ class Cluster:
             rule=self.spec.rule,
             schedule=self.spec.schedule,
             consistency=self.spec.consistency,
-            replicas=self.spec.replicas,
+            **self.spec.settings(),
             cut_every=self.cut_every,
             placement=self.placement,
-            codec=self.spec.codec,
         )
 
     def lane_config(self, lane: str) -> RoleConfig:

@@ -11,14 +11,15 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from shardline.client.exchange.watching import StepWatch
 from shardline.client.overlap.gate import Gate
-from shardline.client.overlap.scheduler import Expected
+from shardline.client.overlap.watching import StepWatch
+from shardline.client.step.expected import Expected
 from shardline.client.step.trainer import Trainer
+from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.identity import Identity
 from shardline.data import replica_gradients
 from shardline.errors import UnreachableError
-from shardline.lanes.base import Contribution, Exchanged, Lane, Sender, Sink, Standing, Want
+from shardline.lanes.base import Lane
 from tests.integration.cluster import COMPUTE, Cluster, Worker
 
 T = TypeVar("T")

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from shardline import schedule
-from shardline.client.exchange.shard_exchange import Restart, Stopped
+from shardline.client.exchange.outcomes import Restart, Stopped
+from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Outcome
 from shardline.data import BatchSource, derive, seed_everything
 from shardline.errors import NonFiniteError, UnreachableError
 from shardline.job import Job
-from shardline.lanes.base import Contribution, Exchanged, Lane, Sender, Sink, Standing, Want
+from shardline.lanes.base import Lane
 from shardline.model import named_values
 from tests.integration.cluster import PATIENCE_S, Cluster, Worker
 from tests.integration.jobs import OPTIMIZERS, Rich, make_job, mse

@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardline.client.exchange.shard_exchange import Interrupted, Restart, Stopped
+from shardline.client.exchange.outcomes import Interrupted, Restart, Stopped
+from shardline.core.exchange import BucketPayload, Contribution, Exchanged, Payloads, Sender, Sink, Standing, Want
 from shardline.errors import ProtocolError
 from shardline.job import Job
-from shardline.lanes.base import BucketPayload, Contribution, Exchanged, Lane, Payloads, Sender, Sink, Standing, Want
+from shardline.lanes.base import Lane
 from shardline.testing import ReferenceResult, reference
 from tests.integration.cluster import PATIENCE_S, Cluster, Worker, assert_same_end
 from tests.integration.jobs import Rich, make_job

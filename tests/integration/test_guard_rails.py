@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.exchange.shard_exchange import Exchange, Interrupted, ShardTask
-from shardline.client.step.layout import BucketSink, ModelLayout, same_bits
+from shardline.client.exchange.outcomes import Interrupted, ShardTask
+from shardline.client.exchange.shard_exchange import Exchange
+from shardline.client.step.layout import ModelLayout, same_bits
+from shardline.client.step.sink import BucketSink
 from shardline.config import Timeouts
+from shardline.core.exchange import Contribution, End, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.identity import Identity
 from shardline.core.orders import Phase
 from shardline.core.outcome import Outcome
@@ -20,13 +23,14 @@ from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import NonFiniteError, ProtocolError
-from shardline.lanes.base import Contribution, End, Exchanged, Sender, Sink, Standing, Want
 from shardline.rpc import link as link_module
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
 from shardline.update import rule
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.gradients import Gradient
+from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.tallies import ShardSettings
 
 TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float16"),)
 

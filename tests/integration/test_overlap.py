@@ -14,17 +14,13 @@ import torch
 from torch import nn
 
 from shardline import schedule
-from shardline.client.api.live import LivePayloads
-from shardline.client.overlap.arrivals import Key
-from shardline.client.overlap.scheduler import Expected
+from shardline.client.exchange.arrivals import Key
+from shardline.client.exchange.live import LivePayloads
+from shardline.client.step.expected import Expected
 from shardline.client.step.layout import copy_each
+from shardline.core.exchange import Contribution, Exchanged, Sender
 from shardline.errors import JobError, NonFiniteError
-from shardline.lanes.base import (
-    Contribution,
-    Exchanged,
-    Lane,
-    Sender,
-)
+from shardline.lanes.base import Lane
 from shardline.model import named_values
 from shardline.testing import ReferenceResult, reference
 from tests.integration.cluster import COMPUTE, Cluster, assert_same_end, split_evenly

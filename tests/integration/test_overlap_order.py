@@ -10,19 +10,10 @@ from typing import cast
 import pytest
 import torch
 
-from shardline.client.overlap.priority import pull_order
+from shardline.client.exchange.priority import pull_order
 from shardline.client.step import trainer as trainer_module
-from shardline.lanes.base import (
-    Arrival,
-    BucketPayload,
-    Contribution,
-    Exchanged,
-    Lane,
-    Payloads,
-    Sender,
-    Sink,
-    Want,
-)
+from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Payloads, Sender, Sink, Want
+from shardline.lanes.base import Lane
 from shardline.testing import reference
 from tests.integration.cluster import COMPUTE, PATIENCE_S, Cluster, assert_same_end
 from tests.integration.jobs import make_job

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange.shard_exchange import Interrupted
-from shardline.client.step.layout import BucketSink
+from shardline.client.exchange.outcomes import Interrupted
+from shardline.client.step.sink import BucketSink
 from shardline.config import Timeouts
+from shardline.core.exchange import Sender, Want
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.errors import ShardlineError, UsageError
-from shardline.lanes.base import Sender, Want
 from shardline.lanes.grpc.client import GrpcLane
 from shardline.rpc.channel import Peer, channel_options
 from shardline.rpc.messages.data import ps_stub, pull_request

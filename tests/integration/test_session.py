@@ -18,7 +18,7 @@ from torch import nn
 import shardline
 from shardline.client.api import connect as connecting
 from shardline.client.api.session import Session
-from shardline.client.exchange.shard_exchange import Restart
+from shardline.client.exchange.outcomes import Restart
 from shardline.errors import JobError, MismatchError, NonFiniteError, TensorError, UsageError
 from tests.integration.jobs import make_job
 from tests.integration.services import PATIENCE_S, TIMEOUTS, Services, backward, batch, make_model

@@ -17,14 +17,15 @@ import torch
 from torch import nn
 
 from shardline.client.api import session as sessions
+from shardline.client.api import workplace
 from shardline.client.api.session import Session
-from shardline.client.exchange import workplace
 from shardline.client.step.retained_contribution import Carried
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.core.exchange import Exchanged
 from shardline.core.orders import JobView, Orders, Phase
 from shardline.errors import RolledBackError, UnreachableError
-from shardline.lanes.base import Exchanged, Lane
+from shardline.lanes.base import Lane
 from shardline.rpc.link import ChiefLink
 from tests.integration.cluster import ClusterState, same_bits
 from tests.integration.jobs import make_job, mse

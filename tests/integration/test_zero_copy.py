@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange.shard_exchange import Interrupted
+from shardline.client.exchange.outcomes import Interrupted
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.zero_copy import regions
 from shardline.config import Timeouts

@@ -411,9 +411,9 @@ def test_longer_training_other_lr_and_other_policy_are_noted_and_allowed(tmp_pat
     groups = ({**job.rule.groups[0], "lr": 0.5},)
     later = dataclasses.replace(job, steps=200, checkpoint_keep=9, rule=RuleSpec(name="Adam", groups=groups))
     assert checkpoint.compatible(later) == [
-        "rule.groups[0].lr: 0.5 in the job, 0.1 in the checkpoint",
         "steps: 200 in the job, 100 in the checkpoint",
         "checkpoint_keep: 9 in the job, 3 in the checkpoint",
+        "rule.groups[0].lr: 0.5 in the job, 0.1 in the checkpoint",
     ]
     asynchronous = job_of(consistency=ConsistencySpec(mode="async"))
     store.commit(cut_of(asynchronous, step=1))

@@ -116,7 +116,9 @@ def test_missing_ps_ends_the_job_with_its_name_address_and_the_seconds_waited() 
 
 def test_an_address_that_nobody_knows_yet_is_not_printed_as_port_0() -> None:
     cluster = Cluster(job=make_job())
-    cluster.program.state.settings = dataclasses.replace(cluster.program.state.settings, ps=("127.0.0.1:0", "host1:1"))
+    cluster.program.state.tasks.settings = dataclasses.replace(
+        cluster.program.state.settings, ps=("127.0.0.1:0", "host1:1")
+    )
     cluster.tick(JOIN + 1)
     assert cluster.finish is not None
     assert "ps/0 (address not known yet), ps/1 at host1:1 did not join within 180 s" in cluster.finish.reason

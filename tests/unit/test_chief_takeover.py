@@ -24,7 +24,7 @@ from shardline_chief.rules.actions import (
     Record,
     Release,
 )
-from shardline_chief.rules.flows.takeover import obstacle
+from shardline_chief.rules.flows.recollection import obstacle
 from shardline_chief.rules.messages import Beat, Join, JoinAnswer
 from shardline_chief.rules.program import Program
 from shardline_chief.rules.replay import Remembered, replay

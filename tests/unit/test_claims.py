@@ -11,6 +11,7 @@ import torch
 from shardline.client.overlap import scheduler as overlap
 from shardline.client.step.staging import Allocate, Staging, no_memory
 from shardline.codecs import RAW, codec_for
+from shardline.core.exchange import BucketPayload, Contribution, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.plan import BucketSpec, Plan, make_plan
@@ -18,7 +19,6 @@ from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.core.tensor_bytes import digest, fingerprint, tensor_bytes
 from shardline.errors import JobError, NonFiniteError
-from shardline.lanes.base import BucketPayload, Contribution, Sender, Want, Whole
 from shardline.rpc.messages import data
 from shardline.rpc.messages.data import Attached, bucket_header
 from shardline.rpc.v1 import data_pb2
@@ -28,8 +28,10 @@ from shardline_ps.data.conversation import is_soon_whole
 from shardline_ps.memory.slots import Slot, opened
 from shardline_ps.shard import gradients
 from shardline_ps.shard.buffers import Buffers
+from shardline_ps.shard.gradients import Gradient
 from shardline_ps.shard.inline_apply import QUICK_BYTES
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.tallies import ShardSettings
 
 ELEMENTS = 64
 LARGEST = torch.finfo(torch.float32).max

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.exchange.workplace import Workplace
+from shardline.client.api.workplace import Workplace
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.core.identity import Identity

@@ -9,17 +9,20 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from shardline.client.exchange import arrivals
 from shardline.client.exchange import shard_exchange as exchange
-from shardline.client.exchange.shard_exchange import Exchange, Interrupted, Running, ShardOutcome, ShardTask
-from shardline.client.overlap import arrivals
-from shardline.client.overlap.arrivals import Arrivals
-from shardline.client.step.layout import BucketSink, ModelLayout
+from shardline.client.exchange.arrivals import Arrivals
+from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardTask
+from shardline.client.exchange.running import Running
+from shardline.client.exchange.shard_exchange import Exchange
+from shardline.client.step.layout import ModelLayout
+from shardline.client.step.sink import BucketSink
 from shardline.config import Timeouts
+from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.identity import Identity
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.errors import UnreachableError
-from shardline.lanes.base import Contribution, Exchanged, Sender, Sink, Standing, Want
 
 PATIENCE_S = 20.0
 LOOK_S = 0.01

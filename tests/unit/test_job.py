@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardline import schedule
-from shardline.client.exchange.attachment import TensorHolder
+from shardline.client.api.script_job import TensorHolder
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorKind
 from shardline.errors import JobError
@@ -142,8 +142,8 @@ def test_overrides_are_read_as_their_fields_types(tmp_path: Path) -> None:
         ("steps", "ten", "steps is set to 'ten'; it must be a whole number"),
         ("clip_norm", "nan", "clip_norm is set to 'nan'; it must be a number"),
         ("replicas", "0", r"Job\.replicas is 0; give a whole number >= 1"),
-        ("consistency", "eventual", "consistency is 'eventual'"),
-        ("model", "x", "no job field 'model' can be set from outside; these can: batch_size, steps"),
+        ("consistency", "eventual", "consistency 'eventual' does not exist; choose from sync, async"),
+        ("model", "x", "no job field 'model' can be set from outside; these can: replicas, batch_size"),
     ],
 )
 def test_an_override_that_cannot_be_is_refused(tmp_path: Path, name: str, text: str, sentence: str) -> None:

@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from shardline.client.api.live import LivePayloads, Unready
-from shardline.client.overlap.priority import SendQueue
+from shardline.client.exchange.live import LivePayloads, Unready
+from shardline.client.exchange.priority import SendQueue
+from shardline.core.exchange import BucketPayload
 from shardline.errors import UnreachableError
-from shardline.lanes.base import BucketPayload
 
 PATIENCE_S = 20.0
 

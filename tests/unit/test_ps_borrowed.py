@@ -23,7 +23,9 @@ from shardline.core.reduce import Block, cover, magnitude, stays_finite
 from shardline.core.spec import DTYPES, ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import NonFiniteError
 from shardline.update import ALLOWED, rule, wants_whole
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.gradients import Gradient
+from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.tallies import ShardSettings
 
 NAMES = {"w": (37, 5), "v": (100,), "u": (3, 3)}
 

@@ -18,12 +18,14 @@ from shardline.core.records import Applied
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.errors import CheckpointError, NonFiniteError, ProtocolError
+from shardline.storage.publication import PlainPublication, num_areas
 from shardline.update import rule
 from shardline_ps.data.pull_sender import Encoded, Want, encode_bucket
 from shardline_ps.data.signals import Signal
 from shardline_ps.shard.bucket import Bucket
-from shardline_ps.shard.publication import PlainPublication, num_areas
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.gradients import Gradient
+from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.tallies import ShardSettings
 
 TENSORS = (
     TensorSpec(name="w", shape=(3,), dtype="float32"),

@@ -11,7 +11,9 @@ from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.host.process import memory_limit, resolve_device
 from shardline.update import rule
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.gradients import Gradient
+from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.tallies import ShardSettings
 
 pytestmark = [
     pytest.mark.gpu,

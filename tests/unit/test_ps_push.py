@@ -17,12 +17,12 @@ from shardline.codecs import codec_for
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import ProtocolError
+from shardline.lanes.attachments import Attachments, Holder, Opening
+from shardline.lanes.shm.server import ShmTicket
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PushFrameView, read_push
-from shardline_ps.data.attachments import Attachments, Holder, Opening
 from shardline_ps.data.push_receiver import NoRoomError, PushReceiver, PushResult
-from shardline_ps.data.shm_server import ShmTicket
 from shardline_ps.shard import inline_apply as quick
 from shardline_ps.store import ParameterStore, PsConfiguration
 

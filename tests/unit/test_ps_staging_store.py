@@ -15,7 +15,7 @@ from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.update import rule
 from shardline_ps.service import offers
-from shardline_ps.shard.shard import Gradient
+from shardline_ps.shard.gradients import Gradient
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 MB = 1_000_000

@@ -9,20 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from shardline.core.exchange import CHUNK_BYTES, Arrival
 from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import ProtocolError
-from shardline.lanes.base import Arrival
-from shardline.rpc.messages.data import CHUNK_BYTES, PullReader
+from shardline.lanes.attachments import Attachments
+from shardline.rpc.messages.data import PullReader
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PullFrameView, read_reply
-from shardline_ps.data.attachments import Attachments
 from shardline_ps.data.pull_sender import Encoded, Want, pull, refer_bucket
 from shardline_ps.shard.bucket import Bucket
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.gradients import Gradient
+from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.tallies import ShardSettings
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 ELEMENTS = 1024

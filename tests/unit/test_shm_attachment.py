@@ -11,8 +11,8 @@ from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.host import segments
 from shardline.host.segments import Segment
-from shardline_ps.data.attachments import Holder
-from shardline_ps.data.shm_server import SegmentPublication, ShmAttachment
+from shardline.lanes.attachments import Holder
+from shardline.lanes.shm.server import SegmentPublication, ShmAttachment
 
 
 def test_a_worker_that_was_welcomed_can_push_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

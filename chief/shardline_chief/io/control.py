@@ -57,7 +57,7 @@ from shardline_chief.rules.actions import (
 )
 from shardline_chief.rules.messages import TRAINERS, Beat, Join, JoinAnswer
 from shardline_chief.rules.program import Program
-from shardline_chief.rules.state.membership import State as Life
+from shardline_chief.rules.state.membership import Life
 
 log = logging.getLogger("shardline_chief.io.control")
 T = TypeVar("T")

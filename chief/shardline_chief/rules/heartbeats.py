@@ -39,7 +39,7 @@ class Heartbeats:
         if beat.ps is not None and member.role == "ps":
             self._flows.servers.told(beat.task, beat.ps, asked=False)
             self._machine.settle(now_s)
-        if beat.finished and beat.task not in tasks.finished:
+        if beat.finished and member.trains and beat.task not in tasks.finished:
             tasks.finished.add(beat.task)
             state.outbox.ask_status()
         elif not beat.finished:

@@ -44,6 +44,7 @@ from shardline_chief.rules.state.state import State
 
 Rule = Callable[[Any, float], bool | None]
 Row = tuple[frozenset[Stage], Rule]
+Rows = Mapping[type[Event], tuple[Row, ...]]
 Continuation = Callable[[Any, CommandResult, float], None]
 
 
@@ -67,7 +68,7 @@ class Flows:
     @classmethod
     def of(cls, state: State) -> Flows:
         """The rules over a job."""
-        checkpointing, scoring, workers = Checkpointing(state), Scoring(state), Workers(state)
+        checkpointing, scoring = Checkpointing(state), Scoring(state)
         ending = Ending(state, checkpointing, scoring)
         preparation = Preparation(state, checkpointing, ending)
         failover = Failover(state, preparation)
@@ -78,14 +79,14 @@ class Flows:
             preparation=preparation,
             checkpointing=checkpointing,
             leasing=Leasing(state),
-            workers=workers,
+            workers=Workers(state),
             servers=Servers(state),
             failover=failover,
             recovery=recovery,
             takeover=takeover,
             ending=ending,
             scoring=scoring,
-            joining=Joining(state, start, workers, takeover),
+            joining=Joining(state, start, takeover),
         )
 
 
@@ -94,10 +95,15 @@ def at(*stages: Stage) -> frozenset[Stage]:
     return frozenset(stages)
 
 
-def rows(flows: Flows) -> Mapping[type[Event], tuple[Row, ...]]:
+def rows(flows: Flows) -> Rows:
     """What follows from each event, by stage. ENDED is in no row of an event that would change anything."""
-    start, preparation, checkpointing, ending = flows.start, flows.preparation, flows.checkpointing, flows.ending
-    workers, recovery, failover, takeover = flows.workers, flows.recovery, flows.failover, flows.takeover
+    return {**_of_time(flows), **_of_tasks(flows), **_of_servers(flows), **_of_checkpoints(flows)}
+
+
+def _of_time(flows: Flows) -> Rows:
+    """Time, and whatever may let the job end."""
+    start, preparation, recovery = flows.start, flows.preparation, flows.recovery
+    workers, takeover, ending = flows.workers, flows.takeover, flows.ending
     return {
         on.Tick: (
             (ANY, workers.links),
@@ -105,7 +111,7 @@ def rows(flows: Flows) -> Mapping[type[Event], tuple[Row, ...]]:
             (at(Stage.FINDING), recovery.wait_for_checkpoint),
             (at(Stage.PLACING), recovery.place),
             (ANY - ENDED, recovery.count_anew),
-            (TRAINING, failover.watch),
+            (TRAINING, flows.failover.watch),
             (at(Stage.GATHERING), start.gather),
             (at(Stage.INITIALIZING, Stage.FIRST_CUT, Stage.ACTIVATING), preparation.poll),
             (at(Stage.FIRST_CUT), preparation.first_cut_late),
@@ -115,19 +121,30 @@ def rows(flows: Flows) -> Mapping[type[Event], tuple[Row, ...]]:
             (at(Stage.REACHING, Stage.CUTTING), ending.poll),
             (TRAINING | TAKEOVER, flows.servers.poll_at_last_step),
         ),
+        on.Progressed: (
+            (TRAINING, flows.leasing.end_if_complete),
+            (TRAINING, ending.end_as_remembered),
+            # From the last to the first, so that one step of the end follows at a time.
+            (at(Stage.SCORING), flows.scoring.scoring),
+            (at(Stage.CUTTING), ending.cutting),
+            (at(Stage.REACHING), ending.reaching),
+            (at(Stage.CHOOSING), ending.choosing),
+        ),
+    }
+
+
+def _of_tasks(flows: Flows) -> Rows:
+    """Tasks come and go."""
+    start, workers, recovery, takeover = flows.start, flows.workers, flows.recovery, flows.takeover
+    return {
         on.Arrived: (
             (at(Stage.GATHERING), start.gather),
             (at(Stage.NOTHING_LEFT), start.nothing_left),
             (at(Stage.INITIALIZING), start.initialize),
             (at(Stage.READY), start.run),
         ),
-        on.ServersReady: ((at(Stage.READY), start.run),),
-        on.TrainingBegins: (
-            (ANY, recovery.goes_on),
-            (ANY, start.began),
-        ),
         on.TrainerLost: (
-            (at(Stage.INITIALIZING), preparation.initializer_lost),
+            (at(Stage.INITIALIZING), flows.preparation.initializer_lost),
             (ANY, workers.lost),
         ),
         on.StrangerLost: ((ANY, workers.stranger_lost),),
@@ -140,11 +157,14 @@ def rows(flows: Flows) -> Mapping[type[Event], tuple[Row, ...]]:
             (UNHEARD, takeover.server_restarted),
             (ANY - UNHEARD - START, recovery.server_restarted),
         ),
-        on.OrderRefused: (
-            (ANY, failover.refused),
-            (ANY, recovery.refused),
-            (ANY, flows.servers.refused),
-        ),
+    }
+
+
+def _of_servers(flows: Flows) -> Rows:
+    """What servers tell and refuse, and what they are ready for."""
+    start, preparation, checkpointing = flows.start, flows.preparation, flows.checkpointing
+    recovery, failover = flows.recovery, flows.failover
+    return {
         on.ShardsTold: (
             (ANY, failover.told),
             (at(Stage.INITIALIZING), preparation.values_told),
@@ -152,26 +172,34 @@ def rows(flows: Flows) -> Mapping[type[Event], tuple[Row, ...]]:
             (TRAINING | TAKEOVER, checkpointing.observe),
             (TRAINING | ENDING, checkpointing.told),
         ),
+        on.OrderRefused: (
+            (ANY, failover.refused),
+            (ANY, recovery.refused),
+            (ANY, flows.servers.refused),
+        ),
+        on.ServersReady: ((at(Stage.READY), start.run),),
+        on.TrainingBegins: (
+            (ANY, recovery.goes_on),
+            (ANY, start.began),
+        ),
+    }
+
+
+def _of_checkpoints(flows: Flows) -> Rows:
+    """Checkpoints, and the wish to end."""
+    ending = flows.ending
+    return {
         on.CheckpointSaved: (
-            (ANY, checkpointing.saved),
-            (at(Stage.FIRST_CUT), preparation.first_cut_saved),
+            (ANY, flows.checkpointing.saved),
+            (at(Stage.FIRST_CUT), flows.preparation.first_cut_saved),
             (at(Stage.CUTTING), ending.saved),
         ),
-        on.CheckpointFound: ((at(Stage.FINDING), recovery.found),),
+        on.CheckpointFound: ((at(Stage.FINDING), flows.recovery.found),),
         on.EndAsked: (
             (TAKEOVER, ending.remember),
             (ENDING, ending.second_reason),
             (TRAINING, ending.begin),
             (START | PREPARATION | RECOVERY, ending.end_at_once),
-        ),
-        on.Progressed: (
-            (TRAINING, flows.leasing.end_if_complete),
-            (TRAINING, ending.end_as_remembered),
-            # From the last to the first, so that one step of the end follows at a time.
-            (at(Stage.SCORING), flows.scoring.scoring),
-            (at(Stage.CUTTING), ending.cutting),
-            (at(Stage.REACHING), ending.reaching),
-            (at(Stage.CHOOSING), ending.choosing),
         ),
     }
 
@@ -215,9 +243,8 @@ class Machine:
 
     def __init__(self, state: State, flows: Flows) -> None:
         self.state = state
-        self._flows = flows
         self._rows = rows(flows)
-        self._continuations = continuations(flows)
+        self.continuations = continuations(flows)
 
     def handle(self, event: Event, now_s: float) -> None:
         """What follows from an event, and from what that makes to happen."""
@@ -226,19 +253,6 @@ class Machine:
             self.settle(now_s)
             if done:
                 return
-
-    def answered(self, number: int, result: CommandResult, now_s: float) -> None:
-        """A command came back from every server: deal with what failed, then go on with what follows it."""
-        state = self.state
-        pending, result = state.outbox.answered(number, result)
-        if result.errors:
-            self._flows.servers.failed(pending, result.errors)
-            self.settle(now_s)
-        after = pending.then
-        whole = not result.errors and not state.ended and pending.timeline == state.layout.timeline
-        if after is not None and (whole or not after.needs_all):
-            self._continuations[type(after)](after, result, now_s)
-        self.settle(now_s)
 
     def settle(self, now_s: float) -> None:
         """Deal with what rules have made to happen."""

@@ -22,7 +22,6 @@ from shardline_chief.rules.events import (
     CheckpointFound,
     CheckpointSaved,
     EndAsked,
-    Event,
     Progressed,
     ServerLost,
     StrangerLost,
@@ -36,8 +35,7 @@ from shardline_chief.rules.messages import Beat, Join, LeaseAnswer, PlaceAnswer
 from shardline_chief.rules.notes import Notes
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
-from shardline_chief.rules.state.membership import Member
-from shardline_chief.rules.state.membership import State as Life
+from shardline_chief.rules.state.membership import Life
 from shardline_chief.rules.state.settings import Settings
 from shardline_chief.rules.state.state import State
 
@@ -100,17 +98,18 @@ class Program:
     def stream_broken(self, task: str, incarnation: int, now_s: float) -> None:
         """A heartbeat stream ended."""
         if self.heartbeats.stream_broken(task, incarnation):
-            self._lives(now_s)
+            self.lives(now_s)
 
     # Time
 
     def tick(self, now_s: float) -> None:
         """Time passes: call about ten times a second."""
-        self._lives(now_s)
+        self.lives(now_s)
         self.machine.handle(Tick(), now_s)
         self._progress(now_s)
 
-    def _lives(self, now_s: float) -> None:
+    def lives(self, now_s: float) -> None:
+        """Who was silent for too long is suspect, then dead."""
         state = self.state
         if state.ended:
             return
@@ -119,17 +118,14 @@ class Program:
             if member.living:
                 level = "info" if member.state is Life.ALIVE else "warning"
                 state.say("life", change.sentence, level, task=member.task, state=member.state.value)
-                continue
-            self.machine.handle(self._loss(member, change.sentence), now_s)
+            elif member.role == "ps":
+                self.machine.handle(ServerLost(member.task, change.sentence), now_s)
+            elif member.trains and state.layout.table_sent:
+                self.machine.handle(TrainerLost(member, change.sentence), now_s)
+            else:
+                self.machine.handle(StrangerLost(member, change.sentence), now_s)
             if state.ended:
                 return
-
-    def _loss(self, member: Member, sentence: str) -> Event:
-        if member.role == "ps":
-            return ServerLost(member.task, sentence)
-        if member.trains and self.state.layout.table_sent:
-            return TrainerLost(member, sentence)
-        return StrangerLost(member, sentence)
 
     def _progress(self, now_s: float) -> None:
         self.machine.handle(Progressed(), now_s)
@@ -137,12 +133,21 @@ class Program:
     # Outcomes of actions
 
     def done(self, number: int, result: CommandResult, now_s: float) -> None:
-        """A command came back from every ps."""
+        """A command came back from every ps: deal with what failed, then go on with what follows it."""
+        state = self.state
         for task, value in result.values.items():
             if isinstance(value, PsStatus):
                 self.flows.servers.told(task, value, asked=True)
                 self.machine.settle(now_s)
-        self.machine.answered(number, result, now_s)
+        pending, result = state.outbox.answered(number, result)
+        if result.errors:
+            self.flows.servers.failed(pending, result.errors)
+            self.machine.settle(now_s)
+        after = pending.then
+        whole = not result.errors and not state.ended and pending.timeline == state.layout.timeline
+        if after is not None and (whole or not after.needs_all):
+            self.machine.continuations[type(after)](after, result, now_s)
+            self.machine.settle(now_s)
         self._progress(now_s)
 
     def saved(self, saved: Saved, now_s: float) -> None:

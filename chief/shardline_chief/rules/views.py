@@ -9,7 +9,7 @@ from shardline.errors import UsageError
 from shardline_chief.rules.flows.barriers import Barriers
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.assignment import replicas_of
-from shardline_chief.rules.state.membership import State as Life
+from shardline_chief.rules.state.membership import Life
 from shardline_chief.rules.state.state import State
 
 

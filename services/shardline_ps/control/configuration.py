@@ -10,10 +10,10 @@ import torch
 from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.rpc.messages.configuration import PsConfiguration
+from shardline.storage.publication import num_areas
 from shardline.update import BucketRule
 from shardline_ps.memory.staging import floor_bytes, limit_bytes
 from shardline_ps.shard.cuts import HELD_CUTS
-from shardline_ps.shard.publication import num_areas
 
 
 def _hosted(configuration: PsConfiguration) -> list[ShardSpec]:

@@ -8,10 +8,10 @@ from typing import Any
 
 from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError
+from shardline.lanes.attachments import Attachments
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.protobuf import PushFrameView, ReplyView, write_reply
 from shardline_ps.control.admission import admit_data, attachment_of
-from shardline_ps.data.attachments import Attachments
 from shardline_ps.data.calls import OpenCall
 from shardline_ps.data.pull_sender import SHARED_CALL, AsyncReply, pull
 from shardline_ps.data.push_receiver import PushReceiver, PushResult

@@ -10,7 +10,7 @@ from shardline.codecs import RAW, Codec, codec_for
 from shardline.core.plan import BucketSpec
 from shardline.core.tensor_bytes import Buffer, borrowed_tensor, copy_bytes, digest, fingerprint
 from shardline.errors import ProtocolError
-from shardline_ps.data.attachments import Ticket
+from shardline.lanes.attachments import Ticket
 from shardline_ps.memory.staging import Lease
 from shardline_ps.shard.gradients import Gradient
 

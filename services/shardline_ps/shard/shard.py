@@ -18,6 +18,7 @@ from shardline.core.records import Applied, AppliedPush
 from shardline.core.reduce import Block, is_finite, stays_finite
 from shardline.core.spec import TensorKind
 from shardline.errors import NonFiniteError, TensorError
+from shardline.storage.publication import PlainPublication, Publication, areas
 from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.cuts import CutBook, check_images
 from shardline_ps.shard.gradients import (
@@ -31,7 +32,6 @@ from shardline_ps.shard.gradients import (
     peak,
 )
 from shardline_ps.shard.held import factor_of, hold_bucket, hold_verdict, record_push, totals_of
-from shardline_ps.shard.publication import PlainPublication, Publication, areas
 from shardline_ps.shard.tallies import PushRecord, ShardSettings, Tally
 from shardline_ps.standby.record_log import ReplicaLog
 
@@ -328,6 +328,7 @@ class Shard:
             Outcome.DUPLICATE,
             f"replicas {block} sent other bits for step {step}, bucket {held.number} ({held.names[0]}) than before; "
             f"the first ones count. Do all workers have one kind of machine and the same number of threads?",
+            mismatch=True,
         )
 
     def _check(self, held: Bucket, block: Block, gradient: Gradient) -> float:

@@ -11,21 +11,19 @@ from shardline_chief.rules.after import TableThenAdmit
 from shardline_chief.rules.events import Arrived, ServerRestarted
 from shardline_chief.rules.flows.start import Start
 from shardline_chief.rules.flows.takeover import Takeover
-from shardline_chief.rules.flows.workers import Workers
 from shardline_chief.rules.messages import Join, JoinAnswer, PlaceAnswer
-from shardline_chief.rules.state.membership import Member, Refused
-from shardline_chief.rules.state.membership import State as Life
+from shardline_chief.rules.state.membership import Life, Member, Refused
 from shardline_chief.rules.state.state import State
 
 
 class Joining:
     """Rules of admission."""
 
-    def __init__(self, state: State, start: Start, workers: Workers, takeover: Takeover) -> None:
+    def __init__(self, state: State, start: Start, takeover: Takeover) -> None:
         self.state = state
         self.start = start
-        self.workers = workers
         self.takeover = takeover
+        self._refusals = admission.Refusals()
 
     def place(self, role: str, address: str, now_s: float) -> PlaceAnswer:
         """An index for a task that is about to join from this address, kept for it for --timeout."""
@@ -67,7 +65,8 @@ class Joining:
                 self._admitted(ticket, join, member, old)
                 return
             refused = decision
-        state.say("refused", f"{join.name} at {join.address} is not admitted: {refused.reason}", "warning")
+        if self._refusals.fresh(join.name, refused, now_s):
+            state.say("refused", f"{join.name} at {join.address} is not admitted: {refused.reason}", "warning")
         state.outbox.answer(ticket, JoinAnswer(accepted=False, reason=refused.reason, retry=refused.retry))
 
     def _admitted(self, ticket: Any, join: Join, member: Member, old: Member | None) -> None:
@@ -85,7 +84,7 @@ class Joining:
         if state.ended or not (member.trains and state.layout.table_sent):
             if old is not None:
                 # No server knows of it in this timeline.
-                self.workers.take_back(old.incarnation)
+                state.reassign(old.incarnation)
             state.outbox.answer(ticket, answer)
             self._advance()
         elif old is not None and self.start.preparation.restart_without(old):
@@ -113,7 +112,7 @@ class Joining:
         self.state.outbox.answer(after.ticket, after.answer)
         if self.state.ended:
             return
-        self.workers.take_back(after.replaced)
+        self.state.reassign(after.replaced)
         self._advance()
 
     def _advance(self) -> None:

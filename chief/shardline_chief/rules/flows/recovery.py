@@ -27,8 +27,7 @@ from shardline_chief.rules.flows.failover import Failover
 from shardline_chief.rules.flows.preparation import Preparation
 from shardline_chief.rules.stages import PREPARATION, Stage
 from shardline_chief.rules.state.losses import Loss, Recovered
-from shardline_chief.rules.state.membership import Member
-from shardline_chief.rules.state.membership import State as Life
+from shardline_chief.rules.state.membership import Life, Member
 from shardline_chief.rules.state.state import State
 
 ATTEMPTS = 8

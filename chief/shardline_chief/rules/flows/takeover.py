@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 from shardline.core.orders import Phase
 from shardline.core.plan import make_plan
-from shardline.core.spec import JobSpec, differences
+from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus
 from shardline.errors import TaskLostError
-from shardline_chief.rules.actions import Activate, AskStatus, CommandResult, Cut, Finish, Lead, Release
+from shardline_chief.rules.actions import Activate, AskStatus, CommandResult, Cut, Lead, Release
 from shardline_chief.rules.after import (
     AdoptThenActivate,
     AdoptThenBound,
@@ -25,32 +25,15 @@ from shardline_chief.rules.after import (
     StatusThenResume,
 )
 from shardline_chief.rules.events import Arrived, EndAsked, ServerLost, ServerRestarted, Tick
+from shardline_chief.rules.flows.recollection import bound, empty, missing, recall, say_goodbye
 from shardline_chief.rules.flows.recovery import Recovery
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.cuts import CutLedger
 from shardline_chief.rules.state.layout import addresses
-from shardline_chief.rules.state.losses import Recovered
-from shardline_chief.rules.state.membership import State as Life
-from shardline_chief.rules.state.settings import Settings, as_in_cluster
+from shardline_chief.rules.state.membership import Life
 from shardline_chief.rules.state.standbys import as_found
 from shardline_chief.rules.state.state import State
-
-
-def obstacle(remembered: Remembered, job: JobSpec | None, settings: Settings) -> str:
-    """Why the unfinished job in the folder is not the one that is started now; empty where it is, or may be."""
-    known = remembered.job
-    if known is None:
-        return ""
-    if job is not None:
-        phrases = differences(as_in_cluster(job, settings), known)
-        if phrases:
-            return "; ".join(phrases)
-    if remembered.plan_id:
-        plan = make_plan(known.tensors, len(settings.ps))
-        if plan.plan_id != remembered.plan_id:
-            return f"its parameters were cut for another number of parameter servers than {len(settings.ps)}"
-    return ""
 
 
 class Takeover:
@@ -75,9 +58,9 @@ class Takeover:
         state = self.state
         self._known, self._began_s = known, now_s
         self.ending.early = EndAsked(*known.stopping) if known.stopping is not None else None
-        self._recall(known, now_s, trained_s)
+        recall(state, known, now_s, trained_s)
         if known.ended is not None:
-            self._say_goodbye(*known.ended)
+            say_goodbye(state, *known.ended)
             return
         self._unheard = {task for task, member in known.members.items() if member.role == "ps"}
         state.stage = Stage.HEARING
@@ -92,24 +75,6 @@ class Takeover:
             after=known.term,
         )
 
-    def _recall(self, known: Remembered, now_s: float, trained_s: float) -> None:
-        """What can't be asked for."""
-        state = self.state
-        if known.job is not None:
-            state.adopt(known.job)
-        state.tasks.machine = known.machine
-        state.tasks.finished = set(known.finished)
-        state.figures.metrics, state.figures.best = dict(known.metrics), known.best
-        state.work.leases = known.leases
-        state.progress.first_step, state.progress.base_step = known.first_step, known.base_step
-        state.saves.checkpoint_step, state.saves.checkpoint_path = known.checkpoint_step, known.checkpoint_path
-        state.losses.recoveries = [Recovered(**recovered) for recovered in known.recoveries]
-        state.losses.failovers = known.failovers + 1
-        if known.began_s is not None:
-            state.figures.running_s = now_s - trained_s
-        for member in known.members.values():
-            state.tasks.members.recall(member, now_s)
-
     def _take_up_history(self, job: JobSpec) -> None:
         state, known = self.state, self._known
         state.layout.plan = make_plan(job.tensors, len(state.settings.ps))
@@ -123,25 +88,8 @@ class Takeover:
         if known.active and known.began_s is not None:
             state.told_phase = Phase.RUNNING
             self.recovery.preparation.checkpointing.remember(known.checkpoint_step)
-            state.progress.stop_step = known.stop_step or self._bound()
+            state.progress.stop_step = known.stop_step or bound(self.state)
             state.reassign()
-
-    def _bound(self) -> int:
-        """The step that the job file ends at; 0 where there is none."""
-        state = self.state
-        return state.job.steps if state.job is not None and state.stops_by_itself else 0
-
-    def _say_goodbye(self, exit_code: int, reason: str) -> None:
-        """The end was decided, and not everybody was told."""
-        state, saves, progress = self.state, self.state.saves, self.state.progress
-        state.stage = Stage.ENDED
-        state.exit_code, state.reason = exit_code, reason
-        saves.final_step = saves.checkpoint_step
-        progress.base_step = max(progress.base_step, saves.checkpoint_step)
-        state.say(
-            "takeover", f"the job had ended before the last chief did: {reason}; telling the tasks that are there"
-        )
-        state.outbox.actions.append(Finish(exit_code=exit_code, reason=reason))
 
     # Who is there
 
@@ -205,17 +153,11 @@ class Takeover:
         if state.settings.standbys and known.began_s is not None and (known.active or known.stays):
             self._ask()
             return
-        lost = self._missing()
+        lost = missing(self._known, self._gone)
         if state.phase is Phase.INIT or lost:
             self._go_back(lost, now_s)
             return
         state.command(Lead(addresses=addresses(known.placement)), LeadThenCompare())
-
-    def _missing(self) -> dict[str, str]:
-        """Servers that held shards and are not the processes that they were: why, by name."""
-        held = {place.task for place in self._known.placement}
-        lost = {task: why for task, why in self._gone.items() if task in held}
-        return lost | {task: f"{task} was gone when the chief came back" for task in held - self._known.members.keys()}
 
     # Standbys
 
@@ -255,7 +197,7 @@ class Takeover:
         found = as_found(known.placement, known.promoted, servers, since=known.since, living=living)
         state.stage = Stage.ADOPTING
         if found is None:
-            self._go_back(self._missing() or self._empty(servers), now_s)
+            self._go_back(missing(self._known, self._gone) or empty(self._known, servers), now_s)
             return
         behind = [task for task, status in servers.items() if status.timeline != known.timeline]
         if not found.promoted and not behind and known.active:
@@ -267,18 +209,8 @@ class Takeover:
         state.layout.placement = known.placement
         told = [shard for status in servers.values() for shard in status.shards if shard.initialized]
         step = min(map(state.progress.of, told), default=state.progress.base_step)
-        why = "; ".join(self._missing().values()) or "the last chief died while standbys took over"
+        why = "; ".join(missing(self._known, self._gone).values()) or "the last chief died while standbys took over"
         self.failover.stand_in_as_found(found, why, now_s, since_s=self._began_s, step=step)
-
-    def _empty(self, servers: Mapping[str, PsStatus]) -> dict[str, str]:
-        """Servers that are there without what they should hold: why, by name."""
-        lost = {}
-        for place in self._known.placement:
-            status = servers.get(place.task)
-            there = {shard.shard for shard in status.shards if shard.initialized} if status is not None else set()
-            if place.shard not in there:
-                lost[place.task] = f"{place.task} has no values for shard {place.shard}"
-        return lost
 
     def _release_copies(self, servers: Mapping[str, PsStatus]) -> None:
         """Which leases were done when shards copied themselves alone died with the last chief: no use of the copies."""
@@ -350,9 +282,9 @@ class Takeover:
     def bounded(self, after: AdoptThenTrain, result: CommandResult, now_s: float) -> None:
         """The servers know where to stop, unless they are past it."""
         progress = self.state.progress
-        if progress.stop_step != self._bound() and any(passed for passed, _ in result.values.values()):
+        if progress.stop_step != bound(self.state) and any(passed for passed, _ in result.values.values()):
             # The stop that was asked for reached no server: it is chosen again.
-            progress.stop_step = self._bound()
+            progress.stop_step = bound(self.state)
             self._stop_again(now_s)
             return
         self._adopted(now_s)

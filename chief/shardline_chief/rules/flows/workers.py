@@ -32,7 +32,7 @@ class Workers:
         state, member = self.state, after.member
         if state.ended:
             return
-        moved = self.take_back(member.incarnation)
+        moved = "; ".join(state.reassign(member.incarnation))
         few = not state.tasks.trainers() or state.tasks.too_few()
         rest = self._waits() if few else moved or "nothing of its work is lost"
         worst = "warning" if few else after.level
@@ -41,7 +41,7 @@ class Workers:
     def stranger_lost(self, event: StrangerLost, now_s: float) -> None:
         """No server knows of it yet in this timeline, so it is fenced as it is."""
         member = event.member
-        self.take_back(member.incarnation)
+        self.state.reassign(member.incarnation)
         rest = "the job goes on without it" if member.role == "evaluator" else "waiting for another"
         fields = {"task": member.task, "state": member.state.value}
         self.state.say("life", f"{event.sentence}; {rest}", "warning", **fields)
@@ -51,18 +51,6 @@ class Workers:
         member = self.state.tasks.members.get(event.task)
         if member is not None:
             self.stranger_lost(StrangerLost(member, event.why), now_s)
-
-    def take_back(self, incarnation: int | None) -> str:
-        """After every server has fenced a life: its work goes to the living. Returns what moved, for the sentence."""
-        state = self.state
-        phrases = []
-        if incarnation is not None and state.work.leases is not None:
-            leases = state.work.leases.fence(incarnation)
-            if leases:
-                phrases.append(f"{sum(lease.count for lease in leases)} batches are handed out again")
-        if state.phase in (Phase.RUNNING, Phase.STOPPING):
-            phrases += state.reassign()
-        return "; ".join(phrases)
 
     def _waits(self) -> str:
         wait = f"waiting {self.state.timeouts.lost_s:g} s for a task to join"
@@ -76,7 +64,7 @@ class Workers:
     def links(self, event: Tick, now_s: float) -> None:
         """Tasks that train can't reach a server that the chief hears: the server's fault, or theirs (PROTOCOL 1.6)."""
         state, tasks = self.state, self.state.tasks
-        trainers = tasks.trainers()
+        trainers = self._witnesses()
         suspected = any(tasks.suspects.get(member.task) for member in trainers)
         # A chief that comes back first hears all servers: what is lost is decided once, with what the others hold.
         if state.stage is not Stage.TRAINING or not suspected:
@@ -95,6 +83,12 @@ class Workers:
                 sentence = f"{who} did not hear {place.task} at {place.address} for {state.timeouts.dead_s:g} s"
                 self._judge_link(ServerLost(place.task, sentence), named, len(trainers), now_s)
                 return
+
+    def _witnesses(self) -> list[Member]:
+        """Whose word on the servers counts. Spares exchange nothing with them, and a stranger could be many spares."""
+        holders = set(self.state.work.assignment.values())
+        trainers = self.state.tasks.trainers()
+        return [member for member in trainers if not self.state.mode.assigns_replicas or member.task in holders]
 
     def _judge_link(self, lost: ServerLost, named: list[Member], trainers: int, now_s: float) -> None:
         """lost: what to report where it is the server's fault; named: those that do not hear the server."""

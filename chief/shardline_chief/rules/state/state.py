@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from typing import Any
 
@@ -30,7 +31,6 @@ class State:
     """The job as the chief knows it."""
 
     def __init__(self, settings: Settings, now_s: float, *, resume: Resume | None) -> None:
-        self.settings = settings
         self.timeouts = settings.timeouts
         self.job: JobSpec | None = None
         self.stage = Stage.GATHERING
@@ -50,6 +50,11 @@ class State:
         self.reason = ""
 
     # Questions
+
+    @property
+    def settings(self) -> Settings:
+        """What the chief was started with."""
+        return self.tasks.settings
 
     @property
     def phase(self) -> Phase:
@@ -88,6 +93,11 @@ class State:
 
     # Acts
 
+    def begin_to_serve(self, address: str, now_s: float) -> None:
+        """Tasks can reach the chief there: their time to join begins."""
+        self.tasks.settings = dataclasses.replace(self.settings, chief_address=address)
+        self.figures.started_s = now_s
+
     def adopt(self, job: JobSpec) -> None:
         """The job becomes known."""
         self.job = job
@@ -120,14 +130,23 @@ class State:
         self.layout.table_sent = True
         self.command(self.tasks.table(self.layout.timeline), then)
 
-    def reassign(self) -> list[str]:
-        """Give the replicas to the living; returns a phrase for each worker whose replicas grew."""
+    def reassign(self, gone: int | None = None) -> list[str]:
+        """Give the work to the living; returns a phrase for what moved.
+
+        gone: a life whose leases are handed out again, after every server has fenced it.
+        """
+        moved = []
+        leases = self.work.leases.fence(gone) if gone is not None and self.work.leases is not None else ()
+        if leases:
+            moved.append(f"{sum(lease.count for lease in leases)} batches are handed out again")
+        if self.phase not in (Phase.RUNNING, Phase.STOPPING):
+            return moved
         tasks = [member.task for member in self.tasks.trainers()]
         self.work.most_trainers = max(self.work.most_trainers, len(tasks))
         if self.job is None or not self.mode.assigns_replicas or self.tasks.too_few():
-            return []
+            return moved
         # A script computes its own replica and nobody else's.
-        return self.work.reassign(tasks, self.job.replicas, own=self.script)
+        return moved + self.work.reassign(tasks, self.job.replicas, own=self.script)
 
     def note_loss(self, task: str, heard_s: float) -> Loss:
         """The job stands still because of this task, or did so already; returns what is known of the loss."""

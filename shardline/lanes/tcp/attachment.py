@@ -19,9 +19,9 @@ from typing import Generic, TypeVar
 
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError, UnreachableError
+from shardline.lanes.attachments import Holder
+from shardline.lanes.socket_thread import READ, WRITE, SocketThread
 from shardline.lanes.tcp.frames import WHOLE, shut
-from shardline_ps.data.attachments import Holder
-from shardline_ps.data.socket_thread import READ, WRITE, SocketThread
 
 WINDOW = 8
 """Buckets of a push that may be on their way in at once: enough to keep the socket busy while others are counted."""

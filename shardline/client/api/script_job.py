@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardline.client.exchange.shard_exchange import StepFigures
+from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.step.trainer import Trainer
 from shardline.core.orders import StepReport
 from shardline.core.spec import ConsistencySpec, JobSpec
