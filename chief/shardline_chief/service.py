@@ -109,8 +109,8 @@ def _done_already(known: Remembered, spec: JobSpec | None, settings: Settings) -
     if not known.closed or known.ended is None or spec is None or obstacle(known, spec, settings):
         return False
     saved = known.leases.all_done if known.leases is not None else 0 < spec.steps <= known.checkpoint_step
-    exit_code, reason = known.ended
-    return saved and exit_code == 0 and (reason == "done" or reason.startswith("done before: "))
+    exit_code, _ = known.ended
+    return saved and exit_code == 0 and known.stopping is None
 
 
 def _close_journal(journal: Journal) -> None:
