@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardline import consistency
 from shardline.core.digest import params_sha256
 from shardline.core.plan import Plan, Slice, make_plan, padded
 from shardline.core.reduce import clip_scale, global_norm, mean_, square_sums, tree_sum
@@ -124,10 +125,11 @@ class _Run:
             self.skipped.append(self.at)
         else:
             _assign(self.buffers, after)
-            asynchronous = self.spec.consistency.mode == "async"
-            gradients = self._clip_as_torch(contributions[0]) if asynchronous else self._combine(contributions)
-            # PROTOCOL 1.1: the learning rate follows the step, in asynchronous mode the version.
-            self.stepper.step(gradients, factor(self.spec.schedule, self.version if asynchronous else self.at))
+            mode = consistency.of(self.spec.consistency)
+            gradients = self._clip_as_torch(contributions[0]) if mode.clips_at_worker else self._combine(contributions)
+            # PROTOCOL 1.1: the learning rate follows the step or the version.
+            now = self.version if mode.clock is consistency.Clock.VERSION else self.at
+            self.stepper.step(gradients, factor(self.spec.schedule, now))
             self.version += 1
         self.at += 1
         return sum(losses) / len(losses)
