@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from shardline import consistency
-from shardline.cluster import parse_address
 from shardline.codecs import RAW
 from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
+from shardline.core.plan import ShardSpec
 from shardline.errors import InternalError, ShardlineError, UnreachableError
 from shardline.host.process import Termination, free_memory, memory_limit, resolve_device, tell_ready
+from shardline.lanes import offered
 from shardline.lanes.attachments import Attachments, LaneOffer
-from shardline.lanes.shm.server import ShmOffer, publish
-from shardline.lanes.tcp.server import TcpOffer
 from shardline.observability.line_rate import meter_line
 from shardline.observability.metrics import Metrics
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.rpc.server import RpcServer
+from shardline.storage.publication import Publication
 from shardline_ps.control.votes import Voters
 from shardline_ps.memory.metering import Meter
 from shardline_ps.servicer import ParameterServer, register
@@ -74,6 +74,7 @@ class PsProcess:
             on_push=self.meter.pushed,
             on_refused=self.meter.refused,
         )
+        self.servicer.calls.reader_s = config.timeouts.rpc_s
         self.server = RpcServer(
             config.cluster.address(config.task),
             register=[register(self.servicer)],
@@ -110,26 +111,28 @@ class PsProcess:
 
 
 def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str, Exception], None]) -> list[LaneOffer]:
-    """Lanes besides grpc that this ps offers, as --lane says."""
-    found: list[LaneOffer] = []
-    store.lane_bytes = sent_bytes
-    if config.lane in ("auto", "tcp"):
-        host, _ = parse_address(config.cluster.address(config.task))
-        context = config.security.server_context()
-        bind, timeout_s = config.bind or host, config.timeouts.rpc_s
-        found.append(TcpOffer(bind, context, timeout_s=timeout_s, take=store.buffers.take, on_refused=on_refused))
-    if config.lane in ("auto", "shm") and sys.platform == "linux" and store.device.type == "cpu":
-        store.make_publication = publish
-        store.lane_bytes = reply_bytes
-        found.append(
-            ShmOffer(
-                lambda: store.configuration.codec if store.configuration is not None else RAW.name,
-                run_dir=config.run_dir,
-                timeout_s=config.timeouts.rpc_s,
-                on_refused=on_refused,
-            )
-        )
+    """Lanes that workers may open here, as --lane says; the store publishes where they want it to."""
+    on_host = store.device.type == "cpu"
+    made = [
+        kind.offer(config, on_host=on_host, take=store.buffers.take, on_refused=on_refused)
+        for kind in offered(config.lane)
+    ]
+    found = [offer for offer in made if offer is not None]
+    if found:
+        store.make_publication = functools.partial(_publish, found, store.make_publication)
+    store.lane_bytes = reply_bytes if any(offer.keeps_replies for offer in found) else sent_bytes
     return found
+
+
+def _publish(
+    offers: Sequence[LaneOffer], otherwise: Callable[[ShardSpec, bool], Publication], spec: ShardSpec, sync: bool
+) -> Publication:
+    """Memory for a shard's values where the first lane that has an opinion wants it."""
+    for offer in offers:
+        publication = offer.publish(spec, sync=sync)
+        if publication is not None:
+            return publication
+    return otherwise(spec, sync)
 
 
 def reply_bytes(configuration: PsConfiguration) -> int:

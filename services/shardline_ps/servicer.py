@@ -11,27 +11,28 @@ from typing import Any, TypeVar
 
 import grpc
 
+from shardline.codecs import RAW
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Outcome
 from shardline.core.placement import Placement
+from shardline.core.protocol import FEATURES, PROTOCOL_MINOR
 from shardline.errors import FencedError, ProtocolError
-from shardline.lanes.attachments import Attachments
+from shardline.lanes.attachments import Attachments, Hosted
 from shardline.lanes.base import LaneUnavailable
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.limits import MAX_MEMBERS, MAX_SENTENCE, at_most, short
 from shardline.rpc.messages.configuration import configuration_from_proto, placement_from_proto
 from shardline.rpc.messages.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
+from shardline.rpc.messages.data import ON_STREAM, lane_name, lane_number
 from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.wire.protobuf import ReplyView, read_request, write_reply
 from shardline_ps.control.admission import (
-    LANES,
     admit_data,
     holder_of,
-    lane_name,
     outcome_to_proto,
 )
-from shardline_ps.control.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
+from shardline_ps.control.authority import Term
 from shardline_ps.control.status import ps_status
 from shardline_ps.control.votes import Voters
 from shardline_ps.control.voting import Ballot, Verdict
@@ -73,7 +74,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         self._attachments = attachments
         self._replicas = replicas
         self.replication = Replication(task, store)
-        self._calls = OpenCalls()
+        self.calls = OpenCalls()
         self._changing = asyncio.Lock()
         """Held by commands that change the history or who holds what: one after another."""
         self._commands: set[asyncio.Task[Any]] = set()
@@ -99,7 +100,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         lane = lane_name(data.lane) or f"number {data.lane}"
         try:
             number, opening = self._attachments.open(
-                lane, holder_of(data), self._store.shard(data.shard), asyncio.get_running_loop()
+                lane, holder_of(data), hosted(self._store, data.shard), asyncio.get_running_loop()
             )
         except LaneUnavailable as error:
             return parameter_server_pb2.OpenLaneReply(
@@ -119,7 +120,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     async def Push(self, request: AsyncIterator[Any], context: Any) -> data_pb2.PushReply:
         """One contribution; acknowledged when all its buckets are counted or staged."""
         result: PushResult | None = None
-        with self._calls.enter() as call:
+        with self.calls.enter() as call:
             receiver = PushReceiver(self._store, self._attachments, spawn=asyncio.create_task, on_admitted=call.of)
             try:
                 async for message in request:
@@ -138,18 +139,18 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     @rpc_errors.writer
     async def Pull(self, request: data_pb2.PullRequest, context: Any) -> None:
         """Buckets as they become ready."""
-        with self._calls.enter() as call:
+        with self.calls.enter() as call:
             # Where it is not admitted it ends by itself.
             call.of(request.data.task, request.data.incarnation)
             answer: Any = pull(self._store, self._attachments, request, outer=1)
             async with contextlib.aclosing(answer) as messages:
                 async for message in messages:
-                    await context.write(message)
+                    await call.write(context, message)
 
     @rpc_errors.writer
     async def PushPull(self, request: AsyncIterator[Any], context: Any) -> None:
         """Pushes and a pull in full duplex."""
-        with self._calls.enter() as call:
+        with self.calls.enter() as call:
             replies = Replies()
             talk = PushPullTalk(self._store, self._attachments, replies, call, self._on_push)
             task = asyncio.create_task(talk.run(request))
@@ -158,11 +159,11 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
                     if isinstance(reply, NoRoomError):
                         # Like any push that does not count, it ends the call.
                         self._on_push(reply.result)
-                        await context.write(write_reply(ReplyView(ack=reply.result.ack)))
+                        await call.write(context, write_reply(ReplyView(ack=reply.result.ack)))
                         return
                     if isinstance(reply, Exception):
                         raise reply
-                    await context.write(reply)
+                    await call.write(context, reply)
             finally:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -216,11 +217,9 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         return parameter_server_pb2.ConfigureReply(
             hello=common_pb2.Hello(
                 protocol_minor=PROTOCOL_MINOR,
-                features=sorted(KNOWN_FEATURES),
+                features=sorted(FEATURES),
                 codecs=["raw", "bf16", "fp16"],
-                lanes=[
-                    number for number, name in LANES.items() if number and name in ("grpc", *self._attachments.lanes)
-                ],
+                lanes=sorted(lane_number(name) for name in (ON_STREAM.lane, *self._attachments.lanes)),
             ),
             changed=changed,
             memory_bytes=planned_bytes(configuration),
@@ -267,7 +266,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         if await remains.gone(GRACE_S):
             return
         # These wait for their senders or readers, and would hold the shards as long as those like.
-        self._calls.end_all(reason)
+        self.calls.end_all(reason)
         if await remains.gone(GRACE_S):
             return
         # What failed meanwhile may have left frames behind that hold each other.
@@ -312,7 +311,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         authority.keys = {member.task: member.key for member in request.members}
         authority.members = {member.task: member.incarnation for member in request.members}
         self._attachments.keep_only(authority.members)
-        self._calls.keep_only(authority.members)
+        self.calls.keep_only(authority.members)
         self._store.members_changed()
         if placement:
             # The fence above waits for nobody.
@@ -346,7 +345,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     @rpc_errors.unary
     async def Restore(self, request: AsyncIterator[Any], context: Any) -> parameter_server_pb2.RestoreReply:
         """Replace one shard by the images of the stream, all or nothing."""
-        with self._calls.enter():
+        with self.calls.enter():
             return await self._restore(request)
 
     async def _restore(self, request: AsyncIterator[Any]) -> parameter_server_pb2.RestoreReply:
@@ -537,6 +536,18 @@ def _verdict_reply(step: int, verdict: Verdict | None) -> parameter_server_pb2.V
         skip=verdict.skip,
         norm=verdict.norm,
         nonfinite_tensors=verdict.nonfinite,
+    )
+
+
+def hosted(store: ParameterStore, number: int) -> Hosted:
+    """What a lane is told of a shard."""
+    shard = store.shard(number)
+    codec = store.configuration.codec if store.configuration is not None else RAW.name
+    return Hosted(
+        shard=number,
+        publication=shard.publication,
+        by_reference=shard.consistency.pulls_by_step and codec == RAW.name,
+        pushes=shard.settings.replicas,
     )
 
 

@@ -7,7 +7,7 @@ optimizer.step(). A cadence says how many ticks make a step. The worker calls, i
     for tick in range(ticks):
         for each replica of this worker:
             enter(replica, tick)               before its forward pass
-            take(replica, tick, outgoing)      after its backward pass; what it returns is sent when the tick ends the step
+            take(replica, tick, outgoing)      after its backward pass; at the last tick, what it returns is sent
 
 began() comes again, with a step that may be lower than before, wherever a step starts over: a server was lost and the
 job went back, replicas were moved, the process resumed. Whatever a cadence keeps of an unfinished step is void then.
@@ -41,6 +41,8 @@ class Outgoing:
 
     values: Values
     """By name; in the shape and dtype of the parameter. A tensor that is absent contributes nothing."""
+    buffers: Values = field(default_factory=dict)
+    """Buffers that the pass has changed (batch norm statistics), by name, where this replica's are sent."""
     samples: int = 0
     """Training samples behind it."""
     hyper: Hyper = field(default_factory=dict)
@@ -79,8 +81,8 @@ class LocalTraining(abc.ABC):
     def take(self, replica: int, tick: int, outgoing: Outgoing) -> Outgoing:
         """After a replica's backward pass. What it returns at the last tick of a step is sent; other results are not.
 
-        Buffers that the pass has changed (batch norm statistics) are in the model; those to be sent belong into
-        Held.pulled at the last tick.
+        Before each pass the buffers in Held.pulled are those of the step again. A cadence with copies() fills
+        Outgoing.buffers itself.
         """
 
 

@@ -20,6 +20,7 @@ from shardline.cli.options import JOB_ARGS, plugin
 from shardline.cli.roles import COMMANDS
 from shardline.cli.top import top
 from shardline.cli.train import train
+from shardline.printable import printable_lines
 
 
 def exit_codes() -> str:
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception:
-        traceback.print_exc()
+        print(printable_lines(traceback.format_exc()), end="", file=sys.stderr)
         return errors.InternalError.exit_code
     return code if isinstance(code, int) else 0
 
@@ -102,5 +103,5 @@ def _sentence(error: click.ClickException) -> str:
 
 
 def _refuse(sentence: str, code: int) -> int:
-    print(f"shardline: {sentence}", file=sys.stderr, flush=True)
+    print(f"shardline: {printable_lines(sentence)}", file=sys.stderr, flush=True)
     return code

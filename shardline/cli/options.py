@@ -17,8 +17,9 @@ import click
 
 from shardline import methods, plugins
 from shardline.cluster import Membership, locate, own_address, parse_address, parse_task, read_spec, wants_place
-from shardline.config import LANES, RoleConfig, Timeouts
+from shardline.config import RoleConfig, Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
+from shardline.lanes import AUTO, CHOICES
 from shardline.security import Security
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -190,7 +191,7 @@ insecure_bind = option(
 )
 lanes = together(
     option(
-        "--lane", type=click.Choice(LANES), default="auto", help="How tensors travel; auto takes the best there is."
+        "--lane", type=click.Choice(CHOICES), default=AUTO, help="How tensors travel; auto takes the best there is."
     ),
     option(
         "--overlap/--no-overlap",

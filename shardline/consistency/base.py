@@ -25,7 +25,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardline.consistency.server import ServerHalf, Storage, Terms
-from shardline.consistency.worker import OwnPushes, SharedSteps, WorkerHalf
+from shardline.consistency.worker.base import WorkerHalf
+from shardline.consistency.worker.own_pushes import OwnPushes
+from shardline.consistency.worker.shared_steps import SharedSteps
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.seams import Resident
 

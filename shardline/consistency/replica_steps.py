@@ -169,6 +169,7 @@ class ReplicaSteps(ServerHalf):
             Outcome.DUPLICATE,
             f"replicas {block} sent other bits for step {step}, bucket {bucket.number} ({bucket.names[0]}), than "
             f"before; the first ones count. Do all workers have one kind of machine and the same number of threads?",
+            mismatch=True,
         )
 
     # What may be asked

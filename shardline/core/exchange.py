@@ -8,8 +8,12 @@ from typing import Protocol
 
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
+from shardline.core.plan import BUCKET_BYTES
 from shardline.core.reduce import Block
 from shardline.core.tensor_bytes import Buffer
+
+CHUNK_BYTES = BUCKET_BYTES
+"""Of a bucket, in one message of a push or pull: mostly all of it, which then need not be put together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +153,8 @@ class Ack:
     staleness: int = 0
     next_seq: int = 0
     timeline: int = 0
+    mismatch: bool = False
+    """DUPLICATE: the shard counted other bits than these before."""
 
     @property
     def accepted(self) -> bool:

@@ -1,4 +1,4 @@
-"""Lanes that workers opened to this ps besides the gRPC stream: who holds which, and what one has to do.
+"""The server half of the lane seam: what a lane other than the call's own stream has to do, and who has opened one.
 
 An attachment belongs to one incarnation of one worker and to one shard. It changes no state: references in the calls
 say what its bytes are, and the calls' replies say what became of them.
@@ -14,14 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from shardline.core.plan import ShardSpec
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import UnreachableError
 from shardline.lanes.base import LaneUnavailable
-from shardline_ps.shard.shard import Shard
+from shardline.storage.publication import Publication
 
-log = logging.getLogger("shardline.ps")
+log = logging.getLogger("shardline.lanes")
 MAX_ATTACHMENTS = 4096
-"""Per ps; far above what a cluster has, so that a client gone wrong can't fill the memory."""
+"""Per server; far above what a cluster has, so that a client gone wrong can't fill the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,18 @@ class Holder:
     task: str
     incarnation: int
     shard: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosted:
+    """What a lane is told of the shard that it is opened to."""
+
+    shard: int
+    publication: Publication
+    by_reference: bool
+    """A published step is what a pull of it brings, and stays as it is until every replica has pushed the next."""
+    pushes: int
+    """Contributions that one step takes of one worker, at most."""
 
 
 class Ticket(Protocol):
@@ -106,12 +119,18 @@ class Opening:
 
 
 class LaneOffer(Protocol):
-    """One kind of lane that this ps offers."""
+    """One kind of lane that this server offers."""
 
     lane: str
+    keeps_replies: bool
+    """Each attachment has memory for the replies that are made for one worker; else they are sent as they are made."""
 
-    def open(self, holder: Holder, shard: Shard, loop: asyncio.AbstractEventLoop) -> Opening:
+    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> Opening:
         """Prepare an attachment; the worker's sockets come later. Raises LaneUnavailable with a sentence."""
+        ...
+
+    def publish(self, spec: ShardSpec, *, sync: bool) -> Publication | None:
+        """Memory for a shard's published values that workers can read in place; None = any memory will do."""
         ...
 
     def close(self) -> None:
@@ -120,12 +139,12 @@ class LaneOffer(Protocol):
 
 
 class Attachments:
-    """All attachments of one ps, by number. Used on the server's loop."""
+    """All attachments of one server, by number. Used on the server's loop."""
 
     def __init__(self) -> None:
         self._offers: dict[str, LaneOffer] = {}
         self._held: dict[int, Attachment] = {}
-        # Numbers of an earlier life of this ps mean nothing here, and can't be mistaken for ours.
+        # Numbers of an earlier life of this server mean nothing here, and can't be mistaken for ours.
         self._numbers = itertools.count(secrets.randbits(48) + 1)
 
     def offer(self, offer: LaneOffer) -> None:
@@ -144,7 +163,7 @@ class Attachments:
             counts[attachment.lane] = counts.get(attachment.lane, 0) + 1
         return counts
 
-    def open(self, lane: str, holder: Holder, shard: Shard, loop: asyncio.AbstractEventLoop) -> tuple[int, Opening]:
+    def open(self, lane: str, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> tuple[int, Opening]:
         """Prepare an attachment in place of the holder's earlier one on this shard. Raises LaneUnavailable."""
         offer = self._offers.get(lane)
         if offer is None:
@@ -154,7 +173,7 @@ class Attachments:
                 self._drop(number, "its worker opened another lane")
         if len(self._held) >= MAX_ATTACHMENTS:
             raise LaneUnavailable(f"this ps holds {len(self._held)} attachments already, its limit")
-        opening = offer.open(holder, shard, loop)
+        opening = offer.open(holder, hosted, loop)
         number = next(self._numbers)
         self._held[number] = opening.attachment
         return number, opening

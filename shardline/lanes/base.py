@@ -15,6 +15,23 @@ class LaneUnavailable(Exception):
     """The pair of tasks can't use this lane; the sentence says why. Another lane takes its place."""
 
 
+class SharedMemory(Protocol):
+    """Segments that a task and a shard both map."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the shard may still read what was pushed, since no pull has shown a later step of it."""
+        ...
+
+    def slot(self, offset: int, nbytes: int) -> memoryview:
+        """A place of the segment from which the shard reads gradients, writable."""
+        ...
+
+    def area(self, number: int) -> memoryview:
+        """What the shard publishes at even (0) or odd (1) steps, read-only."""
+        ...
+
+
 class Lane(Protocol):
     """One task's way to one shard. Used by one thread at a time; cancel() may come from any."""
 
@@ -43,3 +60,19 @@ class Lane(Protocol):
     def close(self) -> None:
         """Free the connection."""
         ...
+
+    # What lanes have that share memory with the shard
+
+    @property
+    def by_reference(self) -> bool:
+        """Whether payloads lie in memory that both sides map, so that none of their bytes is on a wire."""
+        return False
+
+    @property
+    def published(self) -> SharedMemory | None:
+        """Memory in which this side reads the shard's parameters where they lie; None where there is none (yet)."""
+        return None
+
+    def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
+        """Memory that the shard reads: a gradient computed there needs no copy. None where there is none now."""
+        return None

@@ -1,8 +1,8 @@
 """The topology seam: whom a worker talks to for a shard, and what workers do among themselves before that.
 
-An aggregator tree answers hops() with the aggregator above this worker, which speaks the servers' protocol. A group that
-adds up among its members before one of them pushes does so in combine(): the member that pushes returns the parts of
-all of them, the others nothing; all of them pull. Pure, but for what a route opens itself.
+An aggregator tree answers hops() with the aggregator above this worker, which speaks the servers' protocol. A group
+that adds up among its members before one of them pushes does so in combine(): the member that pushes returns the parts
+of all of them, the others nothing; all of them pull. Pure, but for what a route opens itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Route(abc.ABC):
 
     @abc.abstractmethod
     def combine(self, step: int, replica: int, outgoing: Outgoing) -> Mapping[int, Outgoing]:
-        """What this worker pushes of a step, by replica, now that `replica` has its part; {} = another worker pushes it.
+        """What this worker pushes, by replica, now that `replica` has its part of a step; {} = another worker does.
 
         May talk to other workers; then its waits have deadlines, and it raises UnreachableError.
         """

@@ -104,7 +104,8 @@ class Bench(Generic[L]):
     def __init__(self, ps: Ps, offer: Any, lane: Callable[[Peer], L]) -> None:
         self.ps = ps
         self.offer = offer
-        ps.attachments.offer(offer)
+        if offer is not None:
+            ps.attachments.offer(offer)
         self.peer = Peer(ps.task, ps.address, TIMEOUTS)
         self.lane = lane(self.peer)
 
@@ -146,7 +147,7 @@ class ShmBench(Bench[ShmLane]):
     sink = Mapping
 
     def __init__(self, ps: Ps, run_dir: Path | None = None) -> None:
-        offer = ShmOffer(lambda: "raw", run_dir=run_dir, timeout_s=TIMEOUTS.rpc_s)
+        offer = ShmOffer(run_dir=run_dir, timeout_s=TIMEOUTS.rpc_s)
         super().__init__(ps, offer, lambda peer: ShmLane(peer, 0, spec(), timeout_s=TIMEOUTS.rpc_s))
 
     def knock(self, message: bytes, fds: Sequence[int]) -> int:

@@ -97,7 +97,7 @@ def test_a_fence_ends_half_a_push_and_gives_its_room_back_while_others_go_on(
     acks = [reply.ack.outcome for reply in other.replies() if method == "Push" or reply.HasField("ack")]
     assert acks == [common_pb2.OUTCOME_COUNTED]
     assert two.weights() == tuple(value - 0.5 for value in FIRST_W)
-    wait_for(lambda: staging._leased == 0 and not ps.servicer._calls.open, "all calls to be over")
+    wait_for(lambda: staging._leased == 0 and not ps.servicer.calls.open, "all calls to be over")
     zombie.close()
     other.close()
 
@@ -106,12 +106,12 @@ def test_a_fence_ends_a_pull_that_waits(two: PlainClient, ps: Ps) -> None:
     other = two.stub.Pull(two.pull_request(exact_step=1, wait_s=15.0), timeout=DEADLINE_S)
     two.task = "worker/1"
     zombie = two.stub.Pull(two.pull_request(exact_step=1, wait_s=15.0), timeout=DEADLINE_S)
-    wait_for(lambda: len(ps.servicer._calls.open) == 2, "both pulls to wait")
+    wait_for(lambda: len(ps.servicer.calls.open) == 2, "both pulls to wait")
     member(two, worker_0=1, worker_1=2)
     ended(lambda: list(zombie))
-    assert len(ps.servicer._calls.open) == 1
+    assert len(ps.servicer.calls.open) == 1
     other.cancel()
-    wait_for(lambda: not ps.servicer._calls.open, "the other pull to be over")
+    wait_for(lambda: not ps.servicer.calls.open, "the other pull to be over")
 
 
 @pytest.mark.parametrize("method", ["Pull", "PushPull"])
@@ -136,7 +136,7 @@ def test_a_fence_is_told_to_one_that_reads_too_slowly_to_be_sent_more(
         zombie = two.stub.PushPull(iter([pull]), timeout=DEADLINE_S)
     wait_for(lambda: bool(made) and time.monotonic() - made[-1] > 0.5, "the reader to hold back what is sent")
     member(two, worker_0=1, worker_1=2)
-    wait_for(lambda: not ps.servicer._calls.open, "the call to be over")
+    wait_for(lambda: not ps.servicer.calls.open, "the call to be over")
     ended(lambda: list(zombie))
 
 

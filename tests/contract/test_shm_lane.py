@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.exchange.shard_exchange import Interrupted
+from shardline.client.exchange.outcomes import Interrupted
 from shardline.config import Timeouts
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Want, Whole
 from shardline.core.outcome import Outcome
@@ -273,7 +273,7 @@ def test_wrong_and_used_tokens_are_refused_and_descriptors_closed(bench: ShmBenc
     assert knock(token[:16] + bytes(16)) == 0
     assert knock(token) == 1
     assert knock(token) == 0
-    assert bench.offer.refused == 3
+    assert bench.offer.acceptor.refused == 3
     on_loop(bench.ps, lambda: bench.ps.attachments.drop_all("a test"))
     gc.collect()
     assert descriptors("shardline-test") == before
@@ -283,7 +283,7 @@ def test_wrong_and_used_tokens_are_refused_and_descriptors_closed(bench: ShmBenc
 
 
 def test_a_token_that_comes_late_is_refused(bench: ShmBench) -> None:
-    bench.offer._tokens._valid_s = 0.0
+    bench.offer.acceptor.tokens._valid_s = 0.0
     with pytest.raises(LaneUnavailable, match="refused"):
         bench.pull(0)
 
@@ -304,7 +304,7 @@ def test_a_segment_that_is_not_as_agreed_is_refused(bench: ShmBench, seals: int,
     """said, real: bytes more than one push has."""
     fd = unsealed(bench.length + real, seals)
     assert bench.knock(segments._KNOCK.pack(b"shardln1", bench.token(), bench.length + said), [fd]) == 0
-    assert bench.offer.refused == 1
+    assert bench.offer.acceptor.refused == 1
     assert mappings("shardline-test") == set() and descriptors("shardline-test") == 0
     assert bench.pull(0).heads
 
@@ -312,12 +312,12 @@ def test_a_segment_that_is_not_as_agreed_is_refused(bench: ShmBench, seals: int,
 def test_noise_at_the_socket_is_refused_and_the_next_one_is_served(bench: ShmBench) -> None:
     assert bench.knock(b"GET / HTTP/1.1\r\n\r\n", []) == 0
     assert bench.knock(bytes(segments.KNOCK_BYTES), [unsealed(64)]) == 0
-    assert bench.offer.refused == 2 and descriptors("shardline-test") == 0
+    assert bench.offer.acceptor.refused == 2 and descriptors("shardline-test") == 0
     assert bench.pull(0).heads
 
 
 def test_who_says_nothing_does_not_stay(bench: ShmBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardline.lanes.shm.server._Guest.limit_s", 0.1)
+    monkeypatch.setattr("shardline.lanes.token_acceptor.Guest.limit_s", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.settimeout(5.0)
         silent.connect(segments.to_kernel(bench.offer.address))
@@ -332,7 +332,7 @@ def test_another_user_gets_no_segments(bench: ShmBench, monkeypatch: pytest.Monk
         with pytest.raises(LaneUnavailable, match=f"the process behind the socket is of user {uid}"):
             bench.pull(0)
         assert bench.knock(segments._KNOCK.pack(b"shardln1", bench.token(), bench.length), []) == 0
-        assert bench.offer.refused >= 1
+        assert bench.offer.acceptor.refused >= 1
     assert bench.pull(0).heads
 
 
@@ -389,7 +389,7 @@ def test_a_socket_in_a_folder_is_this_users_alone_and_goes_with_its_server(
 
 def test_a_folder_whose_path_is_too_long_is_refused_with_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"at most 100 bytes; see --run-dir"):
-        ShmOffer(lambda: "raw", run_dir=tmp_path / ("x" * 100), timeout_s=1.0)
+        ShmOffer(run_dir=tmp_path / ("x" * 100), timeout_s=1.0)
 
 
 # Ends
@@ -513,10 +513,10 @@ def test_what_was_counted_and_given_up_is_not_overwritten_by_the_step_that_is_ma
         trainer.exchange.arm()
         trainer.locate([0], cluster.timeline)
         # The step waits for replicas 1 and 2, and then they come to this worker.
-        trainer.exchange.still_ordered = lambda: False
+        worker.orders.stand = lambda: False
         with pytest.raises(Interrupted):
             worker.step([0])
         assert {tuple(bucket.contributions.counted) for bucket in cluster.shards[0].buckets} == {(0,)}
-        trainer.exchange.still_ordered = lambda: True
+        worker.orders.stand = lambda: True
         worker.run([0, 1, 2], job.steps)
         assert_same_end(cluster.state(), reference(job))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.tcp import client as tcp
 from shardline.lanes.tcp import frames as bulk
 from shardline.lanes.tcp.client import TcpLane
+from shardline.lanes.tcp.server import TcpOffer
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import Attached, referred_requests
 from tests.contract.lanes import (
@@ -156,9 +159,70 @@ def test_a_port_that_is_blocked_makes_the_lane_unavailable(bench: TcpBench, monk
 
 
 def test_a_refused_token_makes_the_lane_unavailable(bench: TcpBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.offer._tokens._valid_s = 0.0
+    bench.offer.acceptor.tokens._valid_s = 0.0
     with pytest.raises(LaneUnavailable, match="the token was refused"):
         bench.pull(0)
+
+
+@pytest.mark.parametrize("stolen", ["up_token", "down_token"])
+def test_a_thief_who_shows_a_token_first_costs_the_worker_this_lane_and_learns_nothing(
+    bench: TcpBench, ready: PlainClient, monkeypatch: pytest.MonkeyPatch, stolen: str
+) -> None:
+    opens = bench.lane._open
+    thieves: list[socket.socket] = []
+
+    def overheard(sender: Sender, *, timeout_s: float) -> Any:
+        opened = opens(sender, timeout_s=timeout_s)
+        thief = bulk.dial("127.0.0.1", opened.port, getattr(opened, stolen), timeout_s=5.0, stall_s=5.0)
+        thieves.append(thief)
+        # Bytes that no push refers to.
+        thief.sendall(floats([9.0] * 12))
+        return opened
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.lane, "_open", overheard)
+        with pytest.raises(LaneUnavailable, match="the token was refused"):
+            bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    unchanged(ready)
+    # The worker's next pair ends what the thief holds, and counts as ever.
+    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert done.end is not None and done.end.outcome is Outcome.SERVED and bench.open == 1
+    assert ready.weights() == tuple(value - RATE for value in FIRST_W)
+    (thief,) = thieves
+    thief.settimeout(5.0)
+    with contextlib.suppress(ConnectionError):
+        assert thief.recv(1) == b""
+    thief.close()
+
+
+def test_bytes_are_referred_to_only_by_who_opened_their_sockets(bench: TcpBench, ready: PlainClient) -> None:
+    bench.pull(0)
+    assert bench.lane._sockets is not None
+    ours = bench.lane._sockets.attached
+    other = dataclasses.replace(SENDER, who=Identity("worker/1", 1))
+    for sender, attached in ((other, ours), (SENDER, Attached("tcp", ours.number + 1)), (SENDER, Attached("tcp", 0))):
+        requests = referred_requests(sender, 0, [gradient()], None, attached, place=lambda item: 0)
+        with pytest.raises(UnreachableError, match=rf"attachment {attached.number:#x} .* is not open here"):
+            bench.lane._converse(requests, [gradient()], None, Taken(), timeout_s=DEADLINE_S)
+    unchanged(ready)
+    # None of this cost the worker its sockets.
+    sockets = bench.lane._sockets
+    bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert bench.lane._sockets is sockets
+
+
+def test_a_used_token_is_of_no_use_from_another_connection_or_at_another_server(bench: TcpBench) -> None:
+    opened = bench.lane._open(SENDER, timeout_s=DEADLINE_S)
+    other = TcpOffer("127.0.0.1", timeout_s=5.0, take=bench.ps.store.buffers.take)
+    try:
+        for port in (other.port, opened.port):
+            for token in (opened.up_token, opened.down_token):
+                if port == opened.port:
+                    bulk.dial("127.0.0.1", port, token, timeout_s=5.0, stall_s=5.0).close()
+                with pytest.raises(bulk.RefusedError):
+                    bulk.dial("127.0.0.1", port, token, timeout_s=5.0, stall_s=5.0)
+    finally:
+        other.close()
 
 
 def test_sockets_that_broke_between_exchanges_are_opened_anew(bench: TcpBench) -> None:

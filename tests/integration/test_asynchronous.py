@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardline import schedule
-from shardline.client.exchange.shard_exchange import Restart, Stopped
+from shardline.client.exchange.outcomes import Restart, Stopped
 from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Outcome
@@ -99,7 +99,7 @@ def test_the_staleness_of_workers_in_lockstep_is_their_number_less_one_but_for_t
         assert abs(mean - (workers - 1)) < 0.2
 
 
-class LossyLane:
+class LossyLane(Lane):
     """Loses requests and replies: the push may or may not have arrived."""
 
     name = "lossy"
@@ -178,11 +178,11 @@ def test_a_repeated_push_after_a_broken_exchange_tells_the_base_it_was_computed_
             first.trainer.contribute(0, {})
             first.trainer.finish()
         second.trainer.contribute(0, {})
-        second.trainer.sinks[0].begin()  # as after an exchange that broke before its first bucket
+        second.trainer.weights.sinks[0].begin()  # as after an exchange that broke before its first bucket
         second.trainer.finish()
-        assert second.trainer.sinks[0].base_version == 4
+        assert second.trainer.weights.sinks[0].base_version == 4
         second.trainer.contribute(0, {})
-        second.trainer.sinks[0].begin()
+        second.trainer.weights.sinks[0].begin()
         assert second.trainer.finish().staleness == 0
 
 

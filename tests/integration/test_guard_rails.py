@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.exchange.shard_exchange import Exchange, Interrupted, ShardTask
-from shardline.client.step.layout import BucketSink, ModelLayout, same_bits
+from shardline.client.exchange.outcomes import Interrupted, ShardTask
+from shardline.client.exchange.shard_exchange import Exchange
+from shardline.client.step.layout import ModelLayout, same_bits
+from shardline.client.step.sink import BucketSink
 from shardline.config import Timeouts
 from shardline.consistency.server import Observers, Push
 from shardline.core.exchange import Contribution, End, Exchanged, Sender, Sink, Standing, Want
@@ -23,6 +25,7 @@ from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import NonFiniteError, ProtocolError
+from shardline.lanes.base import Lane
 from shardline.rpc import link as link_module
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
@@ -30,6 +33,8 @@ from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
 from shardline.update import rule
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
+from shardline_ps.shard.settings import ShardSettings
+from tests.integration.cluster import Orders
 
 TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float16"),)
 
@@ -99,7 +104,7 @@ def test_bits_are_compared_not_values() -> None:
     assert not same_bits(torch.tensor(1), torch.tensor(2))
 
 
-class WaitingLane:
+class WaitingLane(Lane):
     """A shard whose step never completes."""
 
     name = "waiting"
@@ -126,9 +131,11 @@ class WaitingLane:
 def test_a_wait_for_replicas_that_were_moved_here_meanwhile_ends() -> None:
     lane = WaitingLane()
     layout = ModelLayout(make_plan(TENSORS, 1), {"w": torch.zeros(64, dtype=torch.float16)})
-    exchange = Exchange({0: lane}, {0: BucketSink(layout, 0, "raw")}, Timeouts(total_s=10.0), index=0)
+    orders = Orders()
     # The interruption itself was lost; the orders are looked at all the same.
-    exchange.still_ordered = lambda: lane.calls < 3
+    orders.stand = lambda: lane.calls < 3
+    sinks = {0: BucketSink(layout, 0, "raw")}
+    exchange = Exchange({0: lane}, sinks, Timeouts(total_s=10.0), index=0, observer=orders)
     sender = Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1))
     with pytest.raises(Interrupted):
         exchange.run(sender, {0: ShardTask(shard=0, contributions=[], want=Want(step=1))})

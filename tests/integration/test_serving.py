@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange.shard_exchange import Interrupted
-from shardline.client.step.layout import BucketSink
+from shardline.client.exchange.outcomes import Interrupted
+from shardline.client.step.sink import BucketSink
 from shardline.config import Timeouts
 from shardline.core.exchange import Sender, Want
 from shardline.core.identity import Identity
@@ -46,7 +46,7 @@ def test_waiting_pulls_do_not_hold_up_a_push_and_are_all_answered_by_it() -> Non
         peers = [Peer("ps/0", cluster.hosts[0].address, cluster.timeouts) for _ in range(waiting)]
 
         def wait(peer: Peer) -> Outcome:
-            sink = BucketSink(worker.trainer.layout, 0, "raw")
+            sink = BucketSink(worker.trainer.weights.layout, 0, "raw")
             sink.done = lambda arrival: None  # type: ignore[method-assign]
             lane = GrpcLane(peer, 0, elements)
             want = Want(step=1, wait_s=PATIENCE_S)
@@ -86,7 +86,7 @@ def test_a_pull_that_waits_too_long_names_the_replicas_it_waits_for() -> None:
         elements = [bucket.elements for bucket in cluster.plan.shards[0].buckets]
         peer = Peer("ps/0", cluster.hosts[0].address, cluster.timeouts)
         lane = GrpcLane(peer, 0, elements)
-        sink = BucketSink(worker.trainer.layout, 0, "raw")
+        sink = BucketSink(worker.trainer.weights.layout, 0, "raw")
         end = lane.exchange(sender_of(cluster, "bench/0"), [], Want(step=1, wait_s=0.1), sink, timeout_s=5.0).end
         assert end is not None and end.outcome is Outcome.WAITING
         assert end.waiting_for == (1,)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shardline.client.overlap import scheduler as overlap
+from shardline.client.step.payloads import PushTools, filled_payloads
 from shardline.client.step.staging import Allocate, Staging, no_memory
 from shardline.codecs import RAW, codec_for
 from shardline.consistency.server import Push
@@ -192,15 +192,8 @@ def test_gradients_that_are_in_their_place_go_in_one_batch(in_place: bool) -> No
     allocate: Allocate = (lambda shard, bucket, nbytes: memory[bucket]) if in_place else no_memory
     staging = Staging(plan, 1, RAW.name, allocate)
     staging.add(0, {0: torch.ones(rows * 1024)}, {}, presum=False)
-    payloads = overlap.filled_payloads(
-        plan,
-        staging,
-        0,
-        Block(0, 1),
-        ranks=range(len(sizes)),
-        credit_bytes=0,
-        interrupted=lambda: None,
-    )
+    tools = PushTools(plan=plan, staging=staging, interrupted=lambda: None)
+    payloads = filled_payloads(tools, 0, Block(0, 1), range(len(sizes)))
     batches = [len(batch) for batch in payloads.batches()]
     assert sum(batches) == len(sizes)
     assert (len(batches) == 1) is in_place

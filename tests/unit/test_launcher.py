@@ -287,6 +287,20 @@ def test_chief_that_fails_at_start_ends_the_launch_with_its_sentence(tmp_path: P
     assert cluster.running() == ()
 
 
+@pytest.mark.parametrize("task", ["chief-0", "ps-0"])
+def test_a_log_that_can_not_be_written_is_named_when_the_job_starts(
+    tmp_path: Path, fake_roles: Path, task: str
+) -> None:
+    options = launch(tmp_path, resume=True)
+    (options.out / "logs").mkdir(parents=True)
+    log = options.out / "logs" / f"{task}.log"
+    os.mkfifo(log)
+    cluster = LocalCluster(options)
+    with pytest.raises(UsageError, match=f"{log}: it is a FIFO, not a regular file; name a folder"), cluster:
+        pass
+    assert cluster.running() == ()
+
+
 def test_a_chief_that_takes_long_to_start_is_waited_for_as_long_as_joining_may_take_and_that_is_said(
     tmp_path: Path, fake_roles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,9 @@ def make_shard(
 ) -> Shard:
     matrices = {key: shape for key, shape in NAMES.items() if len(shape) == 2}
     shapes = matrices if name == "Muon" else NAMES
-    tensors = [TensorSpec(name=key, shape=s, dtype=dtype, whole=wants_whole(name, s)) for key, s in shapes.items()]
+    tensors = [
+        TensorSpec(name=key, shape=s, dtype=dtype, whole=wants_whole(rule(name), s)) for key, s in shapes.items()
+    ]
     arguments = {"lr": 0.1, "momentum": 0.5} if name == "SGD" else {"lr": 0.1}
     configuration = ShardSettings(
         plan=make_plan(tensors, 1),

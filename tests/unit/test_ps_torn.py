@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardline.consistency.server import Want
-from shardline.core.exchange import Arrival
+from shardline.core.exchange import CHUNK_BYTES, Arrival
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
@@ -18,7 +18,7 @@ from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments
-from shardline.rpc.messages.data import CHUNK_BYTES, PullReader
+from shardline.rpc.messages.data import PullReader
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PullFrameView, read_reply

@@ -22,6 +22,7 @@ from shardline.rpc import errors as rpc_errors
 from shardline.rpc.auth.access import Access
 from shardline.rpc.auth.rights import joining_refusal
 from shardline.rpc.limits import (
+    IMAGE_CHUNK_BYTES,
     MAX_CUTS,
     MAX_FIGURES,
     MAX_LEASES,
@@ -44,7 +45,6 @@ log = logging.getLogger("shardline_chief.io.servicer")
 
 SERVICES = ("shardline.rpc.v1.Chief",)
 JOIN = "/shardline.rpc.v1.Chief/Join"
-CHUNK_BYTES = 1 << 20
 MAX_NAME = 256
 SECRET_BYTES = 32
 MAX_STEPS = 4096
@@ -249,9 +249,9 @@ async def _tensor_frames(checkpoint: Checkpoint, name: str) -> AsyncIterator[chi
         dtype=DTYPE_TO_PROTO[str(tensor.dtype).removeprefix("torch.")],
         payload_bytes=len(data),
     )
-    yield chief_pb2.FetchCutFrame(tensor=head, payload=bytes(data[:CHUNK_BYTES]))
-    for offset in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
-        yield chief_pb2.FetchCutFrame(offset=offset, payload=bytes(data[offset : offset + CHUNK_BYTES]))
+    yield chief_pb2.FetchCutFrame(tensor=head, payload=bytes(data[:IMAGE_CHUNK_BYTES]))
+    for offset in range(IMAGE_CHUNK_BYTES, len(data), IMAGE_CHUNK_BYTES):
+        yield chief_pb2.FetchCutFrame(offset=offset, payload=bytes(data[offset : offset + IMAGE_CHUNK_BYTES]))
 
 
 def register(servicer: ChiefServicer) -> Callable[[grpc.aio.Server], None]:

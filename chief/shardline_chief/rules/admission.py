@@ -17,6 +17,27 @@ SPARE_EVALUATORS = 8
 """Evaluators may stand outside of the cluster spec (TF_CONFIG's rule); so many at most."""
 
 
+REFUSED_AGAIN_S = 60.0
+MOST_REFUSALS = 32
+"""Tasks whose refusals are told at a time."""
+
+
+class Refusals:
+    """Which refusals are told: who waits for a place asks twice a second, and a stranger as often as it likes. Pure."""
+
+    def __init__(self) -> None:
+        self._told_s: dict[tuple[str, bool], float] = {}
+
+    def fresh(self, name: str, refused: Refused, now_s: float) -> bool:
+        """Whether to tell this one: of each task and kind one a minute, and no more than MOST_REFUSALS in all."""
+        self._told_s = {kind: at_s for kind, at_s in self._told_s.items() if now_s - at_s < REFUSED_AGAIN_S}
+        kind = (name, refused.retry)
+        if kind in self._told_s or len(self._told_s) >= MOST_REFUSALS:
+            return False
+        self._told_s[kind] = now_s
+        return True
+
+
 def limit(state: State, role: str) -> int:
     """Indices of a role are [0, limit)."""
     settings = state.settings

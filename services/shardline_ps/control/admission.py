@@ -6,9 +6,12 @@ import contextlib
 
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
+from shardline.core.reduce import Block
 from shardline.errors import UnreachableError
 from shardline.lanes.attachments import Attachment, Attachments, Holder
-from shardline.rpc.v1 import common_pb2
+from shardline.rpc.limits import MAX_FIGURES, at_most, short
+from shardline.rpc.messages.data import ON_STREAM, lane_name
+from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline_ps.control.authority import unknown_features
 from shardline_ps.store import ParameterStore
 
@@ -25,26 +28,10 @@ def outcome_name(outcome: int) -> str:
     return common_pb2.Outcome.Name(common_pb2.Outcome.ValueType(outcome)).removeprefix("OUTCOME_").lower()
 
 
-LANES = {
-    common_pb2.LANE_UNSPECIFIED: "grpc",
-    common_pb2.LANE_GRPC: "grpc",
-    common_pb2.LANE_TCP: "tcp",
-    common_pb2.LANE_SHM: "shm",
-}
-
-
-_LANE_NAMES: dict[int, str] = {int(number): name for number, name in LANES.items()}
-
-
-def lane_name(lane: int) -> str | None:
-    """Name of a lane; None for one of a later version."""
-    return _LANE_NAMES.get(lane)
-
-
 def attachment_of(attachments: Attachments, data: common_pb2.DataHeader) -> Attachment | None:
     """The attachment that a message's bytes ride on; None = on its own stream. Raises UnreachableError."""
-    lane = lane_name(data.lane) or "grpc"
-    if lane == "grpc":
+    lane = lane_name(data.lane)
+    if lane is None or lane == ON_STREAM.lane:
         return None
     return attachments.find(data.attachment, lane, holder_of(data))
 
@@ -63,7 +50,10 @@ def holder_of(data: common_pb2.DataHeader) -> Holder:
 
 
 def admit_data(store: ParameterStore, data: common_pb2.DataHeader, *, init: bool) -> Decision:
-    """Whether a data message may be looked at at all."""
+    """Whether a data message may be looked at at all. Raises ProtocolError where its names are none."""
+    at_most(len(data.required_features), MAX_FIGURES, "features that a message requires")
+    for name in (data.job, data.plan_id, data.task, *data.required_features):
+        short(name, "a name in the head of a message")
     unknown = unknown_features(list(data.required_features))
     if unknown:
         return Decision(Outcome.REFUSED, f"this ps can't do what the message requires: {', '.join(unknown)}")
@@ -80,4 +70,15 @@ def admit_data(store: ParameterStore, data: common_pb2.DataHeader, *, init: bool
     )
     if decision.outcome is Outcome.SERVED and data.shard not in store.shards:
         return Decision(Outcome.REFUSED, f"shard {data.shard} is not hosted here; this ps has {sorted(store.shards)}")
+    return decision
+
+
+def admit_push(store: ParameterStore, header: data_pb2.PushHeader, *, init: bool) -> Decision:
+    """Whether a push may be looked at: like all data, and of replicas that there are; sets of them are bitmaps."""
+    decision = admit_data(store, header.data, init=init)
+    if init or decision.outcome is not Outcome.SERVED:
+        return decision
+    shard, block = store.shard(header.data.shard), Block(header.block.first, header.block.count)
+    if not shard.consistency.whole_pushes and block.end > shard.settings.replicas:
+        return Decision(Outcome.REFUSED, f"block {block} is outside the job's {shard.settings.replicas} replicas")
     return decision

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
+from shardline.core.protocol import FEATURES
 from shardline.security import holds
-
-PROTOCOL_MINOR = 1
-KNOWN_FEATURES = frozenset({"sync", "async", "voted", "cut", "restore"})
 
 
 @dataclass(frozen=True, order=True)
@@ -92,4 +90,4 @@ class Authority:
 
 def unknown_features(required: list[str]) -> list[str]:
     """Required features this version doesn't have."""
-    return sorted(set(required) - KNOWN_FEATURES)
+    return sorted(set(required) - set(FEATURES))

@@ -12,7 +12,7 @@ from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.storage.publication import num_areas
-from shardline.update import BucketRule
+from shardline.update import bucket_rule
 from shardline_ps.memory.staging import floor_bytes, limit_bytes
 from shardline_ps.shard.cuts import HELD_CUTS
 
@@ -32,13 +32,13 @@ def value_bytes(configuration: PsConfiguration) -> int:
 
 
 def optimizer_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of the whole optimizer state."""
+    """Bytes of the whole optimizer state, with that of each worker where the rule keeps some per worker."""
     total, cpu = 0, torch.device("cpu")
     for shard in _hosted(configuration):
         for bucket in shard.buckets:
             if bucket.kind is TensorKind.PARAM:
-                rule = BucketRule(configuration.rule, configuration.schedule, bucket, configuration.plan.tensors, cpu)
-                total += rule.full_nbytes
+                rule = bucket_rule(configuration.rule, configuration.schedule, bucket, configuration.plan.tensors, cpu)
+                total += rule.full_nbytes(workers=configuration.replicas)
     return total
 
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 from shardline.errors import UnreachableError
+
+HELD_BYTES = 32 << 10
+"""A shorter message never waits for its reader: it fits what gRPC's smallest window lets through."""
+READER_S = 20.0
+"""Unless its server says otherwise: a third of --timeout."""
 
 
 class OpenCall:
@@ -21,12 +27,27 @@ class OpenCall:
         self._calls = calls
         self._handler: asyncio.Task[object] | None = None
         self._reason = ""
+        self._begun = False
         self.senders: set[tuple[str, int]] = set()
         """(task, incarnation) of every admitted message in it."""
 
     def of(self, task: str, incarnation: int) -> None:
         """An admitted message in this call is of this life of a task."""
         self.senders.add((task, incarnation))
+
+    async def write(self, context: Any, message: bytes) -> None:
+        """Send a message of the answer. Raises UnreachableError where the caller takes nothing for too long."""
+        try:
+            async with asyncio.timeout(self._calls.reader_s):
+                if not self._begun and len(message) > HELD_BYTES:
+                    # gRPC could not end the call in mid-write if it were sent with the first message.
+                    await context.send_initial_metadata(())
+                self._begun = True
+                await context.write(message)
+        except TimeoutError:
+            raise UnreachableError(
+                f"the call was ended: its caller took nothing of the answer for {self._calls.reader_s:g} s"
+            ) from None
 
     def end(self, reason: str) -> None:
         """Cancel the handler."""
@@ -53,6 +74,8 @@ class OpenCalls:
 
     def __init__(self) -> None:
         self.open: set[OpenCall] = set()
+        self.reader_s = READER_S
+        """How long a caller may take nothing of an answer, which waits in memory meanwhile."""
 
     def enter(self) -> OpenCall:
         """A context for one call."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from shardline.codecs import RAW, codec_for
 from shardline.consistency.server import Want
+from shardline.core.exchange import CHUNK_BYTES
 from shardline.core.outcome import Outcome
-from shardline.core.plan import BUCKET_BYTES
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachment, Attachments
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO
+from shardline.rpc.messages.data import ON_STREAM
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
 from shardline_ps.control.admission import admit_data, attachment_of, outcome_to_proto
@@ -23,7 +24,6 @@ from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore, numbers
 
-CHUNK_BYTES = BUCKET_BYTES
 STATES_PER_FRAME = 16
 """Buckets in one message at most, so that a worker begins with the first while the last are still applied."""
 GATHER_S = 0.002
@@ -237,7 +237,7 @@ async def _pull(
     out = Outgoing(attachment, outer)
 
     def served() -> data_pb2.PullEnd:
-        lane = attachment.lane if attachment is not None else "grpc"
+        lane = attachment.lane if attachment is not None else ON_STREAM.lane
         store.on_pulled(request.data.task, codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
         return pull_end(store, shard, Outcome.SERVED)
 
@@ -410,7 +410,7 @@ class AsyncReply:
         out = Outgoing(self._attachment, SHARED_CALL)
 
         def served() -> data_pb2.PullEnd:
-            lane = self._attachment.lane if self._attachment is not None else "grpc"
+            lane = self._attachment.lane if self._attachment is not None else ON_STREAM.lane
             seconds = time.monotonic() - started_s
             store.on_pulled(self._task, self._codec, lane, out.raw_bytes, out.wire_bytes, seconds)
             return pull_end(store, shard, Outcome.SERVED)

@@ -22,9 +22,10 @@ from shardline.errors import ProtocolError, TensorError
 from shardline.lanes.attachments import Attachment, Attachments
 from shardline.rpc.limits import MAX_GROUPS, at_most
 from shardline.rpc.messages.convert import dtype_from_proto, hyper_from_proto, unpack_bits
+from shardline.rpc.messages.data import ON_STREAM, lane_name
 from shardline.rpc.v1 import data_pb2
 from shardline.wire.protobuf import ChunkView, PushFrameView
-from shardline_ps.control.admission import admit_data, attachment_of, drop_named, lane_name, outcome_to_proto
+from shardline_ps.control.admission import admit_push, attachment_of, drop_named, outcome_to_proto
 from shardline_ps.data.calls import all_ended
 from shardline_ps.memory.slots import Slot, opened, slot_bytes
 from shardline_ps.memory.staging import AsyncPush, Lease, worker_index
@@ -173,7 +174,7 @@ class PushReceiver:
         kind = header.kind or data_pb2.PUSH_KIND_GRADIENT
         if kind not in (data_pb2.PUSH_KIND_GRADIENT, data_pb2.PUSH_KIND_INIT):
             raise ProtocolError(f"push kind number {kind} is not offered by this ps")
-        decision = admit_data(self._store, header.data, init=kind == data_pb2.PUSH_KIND_INIT)
+        decision = admit_push(self._store, header, init=kind == data_pb2.PUSH_KIND_INIT)
         if decision.outcome is not Outcome.SERVED:
             if decision.outcome in SENT_AWAY:
                 # Nobody will take the bytes that follow on another lane.
@@ -367,7 +368,7 @@ class PushReceiver:
                 continue
             arrived = await self._arrived(coming)
             for slot in arrived:
-                self._weigh(push, slot, 0 if attachment.lane == "shm" else len(slot.memory))
+                self._weigh(push, slot, 0 if attachment.borrowed else len(slot.memory))
             self._take_slots(push, arrived)
 
     async def _arrived(self, coming: deque[Slot]) -> list[Slot]:
@@ -536,6 +537,7 @@ class PushReceiver:
             reason=decision.reason,
             staleness=lag,
             timeline=self._store.authority.timeline,
+            mismatch=decision.mismatch,
         )
         if push.rejected is None:
             ack.step, ack.version = shard.step_min, shard.version
@@ -552,7 +554,7 @@ class PushReceiver:
             task=header.data.task if push.rejected is None else "",
             shard=header.data.shard,
             codec=header.codec or "raw",
-            lane=lane_name(header.data.lane) or "grpc",
+            lane=lane_name(header.data.lane) or ON_STREAM.lane,
             raw_bytes=push.raw_bytes,
             wire_bytes=push.wire_bytes,
             seconds=time.monotonic() - push.started_s,

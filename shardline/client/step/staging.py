@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.device import HostPath
-from shardline.client.overlap.arrivals import Key
 from shardline.client.step.layout import fill_bucket, present_bits, tensor_piece
 from shardline.client.step.parallel_map import Hands
 from shardline.codecs import RAW, codec_for

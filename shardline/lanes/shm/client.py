@@ -99,6 +99,7 @@ class ShmLane(ShardCalls):
     """One shard of a ps on this host, over its ps's channel and shared segments."""
 
     name = "shm"
+    by_reference = True
 
     def __init__(self, peer: Peer, shard: int, spec: ShardSpec, *, timeout_s: float) -> None:
         super().__init__(peer, shard, [bucket.elements for bucket in spec.buckets])
@@ -113,6 +114,12 @@ class ShmLane(ShardCalls):
     def mapped(self) -> Mapped | None:
         """The segments in use; None before the first exchange and after a broken one."""
         return self._mapped
+
+    @property
+    def published(self) -> Mapped | None:
+        """See Lane.published; None before the first exchange and after a broken one."""
+        mapped = self._mapped
+        return mapped if mapped is not None and mapped.by_reference else None
 
     def exchange(
         self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
@@ -231,7 +238,7 @@ class ShmLane(ShardCalls):
             areas, replies = segments.hear_welcome(sock)
         if self._cancelled:
             raise UnreachableError(f"{self._peer}: the exchange was given up while memory was shared")
-        return Mapped(Attached(self.name, opened.attachment), sender, gradients, areas, replies)
+        return Mapped(Attached(self.name, opened.attachment, in_place=True), sender, gradients, areas, replies)
 
 
 def _fill(mapped: Mapped, sink: Sink, arrival: Arrival) -> None:

@@ -1,4 +1,4 @@
-"""The shm lane of a ps: what it publishes lies in sealed segments, and workers of the host pass theirs. PROTOCOL 1.9.
+"""The server half of lane shm: what it publishes lies in sealed segments, and workers of the host pass theirs.
 
 | memory | written by | read by |
 |---|---|---|
@@ -10,30 +10,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from shardline.codecs import RAW
 from shardline.core.plan import ShardSpec
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError, UnreachableError, UsageError
 from shardline.host import segments
 from shardline.host.segments import Segment, SegmentError
-from shardline.lanes.attachments import Holder, Opening
+from shardline.lanes.attachments import Holder, Hosted, Opening
 from shardline.lanes.base import LaneUnavailable
-from shardline.lanes.socket_thread import READ, SocketThread
-from shardline.lanes.tcp.server import MAX_VISITORS, VISIT_S, Tokens
+from shardline.lanes.socket_thread import SocketThread
+from shardline.lanes.token_acceptor import MAX_GUESTS, LeftQuietly, TokenAcceptor
 from shardline.storage.publication import PlainPublication, Publication, bucket_offsets, num_areas, view_of
-from shardline_ps.shard.shard import Shard
 
-log = logging.getLogger("shardline.ps")
+log = logging.getLogger("shardline.lanes")
 Take = Callable[[socket.socket, int, int], None]
 """(socket, descriptor, bytes of the segment): whom a worker's segment is for."""
 
@@ -177,194 +173,143 @@ class ShmAttachment:
         self._replies = None
 
 
-class _Guest:
-    """A connection that has not shown its token yet. Used by the socket thread."""
+class SegmentHandshake:
+    """A worker's one message: its token, and the descriptor of its segment; see token_acceptor.Handshake."""
 
-    limit_s = VISIT_S
+    who = "a process at the segments' socket"
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.moved_s = time.monotonic()
-        self.stalled: Callable[[], None] = sock.close
+        self._nbytes = 0
+        self._fds: list[int] = []
+
+    def hear(self) -> bytes:
+        """The token, once the message has come. Raises LeftQuietly where a neighbour only looked who lives here."""
+        try:
+            segments.check_user(self.sock)
+            token, self._nbytes, self._fds = segments.hear_knock(self.sock)
+        except SegmentError as error:
+            raise ProtocolError(str(error)) from error
+        except ConnectionError as error:
+            raise LeftQuietly from error
+        return token
+
+    def admit(self, bearer: Take) -> None:
+        """Map the worker's segment and pass the shard's."""
+        fds, self._fds = self._fds, []
+        try:
+            bearer(self.sock, fds[0], self._nbytes)
+        except SegmentError as error:
+            raise ProtocolError(str(error)) from error
+        self.sock.close()
+
+    def refuse(self) -> None:
+        """Say so."""
+        segments.refuse(self.sock)
+
+    def close(self) -> None:
+        """Close the socket and what came with it."""
+        fds, self._fds = self._fds, []
+        segments.close_all(fds)
+        self.sock.close()
 
 
 class ShmOffer:
     """Offers lane shm at one unix socket; see attachments.LaneOffer.
 
-    codec: of the job in force, asked at each opening. run_dir: folder of the socket where network namespaces differ;
-    None = the abstract namespace. timeout_s: how long a token is good for (a third of --timeout).
+    run_dir: folder of the socket where network namespaces differ; None = the abstract namespace. timeout_s: how long a
+    token is good for (a third of --timeout). on_refused: told of every connection that was turned away.
     Raises UsageError where the socket can't be made.
     """
 
     lane = "shm"
-    limit_s = 1.0
-    """Pause where the machine lets nobody in."""
+    keeps_replies = True
 
     def __init__(
         self,
-        codec: Callable[[], str],
         *,
         run_dir: Path | None,
         timeout_s: float,
         on_refused: Callable[[str, Exception], None] = lambda method, error: None,
     ) -> None:
-        self._codec = codec
-        self.moved_s = 0.0
-        self._on_refused = on_refused
         self.address = segments.new_address(run_dir)
         self._path = None if run_dir is None else Path(self.address)
-        self._listener = self._listen()
-        self._tokens: Tokens[Take] = Tokens(timeout_s)
+        listener = _listen(self.address, self._path)
         self._thread = SocketThread("segments")
-        self._guests: set[_Guest] = set()
-        self.refused = 0
-        """Connections that were sent away."""
+        self.acceptor: TokenAcceptor[Take] = TokenAcceptor(
+            listener,
+            self._thread,
+            lambda sock, address: SegmentHandshake(sock),
+            label="segments",
+            valid_s=timeout_s,
+            on_refused=on_refused,
+        )
         self._closed = False
-        self._thread.post(self._look)
+        self.acceptor.open()
 
-    def _listen(self) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            place = segments.to_kernel(self.address)
-            if self._path is None:
-                listener.bind(place)
-                listener.listen(MAX_VISITORS)
-            else:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                sweep(self._path.parent)
-                self._listen_in_folder(listener, self._path)
-        except (OSError, SegmentError) as error:
-            listener.close()
-            raise UsageError(f"can't listen at {self.address} for lane shm: {error}; see --run-dir") from error
-        listener.setblocking(False)
-        return listener
-
-    @staticmethod
-    def _listen_in_folder(listener: socket.socket, path: Path) -> None:
-        """The path is there from the moment somebody answers: before, a neighbour that starts would sweep it away."""
-        early = path.with_suffix(".new")
-        try:
-            listener.bind(str(early))
-            # Nobody can connect yet. The process's mask would be all threads' mask.
-            early.chmod(0o600)
-            listener.listen(MAX_VISITORS)
-            early.rename(path)
-        except OSError:
-            early.unlink(missing_ok=True)
-            raise
-
-    def open(self, holder: Holder, shard: Shard, loop: asyncio.AbstractEventLoop) -> Opening:
+    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> Opening:
         """An attachment without the worker's segment, and the token that brings it."""
-        publication = shard.publication
-        if not isinstance(publication, SegmentPublication):
-            raise LaneUnavailable(f"shard {shard.number} does not lie in shared memory here")
-        by_reference = shard.consistency.pulls_by_step and self._codec() == RAW.name
+        if not isinstance(hosted.publication, SegmentPublication):
+            raise LaneUnavailable(f"shard {hosted.shard} does not lie in shared memory here")
         try:
             attachment = ShmAttachment(
                 holder,
-                publication,
-                by_reference=by_reference,
-                pushes=shard.settings.replicas,
-                forget=lambda: self._tokens.revoke(token),
+                hosted.publication,
+                by_reference=hosted.by_reference,
+                pushes=hosted.pushes,
+                forget=lambda: self.acceptor.revoke(token),
             )
         except SegmentError as error:
             raise LaneUnavailable(str(error)) from error
-        token = self._tokens.grant(attachment.take, now_s=time.monotonic())
+        token = self.acceptor.grant(attachment.take)
         return Opening(attachment=attachment, socket=self.address, token=token)
 
-    # On the socket thread
-
-    def stalled(self) -> None:
-        """The pause after a failed accept is over."""
-        self._thread.unguard(self)
-        self._look()
-
-    def _look(self) -> None:
-        if not self._closed and len(self._guests) < MAX_VISITORS:
-            self._thread.watch(self._listener, READ, self._accept)
-        else:
-            self._thread.unwatch(self._listener)
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return
-        except OSError as error:
-            # Most likely no descriptors are left, and the next try would fail at once too.
-            log.warning("can't take a connection for lane shm: %s; trying again in %.0f s", error, self.limit_s)
-            self.moved_s = time.monotonic()
-            self._thread.guard(self)
-            self._thread.unwatch(self._listener)
-            return
-        sock.setblocking(False)
-        guest = _Guest(sock)
-        guest.stalled = lambda: self._leaves(guest, f"no token within {guest.limit_s:.0f} s")
-        self._guests.add(guest)
-        try:
-            segments.check_user(sock)
-        except (OSError, SegmentError) as error:
-            self._leaves(guest, str(error))
-            return
-        self._thread.guard(guest)
-        self._thread.watch(sock, READ, lambda: self._hear(guest))
-        self._look()
-
-    def _hear(self, guest: _Guest) -> None:
-        try:
-            token, nbytes, fds = segments.hear_knock(guest.sock)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            # A neighbour that starts looks whether somebody lives here; a worker may have died.
-            self._goes(guest)
-            return
-        except (OSError, ProtocolError) as error:
-            self._leaves(guest, str(error))
-            return
-        take = self._tokens.redeem(token, now_s=time.monotonic())
-        if take is None:
-            segments.close_all(fds)
-            self._leaves(guest, "its token is wrong, was used before or came late")
-            return
-        try:
-            take(guest.sock, fds[0], nbytes)
-        except (OSError, SegmentError) as error:
-            self._leaves(guest, str(error))
-            return
-        self._goes(guest)
-
-    def _goes(self, guest: _Guest) -> None:
-        self._guests.discard(guest)
-        self._thread.unguard(guest)
-        self._thread.unwatch(guest.sock)
-        guest.sock.close()
-        self._look()
-
-    def _leaves(self, guest: _Guest, reason: str) -> None:
-        self.refused += 1
-        with contextlib.suppress(OSError):
-            segments.refuse(guest.sock)
-        self._goes(guest)
-        log.debug("a process at the segments' socket was refused: %s", reason)
-        self._on_refused("segments", ProtocolError(f"a process at the segments' socket was refused: {reason}"))
-
-    def _end(self) -> None:
-        self._thread.unguard(self)
-        self._thread.unwatch(self._listener)
-        self._listener.close()
-        for guest in list(self._guests):
-            self._leaves(guest, "this ps ends")
+    def publish(self, spec: ShardSpec, *, sync: bool) -> Publication:
+        """Segments where this machine has them."""
+        return publish(spec, sync)
 
     def close(self) -> None:
         """Take no more segments. May be called twice."""
         if self._closed:
             return
         self._closed = True
-        self._thread.post(self._end)
+        self.acceptor.close()
         self._thread.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+
+
+def _listen(address: str, path: Path | None) -> socket.socket:
+    """A listening unix socket at an address; path: the same as a file, where it is one."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        place = segments.to_kernel(address)
+        if path is None:
+            listener.bind(place)
+            listener.listen(MAX_GUESTS)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            sweep(path.parent)
+            _listen_in_folder(listener, path)
+    except (OSError, SegmentError) as error:
+        listener.close()
+        raise UsageError(f"can't listen at {address} for lane shm: {error}; see --run-dir") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _listen_in_folder(listener: socket.socket, path: Path) -> None:
+    """The path is there from the moment somebody answers: before, a neighbour that starts would sweep it away."""
+    early = path.with_suffix(".new")
+    try:
+        listener.bind(str(early))
+        # Nobody can connect yet. The process's mask would be all threads' mask.
+        early.chmod(0o600)
+        listener.listen(MAX_GUESTS)
+        early.rename(path)
+    except OSError:
+        early.unlink(missing_ok=True)
+        raise
 
 
 def sweep(folder: Path) -> None:

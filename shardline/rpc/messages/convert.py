@@ -24,6 +24,7 @@ from shardline.core.spec import (
 from shardline.core.tensor_bytes import tensor_bytes, tensor_from_bytes
 from shardline.errors import ProtocolError
 from shardline.rpc.limits import (
+    IMAGE_CHUNK_BYTES,
     MAX_ALIASES,
     MAX_ARGUMENTS,
     MAX_DIMENSIONS,
@@ -46,7 +47,6 @@ _KIND_TO_PROTO = {kind: plan_pb2.TensorKind.Value(f"TENSOR_KIND_{kind.name}") fo
 _KIND_FROM_PROTO: Mapping[int, TensorKind] = {value: kind for kind, value in _KIND_TO_PROTO.items()}
 
 MAX_TENSOR_ELEMENTS = 1 << 40
-IMAGE_CHUNK_BYTES = 1 << 20
 
 
 def dtype_from_proto(value: int, where: str) -> str:
@@ -98,7 +98,7 @@ def rule_to_proto(rule: RuleSpec) -> plan_pb2.RuleSpec:
         plan_pb2.ParamGroup(arguments={key: argument_to_proto(value) for key, value in group.items()})
         for group in rule.groups
     ]
-    return plan_pb2.RuleSpec(name=rule.name, groups=groups)
+    return plan_pb2.RuleSpec(name=rule.name, groups=groups, method=rule.method)
 
 
 def rule_from_proto(message: plan_pb2.RuleSpec) -> RuleSpec:
@@ -109,7 +109,8 @@ def rule_from_proto(message: plan_pb2.RuleSpec) -> RuleSpec:
     groups = tuple(
         {key: argument_from_proto(group.arguments[key]) for key in sorted(group.arguments)} for group in message.groups
     )
-    return RuleSpec(name=short(message.name, "name of a rule"), groups=groups)
+    method = short(message.method, "rule") or "torch"
+    return RuleSpec(name=short(message.name, "name of a rule"), groups=groups, method=method)
 
 
 def schedule_to_proto(schedule: ScheduleSpec) -> plan_pb2.ScheduleSpec:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from shardline.client.overlap.priority import SendQueue
+from shardline.client.exchange.priority import SendQueue
 from shardline.core.exchange import BucketPayload, Payloads
 from shardline.errors import UnreachableError
 
@@ -51,8 +51,7 @@ class LivePayloads:
         self._closed = False
         self._empty: tuple[int, ...] = ()
         self._error: Exception | None = None
-        self.patience_s = 3600.0
-        """How long one call may wait for buckets altogether."""
+        self._patience_s = 3600.0
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +78,10 @@ class LivePayloads:
         """Buckets that have left, in order."""
         with self._changed:
             return [item.bucket for item in self._sent]
+
+    def be_patient(self, seconds: float) -> None:
+        """How long one call may wait for buckets altogether, from the next call on."""
+        self._patience_s = seconds
 
     # The computing side
 
@@ -138,7 +141,7 @@ class LivePayloads:
 
         Raises Unready, what prepare() or fail() raised, or what `interrupted` returns.
         """
-        end_s = time.monotonic() + self.patience_s
+        end_s = time.monotonic() + self._patience_s
         done = 0
         while True:
             with self._changed:

@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import Callable
 
-from shardline.client.exchange.leases import Leases
-from shardline.client.exchange.shard_exchange import Interrupted, Restart, StepFigures, Stopped
-from shardline.client.exchange.workplace import Workplace
-from shardline.client.overlap.pipeline import Pipeline
-from shardline.client.step.retained_contribution import Carried
+from shardline.client.api.leases import Leases
+from shardline.client.api.pipeline import Pipeline
+from shardline.client.api.workplace import Workplace
+from shardline.client.exchange.outcomes import Interrupted, Restart, StepFigures, Stopped
+from shardline.client.step.retained_contribution import RetainedContribution
 from shardline.client.step.trainer import Trainer
 from shardline.config import Timeouts
+from shardline.consistency import Consistency
 from shardline.core.orders import LOST, REPEATED, Orders, Phase
 from shardline.errors import RolledBackError, UnreachableError, UsageError
 from shardline.rpc.link import ChiefLink
@@ -42,7 +43,7 @@ class StepFinder:
         """The next step begins with Progress."""
         self.iterating = False
         """Within a loop over steps(), which can be made to run a step again."""
-        self.carried: Carried | None = None
+        self.retained: RetainedContribution | None = None
         """What a loop that can't be made to do so has contributed to the open step."""
         self.closed_by: StepFigures | None = None
         """Set by go_on() where the open step needs no exchange any more: all shards have its contribution."""
@@ -66,12 +67,21 @@ class StepFinder:
     def _trainer(self) -> Trainer:
         return self._place.trainer
 
+    @property
+    def _mode(self) -> Consistency:
+        return self._place.trainer.course.mode
+
+    @property
+    def number(self) -> int:
+        """Number of the open tick: of the step, or of the batch that is leased."""
+        return self._trainer.course.ticks.number(self.leases.batch if self.leases.held else self._trainer.step)
+
     def ordered(self, orders: Orders) -> None:
         """Called on the heartbeat thread."""
         trainer, link, view = self._place.current, self._link, self._place.view
         if trainer is None or link is None or view is None:
             return
-        moved = trainer.is_sync and self.assigned and orders.replicas != self.assigned
+        moved = trainer.course.mode.assigns_replicas and self.assigned and orders.replicas != self.assigned
         if orders.fenced or link.lost or moved or orders.timeline != view.timeline or orders.phase is Phase.ENDED:
             trainer.exchange.interrupt()
 
@@ -80,7 +90,7 @@ class StepFinder:
         orders = self.link.orders
         if orders.fenced or self.link.lost is not None or orders.phase is Phase.ENDED or self._place.view is None:
             return False
-        moves = self._trainer.is_sync and self.iterating
+        moves = self._mode.assigns_replicas and self.iterating
         return orders.timeline == self._place.view.timeline and not (moves and orders.replicas != self.assigned)
 
     def next(self) -> int | None:
@@ -113,8 +123,8 @@ class StepFinder:
                     # What was the end is ahead again.
                     self._finished = False
                     link.resume()
-            if self._trainer.is_sync:
-                number = self._next_sync(orders)
+            if self._mode.assigns_replicas:
+                number = self._next_assigned(orders)
             elif self._trainer.job.script:
                 if self.stale and not self._relocate(orders):
                     continue
@@ -140,7 +150,7 @@ class StepFinder:
     def _wait_for_change(self, seen: Orders) -> None:
         self.link.wait(lambda o: o != seen or o.fenced, timeout_s=self._timeouts.heartbeat_s * 4)
 
-    def _next_sync(self, orders: Orders) -> int | None:
+    def _next_assigned(self, orders: Orders) -> int | None:
         if not orders.replicas:
             # A spare: nothing to do until somebody's replicas come here.
             self.assigned, self.stale = (), True
@@ -181,7 +191,6 @@ class StepFinder:
             self._wait_for_change(orders)
             return False
         self.stale = False
-        self._place.located()
         self._tell_figures()
         self.link.set_step(self._trainer.step)
         return True
@@ -199,7 +208,7 @@ class StepFinder:
             if orders.phase is Phase.ENDED:
                 return
             if self._relocate(orders):
-                if not self._trainer.is_sync:
+                if not self._mode.assigns_replicas:
                     self.todo = {0}
                 return
             if time.monotonic() > deadline_s:
@@ -239,7 +248,7 @@ class StepFinder:
         orders = self._orders_or_none()
         if orders is None or orders.phase not in (Phase.RUNNING, Phase.STOPPING) or self._is_another_history(orders):
             return None
-        if not self._trainer.is_sync:
+        if self._mode.leases_batches:
             return self.leases.batch if self.leases.has_next else None
         if orders.stop_step and self._trainer.step >= orders.stop_step:
             return None
@@ -261,12 +270,12 @@ class StepFinder:
             log.info("%s", error)
             self.stale = True
             self._lose_sent()
-            if not self._trainer.is_sync:
+            if self._mode.leases_batches:
                 self.finish_part()
             self._wait_for_change(orders)
             return False
         assert self._place.view is not None
-        if orders.timeline == self._place.view.timeline and (not self._trainer.is_sync or not self.iterating):
+        if orders.timeline == self._place.view.timeline and (self._mode.leases_batches or not self.iterating):
             # Sending again is harmless: what counted is a duplicate.
             if not isinstance(error, Interrupted):
                 link.wait(lambda o: o != orders, timeout_s=0.1)
@@ -288,8 +297,8 @@ class StepFinder:
         that a standby stands in for makes a timeline in which nothing went back; of any other this raises
         RolledBackError, with the parameters of the step where the job stands in the model.
         """
-        carried = self.carried
-        if carried is None:
+        retained = self.retained
+        if retained is None:
             # attach(job=...) and no loop over steps(): it runs ahead of what it has sent, and holds nothing of it.
             unbegun = (Phase.WAITING, Phase.INIT)
             self.link.wait(lambda o: o.fenced or o.phase not in unbegun, timeout_s=self._timeouts.lost_s)
@@ -299,7 +308,7 @@ class StepFinder:
             self.stale = True
             self._lose_sent()
             return False
-        carried.keep(self._trainer, shared=self._place.zero_copy)
+        retained.keep(self._trainer, shared=self._place.zero_copy)
         self.stale = True
         self._lose_sent()
         while self.stale:
@@ -309,17 +318,17 @@ class StepFinder:
             if orders is None or orders.phase is Phase.ENDED:
                 return False
             begun = orders.phase in (Phase.RUNNING, Phase.STOPPING)
-            if not begun or (self._trainer.is_sync and not orders.replicas):
+            if not begun or (self._mode.assigns_replicas and not orders.replicas):
                 self._wait_for_change(orders)
             else:
                 self._relocate(orders)
         trainer = self._trainer
-        if carried.went_back(trainer):
-            raise self._rolled_back(trainer.step if trainer.is_sync else self.link.orders.first_step)
-        if carried.counted(trainer):
-            self.closed_by = carried.accept(trainer)
+        if retained.went_back(trainer.half):
+            raise self._rolled_back(trainer.step if self._mode.consistent_cuts else self.link.orders.first_step)
+        if retained.counted(trainer.half):
+            self.closed_by = retained.accept(trainer.half)
         else:
-            carried.contribute(trainer)
+            retained.contribute(trainer)
         return True
 
     def _rolled_back(self, step: int) -> RolledBackError:
@@ -335,12 +344,12 @@ class StepFinder:
         sent = self._pipeline.lose()
         if sent is not None:
             # Some shards may have applied it already.
-            self._repeated += not self._trainer.is_sync
+            self._repeated += self._mode.leases_batches
             self.leases.batch = sent.batch
 
     def advance(self) -> None:
         """A step has been sent: what comes is the next one's."""
-        self.todo = set(self.assigned) if self._trainer.is_sync else {0}
+        self.todo = set(self.assigned) if self._mode.assigns_replicas else {0}
         if self.leases.held:
             self.leases.batch += 1
         self.link.set_step(self._trainer.step)

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardline.client.exchange.shard_exchange import Interrupted, Restart, StepFigures, Stopped
-from shardline.client.exchange.watching import StepAgain, StepWatch
-from shardline.client.exchange.workplace import Workplace
-from shardline.client.overlap.scheduler import Expected
+from shardline.client.api.workplace import Workplace
+from shardline.client.exchange.outcomes import Interrupted, Restart, StepFigures, Stopped
+from shardline.client.overlap.watching import StepAgain, StepWatch
+from shardline.client.step.expected import Expected
 from shardline.core.orders import StepReport
 from shardline.data import UNWATCHED, Watch
 
@@ -93,18 +93,17 @@ class Pipeline:
         return StepWatch(self._place.gate, self._uses, expect)
 
     def _uses(self) -> dict[int, None] | None:
-        trainer = self._place.trainer
-        return trainer.uses if trainer.starting else None
+        return self._place.trainer.uses
 
     def wait_for(self, tensors: Iterable[int]) -> None:
         """Return when these tensors have come; StepAgain where they don't."""
         with self._waiting():
             self._place.trainer.wait_for(tensors)
 
-    def begin(self) -> None:
+    def begin(self, replica: int) -> None:
         """Before a replica's forward pass."""
         with self._waiting():
-            self._place.trainer.begin()
+            self._place.trainer.begin(replica)
 
     def settle_in_body(self) -> None:
         """Everything of the step before has come, and the orders are still those of this one; else StepAgain."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from shardline import topology
+from shardline.client.exchange.observer import Observer
 from shardline.client.overlap.gate import Gate, why_not
+from shardline.client.step.course import Course
+from shardline.client.step.factory import Ties, Wishes, make_trainer
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig, environment
 from shardline.core.orders import JobView
@@ -19,8 +24,43 @@ from shardline.model import named_values
 from shardline.observability.metrics import Metrics
 from shardline.rpc.channel import Peers
 from shardline.rpc.link import ChiefLink
+from shardline.topology import Hop, Surroundings
 
 log = logging.getLogger("shardline.client")
+
+
+class SessionObserver(Observer):
+    """Tells metrics and the chief what an exchange with the servers of one history meets."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        link: ChiefLink,
+        timeline: int,
+        hops: Mapping[int, Hop],
+        still_ordered: Callable[[], bool],
+    ) -> None:
+        self._metrics = metrics
+        self._link = link
+        self._timeline = timeline
+        self._hops = hops
+        self._still_ordered = still_ordered
+
+    def still_ordered(self) -> bool:
+        """See Observer."""
+        return self._still_ordered()
+
+    def retried(self, shard: int) -> None:
+        """See Observer."""
+        self._metrics.counter("shardline_rpc_retries_total", peer=self._hops[shard].task).inc()
+
+    def silent(self, shards: frozenset[int]) -> None:
+        """See Observer."""
+        self._link.suspect({self._hops[shard].task for shard in shards}, self._timeline)
+
+    def not_finite(self, name: str) -> None:
+        """See Observer."""
+        self._metrics.counter("shardline_nonfinite_total", what=name).inc()
 
 
 class Workplace:
@@ -45,16 +85,10 @@ class Workplace:
         self._model: nn.Module | None = None
         self.values: Mapping[str, torch.Tensor] = {}
         """The person's own tensors by name."""
-        self.overlaps = False
-        """Gradients leave during the backward pass."""
-        self.zero_copy = False
-        """Tensors may lie in shared memory."""
+        self._wishes = Wishes()
+        self._course: Course | None = None
         self.view: JobView | None = None
         self.current: Trainer | None = None
-        self.lost_updates = 0
-        """Asynchronous mode: pushes that a shard had acknowledged and has no more, since it was lost and restored."""
-        self._acknowledged: dict[int, int] = {}
-        """Last push by shard, of the trainer before."""
         self.gate: Gate | None = None
         """Where there is one, the next forward pass waits per layer."""
 
@@ -70,13 +104,23 @@ class Workplace:
             raise UsageError(
                 f"overlap and zero_copy exclude each other, since there is nothing left to overlap with; {remedy}"
             )
-        self.zero_copy = zero_copy
-        self.overlaps = self._config.overlap and (overlap or from_file)
+        overlaps = self._config.overlap and (overlap or from_file)
+        self._wishes = Wishes(overlap=overlaps, zero_copy=zero_copy, credit_bytes=credit_bytes())
         if isinstance(model, nn.Module):
             self.values = named_values(model)
-            self._model = model if from_file and self.overlaps else None
+            self._model = model if from_file and overlaps else None
         else:
             self.values = dict(model)
+
+    @property
+    def overlaps(self) -> bool:
+        """Gradients leave during the backward pass."""
+        return self._wishes.overlap
+
+    @property
+    def zero_copy(self) -> bool:
+        """Tensors may lie in shared memory."""
+        return self._wishes.zero_copy
 
     @property
     def trainer(self) -> Trainer:
@@ -100,50 +144,55 @@ class Workplace:
         ):
             return
         # Before anything is changed: where a server's name has no address now, all of this is tried again.
-        lanes = self._open_lanes(view)
-        pushed = 0
-        if self.current is not None and not self.current.is_sync:
-            pushed = self.current.step
-            self._acknowledged = self._acknowledged or dict(self.current.acknowledged)
+        ties = self._tie(link, view)
         self._close_trainer()
         self.view = view
-        trainer = Trainer(
-            view,
-            self.values,
-            lanes,
-            self._config.timeouts,
-            who=link.identity,
-            index=self._config.index,
-            on_retry=self._count_retry,
-            overlap=self.overlaps,
-            zero_copy=self.zero_copy,
-            credit_bytes=credit_bytes(),
-        )
-        # In asynchronous mode a worker counts its own pushes, whatever became of them.
-        trainer.step = pushed
-        trainer.exchange.still_ordered = self._still_ordered
-        hosts = {place.shard: place.task for place in view.placement}
-        trainer.exchange.on_silence = lambda shards: link.suspect({hosts[shard] for shard in shards}, view.timeline)
+        if self._course is None:
+            self._course = Course(view.job, self.values)
+            streams = self._course.cadence.streams and topology.of(view.job).streams
+            self._wishes = replace(self._wishes, overlap=self._wishes.overlap and streams)
         link.suspect((), view.timeline)
-        trainer.on_nonfinite = lambda name: self._metrics.counter("shardline_nonfinite_total", what=name).inc()
+        trainer = make_trainer(view, self._course, ties, self._wishes)
         self._open_gate(trainer)
         self.current = trainer
 
-    def located(self) -> None:
-        """The trainer knows what the shards have: what is missing of what they had is lost."""
-        held = self.trainer.acknowledged
-        self.lost_updates += sum(max(0, number - held[shard]) for shard, number in self._acknowledged.items())
-        self._acknowledged = {}
+    def traffic(self) -> tuple[int, int, int, int]:
+        """See Trainer.traffic."""
+        return self.current.traffic if self.current is not None else (0, 0, 0, 0)
 
-    def _open_lanes(self, view: JobView) -> dict[int, Lane]:
+    @property
+    def lost_updates(self) -> int:
+        """Asynchronous mode: pushes that a shard had acknowledged and has no more, since it was lost and restored."""
+        return self._course.half.lost if self._course is not None else 0
+
+    def _tie(self, link: ChiefLink, view: JobView) -> Ties:
+        """Lanes to whom the job's topology names."""
+        route = topology.of(view.job).route(
+            Surroundings(
+                task=self._config.task,
+                workers=max(1, self._config.cluster.num("worker")),
+                servers={place.shard: Hop(place.task, place.address) for place in view.placement},
+            )
+        )
+        hops = route.hops()
+        return Ties(
+            who=link.identity,
+            index=self._config.index,
+            route=route,
+            lanes=self._open_lanes(view, hops),
+            timeouts=self._config.timeouts,
+            observer=SessionObserver(self._metrics, link, view.timeline, hops, self._still_ordered),
+        )
+
+    def _open_lanes(self, view: JobView, hops: Mapping[int, Hop]) -> dict[int, Lane]:
         lanes: dict[int, Lane] = {}
-        for place in view.placement:
-            peer = self._peers.get(place.task, place.address)
+        for shard, hop in hops.items():
+            peer = self._peers.get(hop.task, hop.address)
             # Its name must be known before it can be told whether it is on this host.
             peer.await_name()
-            peer.on_retry = self._metrics.counter("shardline_rpc_retries_total", peer=place.task).inc
-            lanes[place.shard] = open_lane(
-                self._config, peer, place.shard, view.plan.shards[place.shard], on_fallback=self._count_fallback
+            peer.on_retry = self._metrics.counter("shardline_rpc_retries_total", peer=hop.task).inc
+            lanes[shard] = open_lane(
+                self._config, peer, shard, view.plan.shards[shard], on_fallback=self._count_fallback
             )
         return lanes
 
@@ -154,16 +203,13 @@ class Workplace:
         if reason:
             log.info("the next forward pass waits for the whole model: %s", reason)
             return
-        numbers = {id(tensor): number for number, tensor in enumerate(trainer.layout.tensors)}
+        numbers = {id(tensor): number for number, tensor in enumerate(trainer.weights.layout.tensors)}
         self.gate = Gate(
             self._model,
             numbers,
             wait_for=self._wait_for,
             waiting=lambda: trainer.waiting,
         )
-
-    def _count_retry(self, shard: int) -> None:
-        self._metrics.counter("shardline_rpc_retries_total", peer=self.peers.get(shard, "ps")).inc()
 
     def _count_fallback(self, lane: str, reason: str) -> None:
         self._metrics.counter("shardline_lane_fallbacks_total", lane=lane).inc()

@@ -1,100 +1,25 @@
-"""Gradients that leave while the backward pass still runs: hooks per parameter, and the push they feed."""
+"""Gradients that leave while the backward pass still runs, and the push they feed."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from shardline.client.api.live import LivePayloads
-from shardline.client.exchange.device import HostPath
-from shardline.client.overlap.arrivals import Key
-from shardline.client.overlap.priority import SendQueue, default_credit
-from shardline.client.step.staging import Staging
+from shardline import consistency
+from shardline.client.exchange.arrivals import Key
+from shardline.client.exchange.live import LivePayloads
+from shardline.client.exchange.priority import SendQueue, default_credit
+from shardline.client.step.expected import Expected
+from shardline.client.step.layout import homes
+from shardline.client.step.payloads import PushTools
 from shardline.codecs import RAW
 from shardline.core.exchange import BucketPayload
-from shardline.core.plan import Plan
 from shardline.core.reduce import Block, cover
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import JobError
-
-Listener = Callable[[int, torch.Tensor], None]
-"""(tensor number, parameter) when its gradient of a backward pass is complete."""
-
-
-class GradientHooks:
-    """A hook on every trained parameter; calls one listener, or nobody."""
-
-    def __init__(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
-        self._trained = [
-            (number, tensors[number]) for number, spec in enumerate(plan.tensors) if spec.kind is TensorKind.PARAM
-        ]
-        self._handles: dict[int, RemovableHandle] = {}
-        self._listener: Listener | None = None
-
-    def listen(self, listener: Listener) -> None:
-        """Call this listener from now on. A parameter that has become trainable since is hooked too."""
-        self._listener = listener
-        for number, tensor in self._trained:
-            if tensor.requires_grad and tensor.is_leaf and number not in self._handles:
-                hook = functools.partial(self._fired, number)
-                self._handles[number] = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def ignore(self) -> None:
-        """Call nobody."""
-        self._listener = None
-
-    def _fired(self, number: int, parameter: torch.Tensor) -> None:
-        listener = self._listener
-        if listener is not None:
-            listener(number, parameter)
-
-    def close(self) -> None:
-        """Leave the parameters as they were."""
-        self.ignore()
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
-
-
-class FireCount:
-    """How often each parameter's gradient is completed in one backward pass. A listener of GradientHooks.
-
-    Once, except where a pass runs others within itself (reentrant checkpointing) or there are several passes: the
-    gradient is whole only when they have all ended.
-    """
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-        self._lock = threading.Lock()
-
-    def __call__(self, number: int, parameter: torch.Tensor) -> None:
-        """A parameter's gradient is complete."""
-        with self._lock:
-            self._counts[number] += 1
-
-    @property
-    def once(self) -> set[int]:
-        """Parameters whose gradients are whole when their hook is called."""
-        return {number for number, count in self._counts.items() if count == 1}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """What is known of a replica's part of a step before its last backward pass."""
-
-    replica: int
-    owned: Sequence[int]
-    """Replicas that this worker contributes to the step."""
-    samples: int = 0
-    loss: float | None = None
-    hyper: Callable[[], Mapping[int, Mapping[str, float]]] = dict
-    """Numbers of parameter groups that travel with the push; asked when the first bucket leaves."""
 
 
 def why_not_early(job: JobSpec, expected: Expected, *, first: bool) -> str:
@@ -102,17 +27,16 @@ def why_not_early(job: JobSpec, expected: Expected, *, first: bool) -> str:
 
     first: it is the first step after a (re)start.
     """
-    terms = job.consistency
-    is_sync = terms.mode == "sync"
+    terms, mode = job.consistency, consistency.of(job.consistency)
     if first:
         return "in the first step after a start, parts of it may be counted already"
-    if not is_sync and terms.clip_norm > 0.0:
+    if mode.clips_at_worker and terms.clip_norm > 0.0:
         return "clipping in asynchronous mode needs all of them"
-    if not is_sync and terms.nan_policy == "skip":
+    if mode.clips_at_worker and terms.nan_policy == "skip":
         return "all shards have to skip a gradient that is not finite, in asynchronous mode on the worker's word"
     if terms.nan_policy == "skip" and expected.loss is None:
         return "a loss that is not finite has to be known before anything leaves"
-    if is_sync and (len(cover(expected.owned, job.replicas)) > 1 or max(expected.owned) != expected.replica):
+    if mode.sums_in_tree and (len(cover(expected.owned, job.replicas)) > 1 or max(expected.owned) != expected.replica):
         return "this worker's replicas make more than one push"
     if len(expected.owned) > 1 and job.codec != RAW.name:
         return "what a codec rounds is not added up before it is sent"
@@ -131,35 +55,31 @@ def not_stepped(step: int) -> JobError:
 class EarlyPush:
     """One replica's gradients on their way to all shards while they are computed. A listener of GradientHooks.
 
-    block: the replica is its last one, earlier ones are in `staging`. once: see FireCount.
+    block: the replica is its last one, earlier ones are in staging. once: see FireCount.
     begin: starts the exchange; called when the first bucket is ready. on_nonfinite: called with names of tensors whose
     gradients have NaN or infinity before their bucket leaves, on the thread of a lane; what it raises ends the push.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        staging: Staging,
-        *,
+        tools: PushTools,
         replica: int,
         block: Block,
-        presum: bool,
+        *,
         once: set[int],
         ranks: Sequence[Sequence[int]],
-        credit_bytes: int = 0,
         begin: Callable[[], None],
         on_nonfinite: Callable[[Sequence[str]], None],
-        interrupted: Callable[[], Exception | None],
-        host: HostPath | None = None,
     ) -> None:
+        plan = tools.plan
         self._plan = plan
-        self._host = host
+        self._gpu = tools.gpu
         self._marks: dict[int, torch.cuda.Event] = {}
         """On a GPU: what each gradient is complete after."""
         self._end: torch.cuda.Event | None = None
-        self._staging = staging
+        self._staging = tools.staging
         self._replica = replica
-        self._presum = presum
+        self._presum = block.count > 1
         self.block = block
         """What the push counts for."""
         self._once = once
@@ -185,10 +105,12 @@ class EarlyPush:
         }
         self.payloads = {
             s: LivePayloads(
-                SendQueue(ranks[s], [bucket.nbytes for bucket in shard.buckets], credit_bytes or default_credit(shard)),
+                SendQueue(
+                    ranks[s], [bucket.nbytes for bucket in shard.buckets], tools.credit_bytes or default_credit(shard)
+                ),
                 functools.partial(self._prepare, s),
                 nbytes=shard.nbytes,
-                interrupted=interrupted,
+                interrupted=tools.interrupted,
             )
             for s, shard in enumerate(plan.shards)
         }
@@ -205,9 +127,9 @@ class EarlyPush:
                 self._twice.add(number)
                 return
             self._gradients[number], self._versions[number] = gradient, gradient._version
-            if self._host is not None:
+            if self._gpu is not None:
                 # The hook runs on the stream that completed the gradient.
-                self._marks[number] = self._host.mark()
+                self._marks[number] = self._gpu.mark()
             if number in self._once:
                 for key in self._homes[number]:
                     self._lacking[key] -= 1
@@ -233,8 +155,8 @@ class EarlyPush:
             self._closed = True
         self._check_unchanged(gradients)
         self._gradients = dict(gradients)
-        if self._host is not None:
-            self._end = self._host.mark()
+        if self._gpu is not None:
+            self._end = self._gpu.mark()
         if not self._begun:
             self._begun = True
             self._begin()
@@ -313,51 +235,3 @@ class EarlyPush:
             self._gradients = {}
         for payloads in self.payloads.values():
             payloads.drop()
-
-
-def filled_payloads(
-    plan: Plan,
-    staging: Staging,
-    shard: int,
-    block: Block,
-    *,
-    ranks: Sequence[int],
-    credit_bytes: int,
-    interrupted: Callable[[], Exception | None],
-) -> LivePayloads:
-    """A block's push to one shard, all of whose buckets are in `staging`; each is encoded when it is sent."""
-    spec = plan.shards[shard]
-    # Nothing more can overtake, so a few large batches do: the shard begins with the first while others are encoded.
-    # Where all bytes are in their place one is enough. Of many workers' pushes the shard then takes one after another,
-    # where with small batches its threads met at the same buckets again and again.
-    in_place = staging.in_place(shard)
-    window = credit_bytes or (spec.nbytes if in_place else max(default_credit(spec), spec.nbytes // 4))
-    queue = SendQueue(ranks, [bucket.nbytes for bucket in spec.buckets], window)
-    payloads = LivePayloads(
-        queue,
-        lambda bucket: staging.payload((shard, bucket), block),
-        nbytes=spec.nbytes,
-        in_place=in_place,
-        interrupted=interrupted,
-    )
-    empty = [bucket for bucket in range(len(spec.buckets)) if staging.is_empty((shard, bucket), block)]
-    for bucket in range(len(spec.buckets)):
-        if bucket not in empty:
-            payloads.offer(bucket)
-    payloads.close(empty)
-    return payloads
-
-
-def homes(plan: Plan) -> list[list[Key]]:
-    """Buckets that hold a slice of each tensor, by tensor number."""
-    found: list[list[Key]] = [[] for _ in plan.tensors]
-    for s, shard in enumerate(plan.shards):
-        for b, bucket in enumerate(shard.buckets):
-            for tensor in dict.fromkeys(piece.tensor for piece in bucket.slices):
-                found[tensor].append((s, b))
-    return found
-
-
-def keys_of(places: Sequence[Sequence[Key]], tensors: Iterable[int]) -> list[Key]:
-    """Every bucket that holds a slice of one of these tensors; places: of homes()."""
-    return list(dict.fromkeys(key for tensor in tensors for key in places[tensor]))
