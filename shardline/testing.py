@@ -270,7 +270,7 @@ class _RuleStepper:
     def __init__(self, spec: JobSpec, plan: Plan, trained: Values) -> None:
         self.plan = plan
         self.trained = trained
-        self.task = "worker/0" if spec.consistency.mode == "async" else ""
+        self.task = "worker/0" if consistency.of(spec.consistency).whole_pushes else ""
         device = next(iter(trained.values())).device
         self.buckets = [bucket for bucket in plan.shards[0].buckets if bucket.kind is TensorKind.PARAM]
         self.rules = [bucket_rule(spec.rule, spec.schedule, bucket, plan.tensors, device) for bucket in self.buckets]

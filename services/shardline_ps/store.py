@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -381,8 +382,14 @@ class ParameterStore:
 
     def members_changed(self) -> None:
         """Tell the shards whom the authority admits from now on; pulls that wait look whether they still have to."""
-        for shard in (*self.shards.values(), *(standby.shard for standby in self.standbys.values())):
-            shard.mode.members_changed(self.authority.members or ())
+        shards = [*self.shards.values(), *(standby.shard for standby in self.standbys.values())]
+        members = tuple(self.authority.members or ())
+        for shard in shards:
+            shard.mode.members_changed(members)
+        # Rules forget workers when their buckets are free; the fence waits for none of them.
+        with contextlib.suppress(RuntimeError):
+            # At the end of a process the pool takes no more.
+            self.pool.submit(_forget_workers, shards, members)
         for signal in self.signals.values():
             signal.notify()
 
@@ -431,6 +438,12 @@ class ParameterStore:
     def close(self) -> None:
         """End the pool."""
         self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _forget_workers(shards: Sequence[Shard], members: Sequence[str]) -> None:
+    for bucket in (bucket for shard in shards for bucket in shard.buckets):
+        with bucket.lock:
+            bucket.members_changed(members)
 
 
 def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], asked: int | None) -> Ledger:

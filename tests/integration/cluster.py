@@ -39,9 +39,9 @@ from shardline.rpc.client import PsControl
 from shardline.rpc.messages.configuration import Configuration
 from shardline.rpc.server import RpcServer
 from shardline.testing import ReferenceResult
-from shardline_chief.io.servicer import register
 from shardline.topology import Hop
 from shardline.topology.flat import Direct
+from shardline_chief.io.servicer import register
 from shardline_ps.control.votes import Voters
 from shardline_ps.service import offers
 from shardline_ps.servicer import ParameterServer

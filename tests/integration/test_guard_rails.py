@@ -33,7 +33,6 @@ from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
 from shardline.update import rule
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
-from shardline_ps.shard.settings import ShardSettings
 from tests.integration.cluster import Orders
 
 TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float16"),)

@@ -24,16 +24,6 @@ STILL_OPEN: frozenset[str] = frozenset(
         "chief/shardline_chief/io/commands.py",
         "chief/shardline_chief/rules/start.py",
         "chief/shardline_chief/rules/state.py",
-        "shardline/client/api/barrier.py",
-        "shardline/client/api/optimizer_state.py",
-        "shardline/client/api/session.py",
-        "shardline/client/exchange/attachment.py",
-        "shardline/client/exchange/workplace.py",
-        "shardline/client/overlap/scheduler.py",
-        "shardline/client/step/retained_contribution.py",
-        "shardline/client/step/steps.py",
-        "shardline/client/step/trainer.py",
-        "shardline/client/step/zero_copy.py",
     }
 )
 """Files that ask yet. It only gets shorter: a file that asks no more has to leave it."""

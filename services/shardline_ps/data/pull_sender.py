@@ -156,7 +156,7 @@ def encode_bucket(
             state.unchanged = True
             return Encoded(state, b"", 0)
         codec = codec_for(codec_name, bucket.spec)
-        values = bucket.values_at(step)
+        values = bucket.answer(step, want.task)
         # The one copy is made under the lock: nobody sees a torn bucket.
         payload = memoryview(codec.encode(values.cpu()))
         size = len(payload)
@@ -400,7 +400,9 @@ class AsyncReply:
         """Called with the shard's lock held."""
         self.buckets, self.copied = [], True
         for number in self._numbers:
-            encoded = encode_bucket(shard, number, Want(step=None, have=self._want.have), self._codec, self._into)
+            encoded = encode_bucket(
+                shard, number, Want(step=None, have=self._want.have, task=self._task), self._codec, self._into
+            )
             if isinstance(encoded, Encoded):
                 self.buckets.append(encoded)
 
