@@ -41,10 +41,9 @@ from shardline.rpc.server import RpcServer
 from shardline.testing import ReferenceResult
 from shardline.topology import Hop
 from shardline.topology.flat import Direct
-from shardline_chief.io.servicer import register
 from shardline_ps.control.votes import Voters
 from shardline_ps.service import offers
-from shardline_ps.servicer import ParameterServer
+from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.sender import Replicas
 from shardline_ps.store import ParameterStore

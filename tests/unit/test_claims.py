@@ -25,12 +25,12 @@ from shardline.errors import JobError, NonFiniteError
 from shardline.rpc.messages import data
 from shardline.rpc.messages.data import Attached, bucket_header
 from shardline.rpc.v1 import data_pb2
+from shardline.server.buffers import Buffers
+from shardline.server.conversation import is_soon_whole
+from shardline.server.inline_apply import QUICK_BYTES
+from shardline.server.slots import Slot, opened
 from shardline.update import rule
 from shardline.wire.protobuf import PushFrameView
-from shardline_ps.data.conversation import is_soon_whole
-from shardline_ps.memory.slots import Slot, opened
-from shardline_ps.shard.buffers import Buffers
-from shardline_ps.shard.inline_apply import QUICK_BYTES
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
 
