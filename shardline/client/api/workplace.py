@@ -149,8 +149,7 @@ class Workplace:
         self.view = view
         if self._course is None:
             self._course = Course(view.job, self.values)
-            streams = self._course.cadence.streams and topology.of(view.job).streams
-            self._wishes = replace(self._wishes, overlap=self._wishes.overlap and streams)
+            self._wishes = replace(self._wishes, overlap=self._wishes.overlap and self._course.streams)
         link.suspect((), view.timeline)
         trainer = make_trainer(view, self._course, ties, self._wishes)
         self._open_gate(trainer)
