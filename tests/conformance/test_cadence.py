@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shardline.model import named_values
 from shardline.seams import doc_line
 from shardline.testing import reference
 from tests.conformance.toys import toy_cadence, toy_local_steps
+from tests.e2e.support import summary_of, train, write_job
 from tests.integration.cluster import Cluster, ClusterState
 from tests.integration.conftest import start
 from tests.integration.jobs import Rich, make_job, mlp
@@ -315,3 +317,18 @@ def test_what_a_cadence_can_not_do_is_refused() -> None:
     with pytest.raises(JobError, match="choose from every-step"):
         make_job(cadence="now-and-then")
     assert toy_local_steps.Local.name in CADENCES
+
+
+@pytest.mark.e2e
+def test_a_cadence_from_outside_of_the_package_trains_with_real_processes(tmp_path: Path) -> None:
+    ends = []
+    for workers in (1, 2):
+        job = write_job(tmp_path / f"{workers}.py", replicas=2, steps=10)
+        flags = ("--plugin", toy_cadence.__file__, "--cadence", "every:steps=3", "--workers", str(workers), "--ps", "2")
+        out = tmp_path / f"out{workers}"
+        assert train(job, out, *flags).code == 0
+        ends.append(summary_of(out)["sha256"])
+    assert ends[0] == ends[1]
+    job = write_job(tmp_path / "plain.py", replicas=2, steps=10)
+    assert train(job, tmp_path / "plain", "--workers", "1", "--ps", "2").code == 0
+    assert summary_of(tmp_path / "plain")["sha256"] != ends[0]
