@@ -19,8 +19,8 @@ import torch
 from shardline import topology
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import StepFigures
+from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.step.course import Course
-from shardline.client.step.factory import Ties, Wishes, make_trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.core.identity import Identity

@@ -11,9 +11,9 @@ from torch import nn
 
 from shardline import topology
 from shardline.client.exchange.observer import Observer
+from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.overlap.gate import Gate, why_not
 from shardline.client.step.course import Course
-from shardline.client.step.factory import Ties, Wishes, make_trainer
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig, environment
 from shardline.core.orders import JobView
