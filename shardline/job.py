@@ -44,11 +44,11 @@ from shardline.model import model_tensors
 from shardline.python_file import run_file
 from shardline.schedule import complete, constant
 from shardline.seams import Resident
-from shardline.update import check_tensors, rule, rule_from_optimizer
+from shardline.update import check_pushes, check_rule, check_tensors, rule, rule_from_optimizer
 
 __all__ = ["Job", "load_job", "lowest_is_best", "model_tensors"]
 
-CHOICES = ("consistency", "cadence", "topology")
+CHOICES = ("consistency", "rule", "cadence", "topology")
 """Fields that name a method of a seam, as text or as an object; kept as text."""
 _LOW_WORDS = ("loss", "error", "perplexity", "bits")
 
@@ -82,6 +82,8 @@ class Job(Settings):
     """Learning-rate factor by step (by version in asynchronous mode); total_steps 0 = `steps`."""
     consistency: str | Resident = "sync"
     """"sync": every step is one update from all replicas. "async": every worker's gradient is an update of its own."""
+    rule: str | Resident = "torch"
+    """How the servers change the parameters; "torch": by the optimizer itself."""
     codec: str | Resident = "raw"  # type: ignore[assignment]
     """How gradients and parameters travel: "raw", or "bf16" and "fp16" for half the bytes (rounded)."""
     cadence: str | Resident = "every-step"  # type: ignore[assignment]
@@ -130,7 +132,7 @@ class Job(Settings):
         self.consistency_spec()
         _check_dataset(self.dataset)
         # Names a wrong class or argument at the job file's line, before any process starts.
-        rule(self.optimizer, groups=(dict(self.optimizer_args),))
+        check_rule(rule(self.optimizer, groups=(dict(self.optimizer_args),), method=str(self.rule)))
 
     @property
     def contributors(self) -> int:
@@ -224,9 +226,10 @@ class Job(Settings):
         Raises JobError for a model or a data set that can't be trained on.
         """
         optimizer = self.build_optimizer(model)
-        found = rule_from_optimizer(optimizer)
-        tensors = model_tensors(model, optimizer.param_groups, rule=found.name)
+        found = rule_from_optimizer(optimizer, method=str(self.rule))
+        tensors = model_tensors(model, optimizer.param_groups, rule=found)
         check_tensors(found, tensors)
+        check_pushes(found, single=consistency_of(self.consistency_spec()).whole_pushes)
         if self.samples:
             self.data_order()
         return JobSpec(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from shardline import consistency
 from shardline.codecs import RAW
 from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
@@ -139,14 +140,14 @@ def reply_bytes(configuration: PsConfiguration) -> int:
 
     For as many workers as there are replicas; how many an asynchronous job has, no ps is told, so it counts one.
     """
-    if configuration.consistency.mode == "sync" and configuration.codec == RAW.name:
+    if consistency.of(configuration.consistency).pulls_by_step and configuration.codec == RAW.name:
         return 0
     return configuration.replicas * sum(configuration.plan.shards[number].nbytes for number in configuration.shards)
 
 
 def sent_bytes(configuration: PsConfiguration) -> int:
     """Bytes of replies that are made whole for one worker each, to be sent: asynchronous ones, as in reply_bytes()."""
-    return reply_bytes(configuration) if configuration.consistency.mode != "sync" else 0
+    return reply_bytes(configuration) if consistency.of(configuration.consistency).replies_with_push else 0
 
 
 def run(config: RoleConfig) -> int:

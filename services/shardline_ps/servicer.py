@@ -180,17 +180,15 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         if decision.outcome is not Outcome.SERVED:
             return reply
         shard = store.shard(request.data.shard)
-        if shard.log is not None and not shard.is_sync:
-            await shard.log.passed()
+        await shard.answerable()
         known = shard.settings.replicas
         if len(request.replicas) > known or any(replica >= known for replica in request.replicas):
             raise ProtocolError(f"Progress asks for replicas {list(request.replicas)[:8]}; the job has {known}")
         for replica in request.replicas:
-            step = await store.work(shard.progress, replica)
+            step = await store.work(shard.mode.progress, replica)
             reply.replicas.append(data_pb2.ReplicaProgress(replica=replica, step=step))
         reply.step_min, reply.step_max, reply.version = shard.step_min, shard.step_max, shard.version
-        with shard.lock:
-            reply.last_seq = shard.sequence(request.data.task, request.data.incarnation).last_seq
+        reply.last_seq = shard.mode.last_push(request.data.task, request.data.incarnation)
         return reply
 
     # Commands of the chief
@@ -314,6 +312,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         authority.members = {member.task: member.incarnation for member in request.members}
         self._attachments.keep_only(authority.members)
         self.calls.keep_only(authority.members)
+        self._store.members_changed()
         if placement:
             # The fence above waits for nobody.
             async with self._changing:
@@ -441,7 +440,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
 
     @rpc_errors.unary
     async def Cut(self, request: parameter_server_pb2.CutRequest, context: Any) -> parameter_server_pb2.CutReply:
-        """Cut all shards at a step, or at once in asynchronous mode."""
+        """Cut all shards at a step, or at once where each is cut at its own instant."""
         self._obey(request.term)
         self._check_timeline(request.timeline, "Cut")
         passed, highest = False, 0
@@ -467,9 +466,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         if cut is None:
             held = [step for step, complete, _ in shard.cuts.status() if complete]
             raise ProtocolError(f"shard {shard.number} holds no whole cut of step {request.step}; it holds {held}")
-        if shard.log is not None and not shard.is_sync:
-            # It may hold pushes that a failover would lose.
-            await shard.log.passed()
+        # It may hold pushes that a failover would lose.
+        await shard.answerable()
         for image in cut.in_order():
             for header, chunk in image_parts(image):
                 yield parameter_server_pb2.GetCutFrame(header=header, chunk=chunk)
@@ -548,7 +546,7 @@ def hosted(store: ParameterStore, number: int) -> Hosted:
     return Hosted(
         shard=number,
         publication=shard.publication,
-        by_reference=shard.is_sync and codec == RAW.name,
+        by_reference=shard.consistency.pulls_by_step and codec == RAW.name,
         pushes=shard.settings.replicas,
     )
 

@@ -12,7 +12,9 @@ from typing import TypeVar
 
 import torch
 
+from shardline import consistency
 from shardline.codecs import check_codec
+from shardline.consistency.server import Observers
 from shardline.core.placement import Placement
 from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
@@ -33,8 +35,8 @@ from shardline_ps.memory.heap_trimmer import Holes
 from shardline_ps.memory.staging import Ledger, Staging
 from shardline_ps.shard.buffers import Buffers
 from shardline_ps.shard.retired_shards import Change, Remains
+from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
-from shardline_ps.shard.tallies import ShardSettings
 from shardline_ps.standby.standby import Standby
 
 __all__ = ["ParameterStore", "PsConfiguration", "TrafficTally", "numbers", "planned_bytes"]
@@ -98,16 +100,16 @@ class ParameterStore:
         self.generation = 0
         """Counts configurations, so that work of an older one is recognised."""
         self.pool = ThreadPoolExecutor(max_workers=pool_threads, thread_name_prefix="apply")
-        self.make_publication: Callable[[ShardSpec, bool], Publication] = lambda spec, sync: PlainPublication(
+        self.make_publication: Callable[[ShardSpec, bool], Publication] = lambda spec, keeps_previous: PlainPublication(
             spec, self.device
         )
-        """(shard's plan, whether synchronous): memory for the values that the shard publishes; host memory only."""
+        """(shard's plan, whether the step before is kept): host memory for the values that the shard publishes."""
         self.lane_bytes: Callable[[PsConfiguration], int] = lambda configuration: 0
         """Memory that lanes will hold besides published values and staging, for the sum at start."""
         self.lane_attachments: Callable[[], Mapping[str, int]] = lambda: {}
         """Open attachments by lane, for the metrics."""
         self.on_complete: Callable[[int, int], None] = lambda shard, step: None
-        """(shard, step): all contributions of a voted step are there. Called from pool threads."""
+        """(shard, step): all contributions of a step that waits for a verdict are there. Called from pool threads."""
         self.on_failure: Callable[[Exception], None] = lambda error: None
         """A step can't be applied: the job can't go on. Called from any thread, with locks held: it must not wait."""
         self.on_pulled: Callable[[str, str, str, int, int, float], None] = (
@@ -241,7 +243,7 @@ class ParameterStore:
             rule=configuration.rule,
             schedule=configuration.schedule,
             consistency=configuration.consistency,
-            replicas=configuration.replicas if configuration.consistency.mode == "sync" else 1,
+            replicas=consistency.of(configuration.consistency).contributors(configuration.replicas),
             cut_every=configuration.cut_every,
             device=self.device,
         )
@@ -355,17 +357,29 @@ class ParameterStore:
     def _make_shard(self, number: int, settings: ShardSettings) -> Shard:
         spec = settings.plan.shards[number]
         on_host = self.device.type == "cpu"
-        return Shard(
+        keeps_previous = consistency.of(settings.consistency).keeps_previous
+        shard = Shard(
             number,
             settings,
-            publication=self.make_publication(spec, settings.consistency.mode == "sync") if on_host else None,
-            on_publish=lambda bucket: self._notify(number, bucket),
-            on_counted=self.staging.changed,
-            on_complete=lambda step: self.on_complete(number, step),
-            on_barrier=lambda wait_s: self.on_barrier(number, wait_s),
-            on_failure=self._failed,
-            on_apply=lambda seconds: self.on_applied(number, seconds),
+            publication=self.make_publication(spec, keeps_previous) if on_host else None,
+            observers=Observers(
+                on_publish=lambda bucket: self._notify(number, bucket),
+                on_counted=self.staging.changed,
+                on_complete=lambda step: self.on_complete(number, step),
+                on_barrier=lambda wait_s: self.on_barrier(number, wait_s),
+                on_failure=self._failed,
+                on_apply=lambda seconds: self.on_applied(number, seconds),
+            ),
         )
+        shard.mode.members_changed(self.authority.members or ())
+        return shard
+
+    def members_changed(self) -> None:
+        """Tell the shards whom the authority admits from now on; pulls that wait look whether they still have to."""
+        for shard in (*self.shards.values(), *(standby.shard for standby in self.standbys.values())):
+            shard.mode.members_changed(self.authority.members or ())
+        for signal in self.signals.values():
+            signal.notify()
 
     def _failed(self, error: Exception) -> None:
         # Looked up now: who is told is set after the shards are made, in tests and without a chief.
@@ -424,12 +438,12 @@ def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], 
         seen = held.buckets[bucket]
         return seen.step, seen.contributions.mask
 
-    is_sync = configuration.consistency.mode == "sync"
+    mode = consistency.of(configuration.consistency)
     sizes = {
         (number, bucket.number): bucket.spec.nbytes
         for number, shard in shards.items()
         for bucket in shard.buckets
-        if is_sync and bucket.spec.kind is not TensorKind.FROZEN
+        if mode.sums_in_tree and bucket.spec.kind is not TensorKind.FROZEN
     }
     limit = staging_limit(configuration, asked)
     if asked is not None and limit > asked:
@@ -440,8 +454,8 @@ def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], 
             asked / 1e6,
             configuration.replicas,
         )
-    replicas = configuration.replicas if is_sync else 1
-    return Ledger(limit, sizes, replicas, voted=is_sync and configuration.consistency.voted, view=view)
+    replicas = mode.contributors(configuration.replicas)
+    return Ledger(limit, sizes, replicas, total_waits=mode.waits_for_verdict, view=view)
 
 
 def partial_bytes(shards: Mapping[int, Shard]) -> Callable[[], int]:

@@ -5,14 +5,17 @@ meaning. Nobody outside this package asks for a mode's name or class.
 
 How modes that do not exist yet would use it:
 
-* Backup workers (Chen et al. 2016): by bucket, `waits_for_verdict`, contributors(N) == N. A step's set is closed by
-  the lead at N of N + b contributions; the divisor stays N; whatever comes later is answered LATE_DROPPED.
-* n-softsync (Zhang et al. 2016): `whole_pushes`. A push is counted, and the c-th one applies the sum divided by c; the
-  staleness of each push is in its PushContext.
-* Stale synchronous parallel (Ho et al. 2013): `whole_pushes`, numbered as in async. A clock per worker; a pull
-  that names a clock is WAITING until the slowest member's clock is near enough; members that leave are dropped from
-  the minimum.
-* Local SGD and DiLoCo: by bucket like the synchronous modes, where a step is a round and what is averaged is a delta.
+* Backup workers (Chen et al. 2016): a subclass of ReplicaSteps with `waits_for_verdict`. ready() says N of N + b
+  contributions, divisor is N, and admit() answers LATE_DROPPED to whatever comes after the set of a step is closed.
+* n-softsync (Zhang et al. 2016): a subclass of NumberedPushes. take() adds a push up and applies the sum, divided by c,
+  at every c-th one; the PushContext brings each push's staleness, for a weight of 1 / staleness.
+* Stale synchronous parallel (Ho et al. 2013): a subclass of NumberedPushes without `replies_with_push`. A worker's
+  clock is the number of its last push. serve() says WAITING to a worker that is too far ahead of the slowest one;
+  members_changed() drops those that left from the minimum, and whoever waits looks again.
+* Local SGD and DiLoCo: a subclass of EagerSteps, where a step is a round and what is averaged is a delta. The update
+  rule turns the mean delta into an outer gradient.
+
+A mode is one file with two classes: the resident, and its server half. CONSISTENCIES.add() lists it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import enum
 from dataclasses import dataclass
 from typing import ClassVar
 
+from shardline.consistency.server import ServerHalf, Storage, Terms
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.consistency.worker.own_pushes import OwnPushes
 from shardline.consistency.worker.shared_steps import SharedSteps
@@ -87,3 +91,7 @@ class Consistency(Resident):
     def worker_half(self, job: JobSpec) -> WorkerHalf:
         """A worker's place in a job of this mode, at the job's beginning."""
         return OwnPushes(job) if self.whole_pushes else SharedSteps(job)
+
+    def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
+        """What this mode does at one shard."""
+        raise NotImplementedError(f"consistency {self} has no server half")

@@ -106,10 +106,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleSpec:
-    """An update rule by name: a class of torch.optim and its arguments per parameter group."""
+    """How parameters are updated: a class of torch.optim, its arguments per parameter group, and the rule over it."""
 
     name: str
     groups: tuple[Mapping[str, Argument], ...]
+    method: str = "torch"
+    """A choice from shardline.update.RULES; "torch" runs the class itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

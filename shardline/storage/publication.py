@@ -20,9 +20,9 @@ def bucket_offsets(spec: ShardSpec) -> tuple[int, ...]:
     return layout([bucket.nbytes for bucket in spec.buckets])
 
 
-def num_areas(bucket: BucketSpec, *, sync: bool) -> int:
-    """Areas that a bucket uses: frozen buckets and asynchronous ones never need the step before."""
-    return 2 if sync and bucket.kind is not TensorKind.FROZEN else 1
+def num_areas(bucket: BucketSpec, *, keeps_previous: bool) -> int:
+    """Areas that a bucket uses: one where the step before is not kept, and for frozen buckets."""
+    return 2 if keeps_previous and bucket.kind is not TensorKind.FROZEN else 1
 
 
 class Publication(Protocol):
@@ -66,11 +66,11 @@ class PlainPublication:
 
 
 def areas(
-    publication: Publication, number: int, bucket: BucketSpec, *, sync: bool
+    publication: Publication, number: int, bucket: BucketSpec, *, keeps_previous: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where a bucket's values live, by step & 1: twice the same where one area is enough."""
     first = publication.tensor(0, number)
-    return first, publication.tensor(1, number) if num_areas(bucket, sync=sync) == 2 else first
+    return first, publication.tensor(1, number) if num_areas(bucket, keeps_previous=keeps_previous) == 2 else first
 
 
 def view_of(area: torch.Tensor, bucket: BucketSpec, offset: int) -> torch.Tensor:

@@ -397,7 +397,7 @@ def _gather_slice(plan: Plan, target: dict[str, torch.Tensor], piece: Slice, num
         whole[start : start + piece.elements] = flat[piece.offset : piece.end]
     for name, values in image.scalars.items():
         if image.initialized[number]:
-            before = target.setdefault(name, torch.tensor(values[number]))
+            before = target.setdefault(name, torch.tensor(values[number], dtype=torch.float64))
             assert float(before) == values[number], f"{spec.name}: {name} differs between its slices"
 
 

@@ -15,7 +15,9 @@ from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.step.layout import ModelLayout, same_bits
 from shardline.client.step.sink import BucketSink
 from shardline.config import Timeouts
+from shardline.consistency.server import Observers, Push
 from shardline.core.exchange import Contribution, End, Exchanged, Sender, Sink, Standing, Want
+from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
 from shardline.core.orders import Phase
 from shardline.core.outcome import Outcome
@@ -29,9 +31,8 @@ from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
 from shardline.update import rule
-from shardline_ps.shard.gradients import Gradient
+from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
-from shardline_ps.shard.tallies import ShardSettings
 from tests.integration.cluster import Orders
 
 TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float16"),)
@@ -46,7 +47,7 @@ def make_shard(failures: list[Exception], **consistency: Any) -> Shard:
         replicas=2 if consistency.get("mode", "sync") == "sync" else 1,
         cut_every=0,
     )
-    shard = Shard(0, settings, on_failure=failures.append)
+    shard = Shard(0, settings, observers=Observers(on_failure=failures.append))
     shard.initialize(0, torch.zeros(64, dtype=torch.float16))
     return shard
 
@@ -60,16 +61,17 @@ def test_a_hyper_parameter_the_rule_lacks_is_refused_before_anything_counts() ->
     shard.contribute(0, 0, Block(1, 1), gradient(1.0))
     with pytest.raises(ProtocolError, match="'speed' is no number of SGD"):
         shard.contribute(0, 0, Block(0, 1), gradient(1.0), hyper={0: {"speed": 2.0}})
-    assert shard.waiting_for() == [0]
+    assert shard.mode.waiting_for() == [0]
     assert shard.contribute(0, 0, Block(0, 1), gradient(1.0), hyper={0: {"lr": 0.5}}).outcome is Outcome.COUNTED
     assert shard.buckets[0].values[0] == -0.5
 
 
 def test_an_asynchronous_push_with_a_wrong_hyper_parameter_keeps_its_number() -> None:
     shard = make_shard([], mode="async")
+    first = Push(task="worker/0", incarnation=1, seq=1, base_version=0)
     with pytest.raises(ProtocolError, match="'speed'"):
-        shard.push_async("worker/0", 1, 1, {0: gradient(1.0)}, base_version=0, hyper={0: {"speed": 2.0}})
-    decision, _ = shard.push_async("worker/0", 1, 1, {0: gradient(1.0)}, base_version=0)
+        shard.push(first, {0: gradient(1.0)}, hyper={0: {"speed": 2.0}})
+    decision, _ = shard.push(first, {0: gradient(1.0)})
     assert decision.outcome is Outcome.APPLIED
     assert shard.version == 1
 
@@ -82,7 +84,7 @@ def test_finite_gradients_with_an_infinite_sum_are_never_applied_under_stop() ->
         shard.contribute(0, 0, Block(1, 1), gradient(4e4))
     assert [type(failure) for failure in failures] == [NonFiniteError]
     assert torch.equal(shard.buckets[0].values, torch.zeros(64, dtype=torch.float16))
-    assert (shard.version, shard.step_min, shard.waiting_for()) == (0, 0, [0, 1])
+    assert (shard.version, shard.step_min, shard.mode.waiting_for()) == (0, 0, [0, 1])
 
 
 def test_a_learning_rate_of_a_dropped_step_is_not_used_for_the_next() -> None:

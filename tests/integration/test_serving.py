@@ -82,7 +82,7 @@ def test_a_pull_that_waits_too_long_names_the_replicas_it_waits_for() -> None:
 
         pushed = threading.Thread(target=push)
         pushed.start()
-        wait_for(lambda: cluster.shards[0].waiting_for() == [1], "two contributions")
+        wait_for(lambda: cluster.shards[0].mode.waiting_for() == [1], "two contributions")
         elements = [bucket.elements for bucket in cluster.plan.shards[0].buckets]
         peer = Peer("ps/0", cluster.hosts[0].address, cluster.timeouts)
         lane = GrpcLane(peer, 0, elements)

@@ -21,7 +21,8 @@ from shardline.client.step.retained_contribution import RetainedContribution
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.consistency import of
-from shardline.consistency.worker import Mark, WorkerHalf
+from shardline.consistency.worker import Mark
+from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.exchange import Exchanged
 from shardline.core.orders import JobView, Orders, Phase
 from shardline.core.spec import ConsistencySpec, JobSpec
@@ -157,8 +158,7 @@ class Trap:
         assert self.cluster is not None
         if self.cluster.spec.consistency.mode == "sync":
             return all(bucket.step > AT for shard in self.cluster.shards for bucket in shard.buckets)
-        held = [shard.sequences.get(self._worker) for shard in self.cluster.shards]
-        return all(record is not None and record.last_seq > AT for record in held)
+        return all(shard.mode.last_push(self._worker) > AT for shard in self.cluster.shards)
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_an_asynchronous_loop_of_ones_own_loses_nothing_and_nothing_counts_twice
         found = run(cluster, 1, overlap=overlap)
         assert trap.left == 0 and cluster.host_of(1) == 0
         for shard in cluster.shards:
-            assert (shard.version, shard.sequences["worker/0"].last_seq) == (STEPS, STEPS)
+            assert (shard.version, shard.mode.last_push("worker/0")) == (STEPS, STEPS)
     # One worker is plain torch, to the bit.
     assert_same(found, undisturbed(1, mode="async"))
 
@@ -313,7 +313,7 @@ def test_two_asynchronous_loops_lose_nothing_when_one_of_them_meets_the_end_of_a
         run(cluster)
         assert trap.left == 0
         for shard in cluster.shards:
-            assert {task: held.last_seq for task, held in shard.sequences.items() if held.last_seq} == {
+            assert {task: held.last_seq for task, held in shard.mode.sequences().items() if held.last_seq} == {
                 "worker/0": STEPS,
                 "worker/1": STEPS,
             }

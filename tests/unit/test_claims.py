@@ -11,7 +11,10 @@ import torch
 from shardline.client.step.payloads import PushTools, filled_payloads
 from shardline.client.step.staging import Allocate, Staging, no_memory
 from shardline.codecs import RAW, codec_for
+from shardline.consistency.server import Push
+from shardline.core import gradients
 from shardline.core.exchange import BucketPayload, Contribution, Sender, Want, Whole
+from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.plan import BucketSpec, Plan, make_plan
@@ -26,12 +29,10 @@ from shardline.update import rule
 from shardline.wire.protobuf import PushFrameView
 from shardline_ps.data.conversation import is_soon_whole
 from shardline_ps.memory.slots import Slot, opened
-from shardline_ps.shard import gradients
 from shardline_ps.shard.buffers import Buffers
-from shardline_ps.shard.gradients import Gradient
 from shardline_ps.shard.inline_apply import QUICK_BYTES
+from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
-from shardline_ps.shard.tallies import ShardSettings
 
 ELEMENTS = 64
 LARGEST = torch.finfo(torch.float32).max
@@ -92,7 +93,7 @@ def test_an_asynchronous_push_that_is_known_to_be_finite_is_not_looked_through(m
     seen = looks(monkeypatch)
     shard = make_shard(mode="async")
     parts = {0: Gradient(torch.ones(ELEMENTS), (True,), bound=1.0)}
-    decision, _ = shard.push_async("worker/0", 1, 1, parts, base_version=0)
+    decision, _ = shard.push(Push(task="worker/0", incarnation=1, seq=1, base_version=0), parts)
     assert decision.outcome is Outcome.APPLIED and not seen
 
 

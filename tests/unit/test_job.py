@@ -19,6 +19,7 @@ from shardline.core.plan import make_plan
 from shardline.core.spec import TensorKind
 from shardline.errors import JobError
 from shardline.job import Job, load_job, model_tensors
+from shardline.update import rule
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -243,7 +244,7 @@ def test_parameter_groups_reach_the_rule_and_the_tensors() -> None:
 def test_a_rule_for_matrices_refuses_a_vector() -> None:
     with pytest.raises(JobError, match=r"torch\.optim\.Muon refuses .* size: torch\.Size\(\[2\]\)"):
         make_job(optimizer="Muon").spec(nn.Linear(2, 2))
-    assert model_tensors(nn.Linear(2, 2, bias=False), rule="Muon")[0].whole
+    assert model_tensors(nn.Linear(2, 2, bias=False), rule=rule("Muon"))[0].whole
 
 
 def test_score_evaluates_without_gradients_and_leaves_modes_alone() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardline.consistency.server import Want
 from shardline.core.exchange import CHUNK_BYTES, Arrival
+from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
@@ -20,11 +22,10 @@ from shardline.rpc.messages.data import PullReader
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PullFrameView, read_reply
-from shardline_ps.data.pull_sender import Encoded, Want, pull, refer_bucket
+from shardline_ps.data.pull_sender import Encoded, pull, refer_bucket
 from shardline_ps.shard.bucket import Bucket
-from shardline_ps.shard.gradients import Gradient
+from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
-from shardline_ps.shard.tallies import ShardSettings
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 ELEMENTS = 1024
@@ -50,7 +51,7 @@ def step(shard: Shard, number: int) -> None:
 
 
 def referred(shard: Shard, wanted: int, have: int | None = None) -> Encoded:
-    found = refer_bucket(shard, 0, Want(wanted, False, have), None)
+    found = refer_bucket(shard, 0, Want(step=wanted, have=have), None)
     assert isinstance(found, Encoded)
     return found
 
@@ -90,7 +91,7 @@ def test_bytes_of_a_step_that_is_being_written_over_are_not_called_intact() -> N
     # theta_2 takes the place of theta_0: half of it is there, and the step still says 1.
     assert bucket.step == 1 and bucket.overwritten == 0
     assert not early.intact()
-    assert refer_bucket(shard, 0, Want(0, False, None), None) is Outcome.OVERTAKEN
+    assert refer_bucket(shard, 0, Want(step=0), None) is Outcome.OVERTAKEN
     held = referred(shard, 1)
     halfway.go_on.set()
     writer.join(20.0)
@@ -117,7 +118,7 @@ def test_a_bucket_is_never_called_unchanged_between_two_of_its_marks(monkeypatch
     def look(bucket: Bucket, name: str, value: object) -> None:
         # What a pull on the loop's thread would be told at every moment of the step.
         object.__setattr__(bucket, name, value)
-        found = refer_bucket(shard, 0, Want(1, False, 0), None)
+        found = refer_bucket(shard, 0, Want(step=1, have=0), None)
         said.append(found.state.unchanged if isinstance(found, Encoded) else found)
 
     monkeypatch.setattr(Bucket, "__setattr__", look)

@@ -79,6 +79,6 @@ def admit_push(store: ParameterStore, header: data_pb2.PushHeader, *, init: bool
     if init or decision.outcome is not Outcome.SERVED:
         return decision
     shard, block = store.shard(header.data.shard), Block(header.block.first, header.block.count)
-    if shard.is_sync and block.end > shard.settings.replicas:
+    if not shard.consistency.whole_pushes and block.end > shard.settings.replicas:
         return Decision(Outcome.REFUSED, f"block {block} is outside the job's {shard.settings.replicas} replicas")
     return decision

@@ -116,12 +116,13 @@ class PushPullTalk:
                     if pulls > 1:
                         raise ProtocolError("PushPull carries one pull; this call has sent another before")
                     self._call.of(message.pull.data.task, message.pull.data.incarnation)
-                    if message.pull.WhichOneof("want") == "latest" and self._is_async(message.pull):
-                        codec = self._store.configuration.codec if self._store.configuration else "raw"
-                        # Answered from the state right after the push that this call brings.
-                        shard = self._store.shard(message.pull.data.shard)
-                        attachment = attachment_of(self._attachments, message.pull.data)
-                        fused, latest = AsyncReply(message.pull, shard, codec, attachment), message.pull
+                    if message.pull.WhichOneof("want") == "latest" and self._follows_push(message.pull):
+                        latest, shard = message.pull, self._store.shard(message.pull.data.shard)
+                        if shard.consistency.replies_with_push:
+                            codec = self._store.configuration.codec if self._store.configuration else "raw"
+                            # Answered from the state right after the push that this call brings.
+                            attachment = attachment_of(self._attachments, message.pull.data)
+                            fused = AsyncReply(message.pull, shard, codec, attachment)
                     elif not is_soon_whole(message.push):
                         group.create_task(self._pull(message.pull))
                 if message.push is not None:
@@ -142,10 +143,11 @@ class PushPullTalk:
         finally:
             await receiver.abandon()
 
-    def _is_async(self, request: data_pb2.PullRequest) -> bool:
+    def _follows_push(self, request: data_pb2.PullRequest) -> bool:
+        """Whether a pull of whatever there is means: after the push of this call."""
         shard = self._store.shards.get(request.data.shard)
         admitted = admit_data(self._store, request.data, init=False).outcome is Outcome.SERVED
-        return shard is not None and not shard.is_sync and admitted
+        return shard is not None and shard.consistency.whole_pushes and admitted
 
     async def _pull(self, request: data_pb2.PullRequest) -> None:
         async for message in pull(self._store, self._attachments, request, outer=SHARED_CALL):

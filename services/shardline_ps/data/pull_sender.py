@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from shardline.codecs import RAW, codec_for
-from shardline.consistency import sync
+from shardline.consistency.server import Want
 from shardline.core.exchange import CHUNK_BYTES
 from shardline.core.outcome import Outcome
 from shardline.core.tensor_bytes import Buffer
@@ -47,15 +47,6 @@ class Encoded:
     """Whether the payload, which may be a view of published parameters, has not been overwritten."""
 
 
-@dataclass(frozen=True)
-class Want:
-    """What a pull asks for. step None = whatever there is."""
-
-    step: int | None
-    at_least: bool
-    have: int | None
-
-
 def parse_want(request: data_pb2.PullRequest) -> Want:
     """The wanted step; raises ProtocolError for wants of later versions."""
     if request.what not in (data_pb2.PULL_WHAT_UNSPECIFIED, data_pb2.PULL_WHAT_PARAMS):
@@ -64,11 +55,11 @@ def parse_want(request: data_pb2.PullRequest) -> Want:
     have = request.have_step if request.HasField("have_step") else None
     match request.WhichOneof("want"):
         case "exact_step":
-            return Want(request.exact_step, False, have)
+            return Want(step=request.exact_step, have=have, task=request.data.task)
         case "at_least_step":
-            return Want(request.at_least_step, True, have)
+            return Want(step=request.at_least_step, at_least=True, have=have, task=request.data.task)
         case "latest":
-            return Want(None, False, have)
+            return Want(step=None, have=have, task=request.data.task)
         case other:
             raise ProtocolError(f"pull without a want this version knows ({other})")
 
@@ -86,18 +77,17 @@ def wanted_buckets(shard: Shard, request: data_pb2.PullRequest) -> list[int]:
 
 
 def refer_bucket(shard: Shard, number: int, want: Want, attachment: Attachment | None) -> Encoded | Outcome:
-    """What a synchronous shard has published, without a copy, or why not. Takes no lock, so the loop may run it.
+    """What a shard has published of a step, without a copy, or why not. Takes no lock, so the loop may run it.
 
     theta_t stays in its buffer until every replica has pushed t + 1, which the one that pulls it does only after it
     has read it; whoever is overtaken all the same sees `intact` say so, and is not waited for any more.
     """
     bucket = shard.buckets[number]
-    # The step is written last when a step is applied: what it says is published is whole.
-    step = bucket.step
     if not bucket.initialized:
         return Outcome.NOT_CONFIGURED
     assert want.step is not None
-    outcome = sync.serve_pull(want.step, bucket_step=step, oldest=bucket.oldest)
+    # The step is written last when a step is applied: what it says is published is whole.
+    outcome = shard.mode.serve(bucket, want)
     if outcome is not Outcome.SERVED:
         return outcome
     restored = bucket.restored
@@ -125,7 +115,13 @@ def refer_bucket(shard: Shard, number: int, want: Want, attachment: Attachment |
 def may_refer(shard: Shard, want: Want, codec_name: str) -> bool:
     """Whether refer_bucket may be asked: an exact step of parameters in the machine's memory, as they are."""
     on_cpu = shard.settings.device.type == "cpu"
-    return shard.is_sync and want.step is not None and not want.at_least and codec_name == RAW.name and on_cpu
+    return (
+        shard.consistency.pulls_by_step
+        and want.step is not None
+        and not want.at_least
+        and codec_name == RAW.name
+        and on_cpu
+    )
 
 
 def bucket_state(bucket: Bucket, step: int) -> data_pb2.BucketState:
@@ -151,24 +147,16 @@ def encode_bucket(
     with bucket.lock:
         if not bucket.initialized:
             return Outcome.NOT_CONFIGURED
-        step = bucket.step
-        if want.step is not None:
-            if want.at_least:
-                if step < want.step:
-                    return Outcome.WAITING
-            else:
-                # Asynchronous buckets keep no step before the present one.
-                oldest = bucket.oldest if shard.is_sync else step
-                outcome = sync.serve_pull(want.step, bucket_step=step, oldest=oldest)
-                if outcome is not Outcome.SERVED:
-                    return outcome
-                step = want.step
+        outcome = shard.mode.serve(bucket, want)
+        if outcome is not Outcome.SERVED:
+            return outcome
+        step = bucket.step if want.step is None or want.at_least else want.step
         state = bucket_state(bucket, step)
         if want.have is not None and bucket.changed_step <= want.have <= step:
             state.unchanged = True
             return Encoded(state, b"", 0)
         codec = codec_for(codec_name, bucket.spec)
-        values = bucket.values_at(step) if shard.is_sync else bucket.values
+        values = bucket.values_at(step)
         # The one copy is made under the lock: nobody sees a torn bucket.
         payload = memoryview(codec.encode(values.cpu()))
         size = len(payload)
@@ -204,7 +192,7 @@ def pull_end(store: ParameterStore, shard: Shard | None, outcome: Outcome, reaso
     if shard is not None:
         end.step, end.version = shard.step_min, shard.version
         if outcome is Outcome.WAITING:
-            end.waiting_for.extend(shard.waiting_for())
+            end.waiting_for.extend(shard.mode.waiting_for())
     return end
 
 
@@ -291,17 +279,21 @@ async def _pull(
                 await _published(store, shard, last, want)
             elif left_s <= 0 or gathers or not await signal.wait(waiter, left_s):
                 signal.disarm(waiter)
-                missing = numbers(shard.waiting_for())
-                reason = f"step {want.step} lacks replicas {missing} at shard {shard.number} after {wait_s:.1f} s"
+                reason = f"{_lacks(shard, want)} at shard {shard.number} after {wait_s:.1f} s"
                 yield end_message(store, shard, Outcome.WAITING, outer, reason)
                 return
-        if shard.log is not None and not shard.is_sync:
-            await shard.log.passed()
+        await shard.answerable()
         store.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
         async for frame in out.add(encoded, served if number == wanted[-1] else None):
             yield frame
     if not wanted:
         yield write_pull(PullFrameView(end=served()), outer=outer)
+
+
+def _lacks(shard: Shard, want: Want) -> str:
+    missing = shard.mode.waiting_for()
+    what = f"step {want.step}" if want.step is not None else "a pull"
+    return f"{what} lacks replicas {numbers(missing)}" if missing else f"{what} waits for other workers' pushes"
 
 
 async def _published(store: ParameterStore, shard: Shard, number: int, want: Want) -> None:
@@ -408,7 +400,7 @@ class AsyncReply:
         """Called with the shard's lock held."""
         self.buckets, self.copied = [], True
         for number in self._numbers:
-            encoded = encode_bucket(shard, number, Want(None, False, self._want.have), self._codec, self._into)
+            encoded = encode_bucket(shard, number, Want(step=None, have=self._want.have), self._codec, self._into)
             if isinstance(encoded, Encoded):
                 self.buckets.append(encoded)
 

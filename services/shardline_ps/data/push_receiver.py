@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any
 
 from shardline.codecs import RAW, codec_for
+from shardline.consistency.server import Push
 from shardline.core.contributions import none_present
+from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.plan import BucketSpec
 from shardline.core.reduce import Block
@@ -27,7 +29,6 @@ from shardline_ps.control.admission import admit_push, attachment_of, drop_named
 from shardline_ps.data.calls import all_ended
 from shardline_ps.memory.slots import Slot, opened, slot_bytes
 from shardline_ps.memory.staging import AsyncPush, Lease, worker_index
-from shardline_ps.shard.gradients import Gradient
 from shardline_ps.shard.inline_apply import is_quick, release_all
 from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore, numbers
@@ -191,10 +192,10 @@ class PushReceiver:
         push = _Push(header, shard, hyper_from_proto(header.hyper), self._store.generation)
         push.attachment = attachment_of(self._attachments, header.data)
         self._push = push
-        if kind == data_pb2.PUSH_KIND_GRADIENT and shard.is_sync and header.block.count == 0:
+        if by_bucket(push) and gradient_kind(header) and header.block.count == 0:
             raise ProtocolError("a synchronous push names its block of replicas")
         self._take_empty(push, header.empty_buckets)
-        if gradient_kind(header) and not shard.is_sync:
+        if not by_bucket(push):
             specs = [bucket.spec for bucket in shard.buckets if bucket.number not in push.done]
             push.room = AsyncPush(sum(_held_bytes(push, spec) for spec in specs))
 
@@ -245,7 +246,7 @@ class PushReceiver:
         """Who has to come before there is room, and what a person can do."""
         if not in_tree(push):
             return "It is held by other workers' pushes that have not ended; this one is made again"
-        missing = await self._store.work(push.shard.waiting_for)
+        missing = await self._store.work(push.shard.mode.waiting_for)
         return (
             f"Step {push.shard.step_min} waits for replicas {numbers(missing)}: look at what holds up their workers; "
             f"this push is made again until then"
@@ -387,7 +388,7 @@ class PushReceiver:
 
     def _take_slots(self, push: _Push, slots: Sequence[Slot]) -> None:
         """Check and decode whole buckets, and hand them on; in the pool, a few on each of its threads."""
-        if push.header.kind != data_pb2.PUSH_KIND_INIT and not push.shard.is_sync:
+        if not by_bucket(push):
             push.running.append(asyncio.create_task(self._stage(push, slots)))
             return
         if is_quick(push.shard, slots):
@@ -416,8 +417,8 @@ class PushReceiver:
         await self._store.work(stage)
 
     def _take(self, push: _Push, items: Sequence[tuple[int, Gradient, Sequence[str]]]) -> None:
-        """Hand gradients on: counted at once in synchronous mode, staged until commit otherwise."""
-        if push.header.kind != data_pb2.PUSH_KIND_INIT and not push.shard.is_sync:
+        """Hand gradients on: counted at once by bucket, or held until the whole push is there."""
+        if not by_bucket(push):
             push.staged.update((number, gradient) for number, gradient, _ in items)
             return
 
@@ -474,8 +475,8 @@ class PushReceiver:
     async def _counted(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
         """What a push that is whole comes to."""
         header, shard = push.header, push.shard
-        if header.kind != data_pb2.PUSH_KIND_INIT and not shard.is_sync:
-            return await self._commit_async(push, commit)
+        if not by_bucket(push):
+            return await self._commit_whole(push, commit)
         missing = [bucket.number for bucket in shard.buckets if bucket.number not in push.done]
         if missing:
             await self.abandon(push)
@@ -490,7 +491,7 @@ class PushReceiver:
             await self._store.work(self._store.holes.give_back)
         return self._result(push, worst, 0)
 
-    async def _commit_async(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
+    async def _commit_whole(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
         header, shard = push.header, push.shard
         if header.base_max > shard.step_max:
             raise ProtocolError(f"base version {header.base_max} is ahead of the shard, which is at {shard.step_max}")
@@ -503,14 +504,16 @@ class PushReceiver:
         staged, push.staged = push.staged, {}
 
         def apply() -> tuple[Decision, int]:
-            return shard.push_async(
-                header.data.task,
-                header.data.incarnation,
-                header.seq,
+            return shard.push(
+                Push(
+                    task=header.data.task,
+                    incarnation=header.data.incarnation,
+                    seq=header.seq,
+                    base_version=header.base_min,
+                    scale=scale,
+                    skip=commit.skip,
+                ),
                 staged,
-                base_version=header.base_min,
-                scale=scale,
-                skip=commit.skip,
                 hyper=push.hyper,
                 guard=lambda: self._outdated(push),
                 then=lambda: self._async_reply(shard),
@@ -523,9 +526,8 @@ class PushReceiver:
         # The room is given back by release() alone: what is being applied is still held.
         push.applying = True
         decision, lag = await self._store.work_whole(apply, release)
-        if shard.log is not None:
-            # Whatever the answer tells of is in the standby too, a repetition's as well.
-            await shard.log.passed()
+        # Whatever the answer tells of is in the standby too, a repetition's as well.
+        await shard.answerable()
         return self._result(push, decision, lag)
 
     def _result(self, push: _Push, decision: Decision, lag: int) -> PushResult:
@@ -539,10 +541,8 @@ class PushReceiver:
         )
         if push.rejected is None:
             ack.step, ack.version = shard.step_min, shard.version
-            if not shard.is_sync:
-                with shard.lock:
-                    record = shard.sequences.get(header.data.task)
-                    ack.next_seq = record.last_seq + 1 if record is not None else 1
+            if shard.consistency.whole_pushes:
+                ack.next_seq = shard.mode.last_push(header.data.task) + 1
             for number, item in sorted(push.decisions.items()):
                 if item.outcome is not decision.outcome:
                     ack.buckets.append(
@@ -588,9 +588,14 @@ def gradient_kind(header: data_pb2.PushHeader) -> bool:
     return header.kind != data_pb2.PUSH_KIND_INIT
 
 
+def by_bucket(push: _Push) -> bool:
+    """Whether each bucket counts as soon as it is there; first values always do."""
+    return not (gradient_kind(push.header) and push.shard.consistency.whole_pushes)
+
+
 def in_tree(push: _Push) -> bool:
     """Whether it brings parts of sums; first values are set bucket by bucket and wait for nobody."""
-    return push.shard.is_sync and gradient_kind(push.header)
+    return gradient_kind(push.header) and push.shard.consistency.sums_in_tree
 
 
 def _held_bytes(push: _Push, spec: BucketSpec) -> int:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shardline.codecs import RAW, Codec, codec_for
+from shardline.core.gradients import Gradient
 from shardline.core.plan import BucketSpec
 from shardline.core.tensor_bytes import Buffer, borrowed_tensor, copy_bytes, digest, fingerprint
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Ticket
 from shardline_ps.memory.staging import Lease
-from shardline_ps.shard.gradients import Gradient
 
 SLACK = 8
 """A message may be larger than its payload by this part of it: the heads beside a large chunk are far smaller."""

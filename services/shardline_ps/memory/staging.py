@@ -85,33 +85,33 @@ def partial_sums(mask: int, replicas: int) -> int:
     return _node(replicas, mask)[0]
 
 
-def worst(mask: int, replicas: int, *, voted: bool) -> int:
+def worst(mask: int, replicas: int, *, total_waits: bool) -> int:
     """The most it comes to hold if from now on only privileged contributions are counted.
 
-    voted: the whole sum waits for a verdict; otherwise it is applied in the moment it is complete.
+    total_waits: the whole sum waits for a verdict; otherwise it is applied in the moment it is complete.
     """
-    return max(_node(replicas, mask)[1], int(voted))
+    return max(_node(replicas, mask)[1], int(total_waits))
 
 
-def floor_bytes(shards: Iterable[ShardSpec], replicas: int, *, voted: bool) -> int:
+def floor_bytes(shards: Iterable[ShardSpec], replicas: int, *, total_waits: bool) -> int:
     """The least limit: what tree order itself may hold, so that one worker can be a whole model ahead of the next."""
-    depth = worst(0, replicas, voted=voted)
+    depth = worst(0, replicas, total_waits=total_waits)
     return depth * sum(b.nbytes for shard in shards for b in shard.buckets if b.kind is not TensorKind.FROZEN)
 
 
 def limit_bytes(
-    shards: Iterable[ShardSpec], replicas: int, *, sync: bool, voted: bool, asked: int | None = None
+    shards: Iterable[ShardSpec], replicas: int, *, in_tree: bool, total_waits: bool, asked: int | None = None
 ) -> int:
     """The limit in force: what was asked for, or the default, but never less than what can be promised to end.
 
-    Default: room for tree order and 64 MB (or two of the largest bucket) for what comes out of order; in asynchronous
-    mode two whole pushes, or 64 MB.
+    Default: room for tree order and 64 MB (or two of the largest bucket) for what comes out of order. Where
+    nothing is summed: two whole pushes, or 64 MB.
     """
     hosted = list(shards)
-    if not sync:
+    if not in_tree:
         largest = max((shard.nbytes for shard in hosted), default=0)
         return max(SPARE_BYTES, 2 * largest) if asked is None else asked
-    floor = floor_bytes(hosted, replicas, voted=voted)
+    floor = floor_bytes(hosted, replicas, total_waits=total_waits)
     if asked is not None:
         return max(floor, asked)
     largest = max((bucket.nbytes for shard in hosted for bucket in shard.buckets), default=0)
@@ -189,15 +189,15 @@ class Ledger:
     """The rule and its sums. Pure: no clock, no threads; view() is asked for the state of buckets."""
 
     def __init__(
-        self, limit: int, sizes: Mapping[tuple[int, int], int], replicas: int, *, voted: bool, view: View
+        self, limit: int, sizes: Mapping[tuple[int, int], int], replicas: int, *, total_waits: bool, view: View
     ) -> None:
         """sizes: bytes of one partial sum by (shard, bucket); empty in asynchronous mode."""
         self.limit = limit
         self._sizes = dict(sizes)
         self._replicas = replicas
-        self._voted = voted
+        self._total_waits = total_waits
         self._view = view
-        self._depth = worst(0, replicas, voted=voted)
+        self._depth = worst(0, replicas, total_waits=total_waits)
         self._states = dict.fromkeys(self._sizes, (0, False))
         """By bucket, the mask and whether a covered slot is on its way, for which _set_aside holds."""
         self._set_aside = {key: self._depth * size for key, size in self._sizes.items()}
@@ -275,7 +275,7 @@ class Ledger:
         lowest = not ~mask & ((1 << ask.block.first) - 1)
         family = sibling(ask.block, self._replicas)
         merges = family is not None and not ~mask & (replica_mask(family[0]) ^ mine)
-        is_last = mask | mine == (1 << self._replicas) - 1 and not self._voted
+        is_last = mask | mine == (1 << self._replicas) - 1 and not self._total_waits
         covered = lowest and not merges and not is_last
         # One slot is set aside, however many bring the same block.
         return covered and (ask.shard, bucket) not in self._covered, lowest or merges
@@ -326,7 +326,7 @@ class Ledger:
             mask, covered = state
             # A covered slot stays one where its sibling is counted before it.
             sums = partial_sums(mask, self._replicas) + covered
-            needed = size * max(self._depth, worst(mask, self._replicas, voted=self._voted), sums)
+            needed = size * max(self._depth, worst(mask, self._replicas, total_waits=self._total_waits), sums)
             self._reserved += needed - self._set_aside[key]
             self._states[key], self._set_aside[key] = state, needed
         return seen
@@ -367,7 +367,7 @@ class Staging:
     """Grants leases on the server's loop; changed() may come from any thread."""
 
     def __init__(self) -> None:
-        self._ledger = Ledger(SPARE_BYTES, {}, 1, voted=False, view=lambda shard, bucket: None)
+        self._ledger = Ledger(SPARE_BYTES, {}, 1, total_waits=False, view=lambda shard, bucket: None)
         self._held: Callable[[], int] = lambda: 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: list[_Waiter] = []

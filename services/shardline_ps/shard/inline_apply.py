@@ -19,7 +19,7 @@ def is_quick(shard: Shard, slots: Sequence[Slot]) -> bool:
     return (
         sum(slot.spec.nbytes for slot in slots) <= QUICK_BYTES
         and shard.settings.device.type == "cpu"
-        and not shard.voted
+        and not shard.consistency.waits_for_verdict
         and shard.log is None
         and not any(shard.buckets[slot.number].lock.locked() for slot in slots)
     )

@@ -38,7 +38,7 @@ def script_spec(
     """The job of a person's own script. Raises JobError for a model or optimizer that can't be trained."""
     rule = rule_from_optimizer(optimizer)
     module = model if isinstance(model, nn.Module) else TensorHolder(model)
-    tensors = model_tensors(module, optimizer.param_groups, rule=rule.name)
+    tensors = model_tensors(module, optimizer.param_groups, rule=rule)
     check_tensors(rule, tensors)
     return JobSpec(
         name=settings.name,

@@ -196,7 +196,7 @@ class Workplace:
         return lanes
 
     def _open_gate(self, trainer: Trainer) -> None:
-        if self._model is None:
+        if self._model is None or not self.overlaps:
             return
         reason = why_not(self._model)
         if reason:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from shardline.consistency.numbered_pushes import resume
 from shardline.consistency.worker.base import Mark, Stamp, WorkerHalf
 from shardline.core.exchange import Standing
 from shardline.core.reduce import Block
@@ -71,7 +72,8 @@ class OwnPushes(WorkerHalf):
 
     def went_back(self, mark: Mark) -> bool:
         """Of any shard, and of others' pushes too: what this loop computes next is computed with all of them."""
-        lost = any(self.acknowledged.get(shard, 0) < number for shard, number in mark.acknowledged.items())
+        held, sent = self.acknowledged, {shard: number + 1 for shard, number in mark.acknowledged.items()}
+        lost = any(resume(seq, last_seq=held.get(shard, 0)) is None for shard, seq in sent.items())
         return lost or any(self.base.get(shard, 0) < version for shard, version in mark.base.items())
 
     def counted(self, mark: Mark) -> bool:

@@ -37,10 +37,10 @@ Take = Callable[[socket.socket, int, int], None]
 class SegmentPublication:
     """Published parameters in one or two segments that others can map only for reading; see Publication."""
 
-    def __init__(self, spec: ShardSpec, *, sync: bool) -> None:
+    def __init__(self, spec: ShardSpec, *, keeps_previous: bool) -> None:
         self._spec = spec
         self._offsets = bucket_offsets(spec)
-        self.areas_of = [num_areas(bucket, sync=sync) for bucket in spec.buckets]
+        self.areas_of = [num_areas(bucket, keeps_previous=keeps_previous) for bucket in spec.buckets]
         """Areas that each bucket uses."""
         count = max(self.areas_of, default=1)
         self.areas = [
@@ -62,10 +62,10 @@ class SegmentPublication:
         return self._offsets[-1]
 
 
-def publish(spec: ShardSpec, sync: bool) -> Publication:
+def publish(spec: ShardSpec, keeps_previous: bool) -> Publication:
     """Segments where this machine has them, else ordinary memory, said once."""
     try:
-        return SegmentPublication(spec, sync=sync)
+        return SegmentPublication(spec, keeps_previous=keeps_previous)
     except SegmentError as error:
         log.warning("parameters are not published in shared memory: %s; lane shm is not offered for them", error)
         return PlainPublication(spec, torch.device("cpu"))

@@ -98,7 +98,7 @@ def rule_to_proto(rule: RuleSpec) -> plan_pb2.RuleSpec:
         plan_pb2.ParamGroup(arguments={key: argument_to_proto(value) for key, value in group.items()})
         for group in rule.groups
     ]
-    return plan_pb2.RuleSpec(name=rule.name, groups=groups)
+    return plan_pb2.RuleSpec(name=rule.name, groups=groups, method=rule.method)
 
 
 def rule_from_proto(message: plan_pb2.RuleSpec) -> RuleSpec:
@@ -109,7 +109,8 @@ def rule_from_proto(message: plan_pb2.RuleSpec) -> RuleSpec:
     groups = tuple(
         {key: argument_from_proto(group.arguments[key]) for key in sorted(group.arguments)} for group in message.groups
     )
-    return RuleSpec(name=short(message.name, "name of a rule"), groups=groups)
+    method = short(message.method, "rule") or "torch"
+    return RuleSpec(name=short(message.name, "name of a rule"), groups=groups, method=method)
 
 
 def schedule_to_proto(schedule: ScheduleSpec) -> plan_pb2.ScheduleSpec:

@@ -313,8 +313,11 @@ class RuleSpec(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Class name in torch.optim, such as "AdamW"."""
+    method: _builtins.str
+    """The update rule over it, NAME or NAME:KEY=VALUE,...; empty = "torch": the class itself."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParamGroup]: ...
     def __init__(
@@ -322,10 +325,11 @@ class RuleSpec(_message.Message):
         *,
         name: _builtins.str = ...,
         groups: _abc.Iterable[Global___ParamGroup] | None = ...,
+        method: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "method", b"method", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Which torch.optim classes Shardline runs, their arguments, and the sentences for those it can't. Pure.
+"""A job's optimizer as a value: which torch.optim classes work, their arguments, and why the others don't. Pure.
 
     spec = rule("AdamW", ({"lr": 1e-3}, {"lr": 1e-3, "weight_decay": 0.0}))
     spec = rule_from_optimizer(optimizer)
@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 
-from shardline.core.spec import DTYPES, Argument, RuleSpec, TensorKind, TensorSpec
+from shardline.core.spec import Argument, RuleSpec
 from shardline.errors import JobError, ProtocolError
 
 ALLOWED: Mapping[str, bool] = {
@@ -73,30 +73,24 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return cls
 
 
-def is_elementwise(name: str) -> bool:
-    """Whether the rule changes each element by itself, so that tensors may be cut. Raises JobError as above."""
-    optimizer_class(name)
-    return ALLOWED[name]
-
-
-def wants_whole(name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape must not be cut: TensorSpec.whole. A 0-d tensor has nothing to cut."""
-    return not is_elementwise(name) and len(shape) > 0
-
-
-def rule(name: str | type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]] = ({},)) -> RuleSpec:
+def rule(
+    name: str | type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]] = ({},), *, method: str = "torch"
+) -> RuleSpec:
     """A validated, canonical RuleSpec; see the top of this module.
 
-    groups: arguments of each parameter group, in the class's own names. Raises JobError for a class that doesn't work,
+    groups: arguments of each parameter group, in the class's own names. method: the choice from
+    shardline.update.RULES, which looks at it later. Raises JobError for a class that doesn't work,
     no group, an unknown argument, a wrong type, or a value that torch refuses.
     """
     name = _class_name(name)
     if not groups:
         raise JobError(f"{name} has no parameter group; give at least one, with {{}} for the defaults")
-    return RuleSpec(name=name, groups=tuple(_group(name, number, group) for number, group in enumerate(groups)))
+    return RuleSpec(
+        name=name, groups=tuple(_group(name, number, group) for number, group in enumerate(groups)), method=method
+    )
 
 
-def rule_from_optimizer(optimizer: torch.optim.Optimizer) -> RuleSpec:
+def rule_from_optimizer(optimizer: torch.optim.Optimizer, *, method: str = "torch") -> RuleSpec:
     """The rule of a torch.optim optimizer, as its param_groups are now. Raises JobError as rule() does.
 
     Keys that the class has no argument for (such as "initial_lr" of a scheduler, or a name) are left out, as torch
@@ -109,7 +103,7 @@ def rule_from_optimizer(optimizer: torch.optim.Optimizer) -> RuleSpec:
         # Adagrad fills its accumulators in the constructor, from the constructor's argument, whatever the group says.
         for group in groups:
             group["initial_accumulator_value"] = optimizer.defaults["initial_accumulator_value"]
-    return rule(name, groups)
+    return rule(name, groups, method=method)
 
 
 def torch_arguments(name: str, group: Mapping[str, Argument]) -> dict[str, Any]:
@@ -122,7 +116,7 @@ def torch_arguments(name: str, group: Mapping[str, Argument]) -> dict[str, Any]:
 
 
 def hyper_numbers(name: str, group: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a param_group that may change from step to step, as `hyper` carries them to BucketRule.apply.
+    """Numbers of a param_group that may change from step to step, as PushContext.hyper carries them.
 
     Items of tuples have names such as "betas.0" (OneCycleLR moves them). Flags and texts are not among them.
     """
@@ -165,38 +159,6 @@ def with_hyper(name: str, group: Mapping[str, Argument], hyper: Mapping[str, flo
         else:
             merged[key] = float(value)
     return merged
-
-
-def check_tensors(rule: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
-    """Raise JobError where the rule can't update a parameter, naming it: its group, dtype, shape or cut.
-
-    Frozen tensors and buffers are left out: the rule never sees them.
-    """
-    for tensor in tensors:
-        if tensor.kind is not TensorKind.PARAM:
-            continue
-        if not 0 <= tensor.group < len(rule.groups):
-            raise JobError(
-                f"{tensor.name!r} is in parameter group {tensor.group}, but {rule.name} has {len(rule.groups)}"
-            )
-        _check_dtype(rule, tensor)
-        if rule.name == "Muon" and len(tensor.shape) != 2:
-            raise JobError(
-                f"Muon updates only matrices, but {tensor.name!r} has shape {tensor.shape}; train it with AdamW, or "
-                "freeze it"
-            )
-        if wants_whole(rule.name, tensor.shape) and not tensor.whole:
-            raise JobError(f"{rule.name} needs whole tensors, but {tensor.name!r} is marked as one that may be cut")
-
-
-def _check_dtype(rule: RuleSpec, tensor: TensorSpec) -> None:
-    dtype = DTYPES[tensor.dtype]
-    if not (dtype.is_floating_point or dtype.is_complex):
-        raise JobError(f"{tensor.name!r} has dtype {tensor.dtype}; {rule.name} updates floating-point tensors only")
-    if dtype.is_complex and not ALLOWED[rule.name]:
-        raise JobError(f"{rule.name} doesn't support complex parameters, and {tensor.name!r} has dtype {tensor.dtype}")
-    if dtype.is_complex and rule.groups[tensor.group].get("fused"):
-        raise JobError(f"{rule.name} with fused=True supports no complex parameters; {tensor.name!r} is {tensor.dtype}")
 
 
 def _works() -> str:

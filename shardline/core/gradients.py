@@ -1,4 +1,4 @@
-"""What a contribution brings to a bucket, and what a shard says of its mean gradient before it applies it."""
+"""What a contribution brings to a bucket, and what can be said of it: finite or not, its square sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 from shardline.core.contributions import Partial, Present
 from shardline.core.plan import BucketSpec, Plan
-from shardline.core.reduce import bucket_square_sums, is_finite, magnitude, quantum_key, stays_finite
+from shardline.core.reduce import Block, bucket_square_sums, is_finite, magnitude, quantum_key, stays_finite
+from shardline.core.spec import TensorKind
+from shardline.errors import NonFiniteError, TensorError
 
 
 @dataclass(frozen=True)
@@ -26,24 +28,6 @@ class Gradient:
     borrowed: bool = False
     """values is memory of somebody else (a worker's segment, a received message): it is read, never written, and no
     reference to it is left once the step is applied or its contributions are dropped."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardVote:
-    """What a shard says of its mean gradient at one step."""
-
-    step: int
-    sums: tuple[tuple[int, float], ...]
-    nonfinite: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Staged:
-    """Mean gradients of a step that waits for its verdict, one per bucket."""
-
-    step: int
-    epoch: int
-    totals: list[Partial]
 
 
 def on_device(gradient: Gradient, device: torch.device) -> tuple[torch.Tensor | None, bool]:
@@ -96,3 +80,30 @@ def norm_parts(plan: Plan, bucket: BucketSpec, total: Partial) -> tuple[list[tup
     if not is_finite(values):
         nonfinite = {tensor.name for tensor, piece in parts if not is_finite(values[piece.offset : piece.end])}
     return sums, nonfinite
+
+
+def check_gradient(
+    gradient: Gradient, *, shard: int, bucket: BucketSpec, names: Sequence[str], block: Block, refuse_nonfinite: bool
+) -> float:
+    """Refuse what a contribution may not hold, by the kind of bucket; returns the largest magnitude, if looked.
+
+    names: one per slice of the bucket. Raises TensorError or NonFiniteError.
+    """
+    values = gradient.values
+    if values is None:
+        return 0.0
+    if bucket.kind is TensorKind.FROZEN:
+        raise TensorError(f"{names[0]!r} is frozen (requires_grad is False): it takes no gradient")
+    if bucket.kind is TensorKind.BUFFER:
+        if block.first != 0:
+            raise TensorError(f"buffer {names[0]!r} comes from replica 0, not from replicas {block}")
+        return math.inf
+    if not refuse_nonfinite:
+        return math.inf
+    bound = peak(gradient, values)
+    if not math.isfinite(bound):
+        raise NonFiniteError(
+            f"shard {shard}: gradient of {', '.join(nonfinite_names(names, bucket, values))} from replicas {block} has "
+            f"NaN or infinity; nothing was changed. Lower the learning rate, clip gradients, or set nan_policy='skip'"
+        )
+    return bound

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.core.plan import BucketSpec
-from shardline.core.spec import DTYPES, TensorSpec
-from shardline.update.layout import StateKind, flat_elements, state_shape, state_spans
+from shardline.update.base import Site, StateSpec, UpdateRule
 
 
 class WholeStates:
@@ -24,18 +22,16 @@ class WholeStates:
         self,
         cls: type[torch.optim.Optimizer],
         arguments: Mapping[str, Any],
-        bucket: BucketSpec,
-        tensors: Sequence[TensorSpec],
-        kinds: Mapping[str, StateKind],
-        device: torch.device,
+        rule: UpdateRule,
+        site: Site,
+        kinds: Mapping[str, StateSpec],
     ) -> None:
-        self._name = cls.__name__
-        self._bucket = bucket
-        self._tensors = tensors
-        self._specs = [tensors[piece.tensor] for piece in bucket.slices]
+        self._rule = rule
+        self._site = site
+        self._bucket = site.bucket
+        self._specs = [site.tensors[piece.tensor] for piece in site.bucket.slices]
         self._kinds = kinds
-        self._device = device
-        dtype = DTYPES[bucket.dtype]
+        dtype, device = site.dtype, site.device
         self._parameters = [
             torch.nn.Parameter(torch.empty((1,) * len(spec.shape), dtype=dtype, device=device)) for spec in self._specs
         ]
@@ -82,11 +78,11 @@ class WholeStates:
         for name, kind in self._kinds.items():
             if kind.scalar or not any(self.initialized):
                 continue
-            length = flat_elements(self._name, name, self._bucket, self._tensors)
+            length = self._rule.flat_elements(self._site.spec, name, self._bucket, self._site.tensors)
             if not length:
                 continue
-            found[name] = torch.zeros(length, dtype=kind.dtype, device=self._device)
-            spans = state_spans(self._name, name, self._bucket, self._tensors)
+            found[name] = torch.zeros(length, dtype=kind.dtype, device=self._site.device)
+            spans = self._spans(name)
             for parameter, (offset, elements) in zip(self._parameters, spans, strict=True):
                 state = self._optimizer.state.get(parameter, {}).get(name)
                 if state is not None:
@@ -109,7 +105,7 @@ class WholeStates:
     ) -> None:
         """Replace all state."""
         self._optimizer.state.clear()
-        spans = {name: state_spans(self._name, name, self._bucket, self._tensors) for name in flat}
+        spans = {name: self._spans(name) for name in flat}
         for number, (parameter, spec) in enumerate(zip(self._parameters, self._specs, strict=True)):
             if not initialized[number]:
                 continue
@@ -118,11 +114,14 @@ class WholeStates:
                 kind = self._kinds[name]
                 state[name] = torch.tensor(numbers[number], dtype=kind.dtype, device=kind.device)
             for name, values in flat.items():
-                shape = state_shape(self._name, name, spec)
+                shape = self._rule.state_shape(self._site.spec, name, spec)
                 if shape is not None:
                     offset, elements = spans[name][number]
                     state[name] = values[offset : offset + elements].clone().view(shape)
             self._optimizer.state[parameter] = state
+
+    def _spans(self, name: str) -> tuple[tuple[int, int], ...]:
+        return self._rule.state_spans(self._site.spec, name, self._bucket, self._site.tensors)
 
     @property
     def nbytes(self) -> int:
