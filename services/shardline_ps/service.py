@@ -125,14 +125,17 @@ def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str,
 
 
 def _publish(
-    offers: Sequence[LaneOffer], otherwise: Callable[[ShardSpec, bool], Publication], spec: ShardSpec, sync: bool
+    offers: Sequence[LaneOffer],
+    otherwise: Callable[[ShardSpec, bool], Publication],
+    spec: ShardSpec,
+    keeps_previous: bool,
 ) -> Publication:
     """Memory for a shard's values where the first lane that has an opinion wants it."""
     for offer in offers:
-        publication = offer.publish(spec, sync=sync)
+        publication = offer.publish(spec, keeps_previous=keeps_previous)
         if publication is not None:
             return publication
-    return otherwise(spec, sync)
+    return otherwise(spec, keeps_previous)
 
 
 def reply_bytes(configuration: PsConfiguration) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -13,13 +13,18 @@ from typing import TypeVar
 import torch
 
 from shardline import consistency
-from shardline.codecs import check_codec
+from shardline.codecs import RAW, check_codec
 from shardline.consistency.server import Observers
+from shardline.core.identity import Identity
+from shardline.core.outcome import Decision
 from shardline.core.placement import Placement
 from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError, UsageError
 from shardline.rpc.messages.configuration import PsConfiguration
+from shardline.server.buffers import Buffers
+from shardline.server.signals import Signal
+from shardline.server.staging import Ledger, Staging
 from shardline.storage.publication import PlainPublication, Publication
 from shardline.update import check_tensors
 from shardline_ps.control.authority import Authority
@@ -30,16 +35,13 @@ from shardline_ps.control.configuration import (
     planned_bytes,
     staging_limit,
 )
-from shardline_ps.data.signals import Signal
 from shardline_ps.memory.heap_trimmer import Holes
-from shardline_ps.memory.staging import Ledger, Staging
-from shardline_ps.shard.buffers import Buffers
 from shardline_ps.shard.retired_shards import Change, Remains
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.standby import Standby
 
-__all__ = ["ParameterStore", "PsConfiguration", "TrafficTally", "numbers", "planned_bytes"]
+__all__ = ["ParameterStore", "PsConfiguration", "TrafficTally", "planned_bytes"]
 
 log = logging.getLogger("shardline.ps")
 T = TypeVar("T")
@@ -56,10 +58,12 @@ class TrafficTally:
 
 
 class ParameterStore:
-    """Shards of one ps. Configuration changes on the server's loop; tensor work runs in `pool`.
+    """Shards of one ps; a shardline.server.backend.Backend.
+
+    Configuration changes on the server's loop; tensor work runs in `pool`.
 
     memory_limit_bytes bounds what Configure may allocate; None = no bound.
-    staging_bytes bounds receive slots and partial sums; None = by the plan, see shardline_ps.memory.staging.
+    staging_bytes bounds receive slots and partial sums; None = by the plan, see shardline.server.staging.
     """
 
     def __init__(
@@ -340,6 +344,7 @@ class ParameterStore:
         configuration = self.configuration
         assert configuration is not None
         shard = self.standbys.pop(number).shard
+        self._forget_others(shard)
         self.shards = {**self.shards, number: shard}
         self.signals.update({(number, bucket.number): Signal(loop) for bucket in shard.buckets})
         self.configuration = configuration = replace(
@@ -378,8 +383,19 @@ class ParameterStore:
         """Tell the shards whom the authority admits from now on; pulls that wait look whether they still have to."""
         for shard in (*self.shards.values(), *(standby.shard for standby in self.standbys.values())):
             shard.mode.members_changed(self.authority.members or ())
+        for shard in self.shards.values():
+            self._forget_others(shard)
         for signal in self.signals.values():
             signal.notify()
+
+    def _forget_others(self, shard: Shard) -> None:
+        """Let a primary's rule forget workers that are admitted no more.
+
+        A standby remembers them until it is promoted: their last pushes may still be on the way to it.
+        """
+        if self.authority.members is not None:
+            for bucket in shard.buckets:
+                bucket.members_changed(self.authority.members)
 
     def _failed(self, error: Exception) -> None:
         # Looked up now: who is told is set after the shards are made, in tests and without a chief.
@@ -396,6 +412,36 @@ class ParameterStore:
             return self.shards[number]
         except KeyError:
             raise ProtocolError(f"shard {number} is not hosted here; this ps has {sorted(self.shards)}") from None
+
+    @property
+    def timeline(self) -> int:
+        """See Backend."""
+        return self.authority.timeline
+
+    @property
+    def codec(self) -> str:
+        """See Backend."""
+        return self.configuration.codec if self.configuration is not None else RAW.name
+
+    def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:
+        """See Authority.admit()."""
+        return self.authority.admit(job=job, timeline=timeline, plan_id=plan_id, who=who, init=init)
+
+    def fenced(self, task: str, incarnation: int) -> Decision | None:
+        """See Authority.fenced()."""
+        return self.authority.fenced(task, incarnation)
+
+    def signal(self, shard: int, bucket: int) -> Signal | None:
+        """See Backend."""
+        return self.signals.get((shard, bucket))
+
+    def filled(self) -> None:
+        """See Backend: what follows needs other memory than what came before."""
+        self.holes.give_back()
+
+    def pulled(self, task: str, codec: str, lane: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
+        """See Backend."""
+        self.on_pulled(task, codec, lane, raw_bytes, wire_bytes, seconds)
 
     def count(self, *, push_raw: int = 0, push_wire: int = 0, pull_raw: int = 0, pull_wire: int = 0) -> None:
         """Add to the traffic figures."""
@@ -461,9 +507,3 @@ def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], 
 def partial_bytes(shards: Mapping[int, Shard]) -> Callable[[], int]:
     """Bytes of partial sums of these shards, asked anew each time."""
     return lambda: sum(shard.partial_bytes for shard in shards.values())
-
-
-def numbers(values: Sequence[int], limit: int = 8) -> str:
-    """A short list for a sentence."""
-    shown = ", ".join(str(value) for value in values[:limit])
-    return shown + (f" and {len(values) - limit} more" if len(values) > limit else "")

@@ -129,7 +129,7 @@ class LaneOffer(Protocol):
         """Prepare an attachment; the worker's sockets come later. Raises LaneUnavailable with a sentence."""
         ...
 
-    def publish(self, spec: ShardSpec, *, sync: bool) -> Publication | None:
+    def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> Publication | None:
         """Memory for a shard's published values that workers can read in place; None = any memory will do."""
         ...
 

@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2
+from shardline.server import conversation as push_pull_servicer
+from shardline.server import data_plane
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
-from shardline_ps import servicer
-from shardline_ps.data import conversation as push_pull_servicer
 from tests.contract.plain_client import DEADLINE_S, FIRST_W, PlainClient
 from tests.contract.refusals import refused, says
 from tests.integration.cluster import Ps
@@ -125,7 +125,7 @@ def test_a_fence_is_told_to_one_that_reads_too_slowly_to_be_sent_more(
             made.append(time.monotonic())
             yield write_pull(PullFrameView(chunk=ChunkView(0, 0, memoryview(bytes(1 << 20)))), outer=outer)
 
-    monkeypatch.setattr(servicer, "pull", endless)
+    monkeypatch.setattr(data_plane, "pull", endless)
     monkeypatch.setattr(push_pull_servicer, "pull", endless)
     two.task = "worker/1"
     zombie: Any

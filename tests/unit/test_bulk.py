@@ -27,8 +27,8 @@ from shardline.lanes.tcp import attachment as bulk_attachment
 from shardline.lanes.tcp import frames as bulk
 from shardline.lanes.tcp.attachment import TcpAttachment
 from shardline.lanes.tcp.server import TcpOffer
-from shardline.lanes.token_acceptor import TOKEN_BYTES, Tokens, new_token
-from shardline_ps.shard.buffers import Buffers
+from shardline.lanes.token_acceptor import TOKEN_BYTES, new_token
+from shardline.server.buffers import Buffers
 
 T = TypeVar("T")
 Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
@@ -145,39 +145,6 @@ def payloads(sizes: Sequence[int], seed: int) -> list[bytes]:
 
 
 # Tokens
-
-
-def test_a_token_is_good_once() -> None:
-    tokens = Tokens(10.0)
-    token = tokens.grant(print, now_s=0.0)
-    assert tokens.redeem(token, now_s=1.0) is print
-    assert tokens.redeem(token, now_s=1.0) is None
-
-
-def test_a_token_is_good_for_a_time() -> None:
-    tokens = Tokens(10.0)
-    early, late = (tokens.grant(print, now_s=0.0) for _ in range(2))
-    assert tokens.redeem(early, now_s=9.9) is print
-    assert tokens.redeem(late, now_s=10.0) is None
-    assert len(tokens) == 0
-
-
-def test_a_token_must_be_right_to_its_last_byte() -> None:
-    tokens = Tokens(10.0)
-    token = tokens.grant(print, now_s=0.0)
-    for position in (0, 7, 8, 31):
-        wrong = bytearray(token)
-        wrong[position] ^= 1
-        assert tokens.redeem(bytes(wrong), now_s=1.0) is None
-    assert tokens.redeem(token, now_s=1.0) is print
-
-
-def test_a_revoked_token_is_good_for_nothing() -> None:
-    tokens = Tokens(10.0)
-    token = tokens.grant(print, now_s=0.0)
-    tokens.revoke(token)
-    tokens.revoke(token)
-    assert tokens.redeem(token, now_s=1.0) is None
 
 
 def test_each_direction_has_a_token_of_its_own(server: Server) -> None:

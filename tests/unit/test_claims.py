@@ -25,12 +25,12 @@ from shardline.errors import JobError, NonFiniteError
 from shardline.rpc.messages import data
 from shardline.rpc.messages.data import Attached, bucket_header
 from shardline.rpc.v1 import data_pb2
+from shardline.server.buffers import Buffers
+from shardline.server.conversation import is_soon_whole
+from shardline.server.inline_apply import QUICK_BYTES
+from shardline.server.slots import Slot, opened
 from shardline.update import rule
 from shardline.wire.protobuf import PushFrameView
-from shardline_ps.data.conversation import is_soon_whole
-from shardline_ps.memory.slots import Slot, opened
-from shardline_ps.shard.buffers import Buffers
-from shardline_ps.shard.inline_apply import QUICK_BYTES
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
 
@@ -220,7 +220,9 @@ def test_bytes_that_were_to_stay_in_place_and_travel_after_all_have_a_digest(
     sender = Sender(job="job", timeline=1, plan_id="plan", who=Identity("worker/0", 1))
 
     def referred(lane: str) -> list[int]:
-        requests = data.referred_requests(sender, 0, [push], None, Attached(lane, 1, in_place=lane == "shm"), place=lambda item: 0)
+        requests = data.referred_requests(
+            sender, 0, [push], None, Attached(lane, 1, in_place=lane == "shm"), place=lambda item: 0
+        )
         return [ref.digest for request in requests if request.push is not None for ref in request.push.refs]
 
     on_stream = [request.push for request in data.exchange_requests(sender, 0, [push], None)]

@@ -20,10 +20,10 @@ from shardline.core.records import Applied
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.errors import CheckpointError, NonFiniteError, ProtocolError
+from shardline.server.pull_sender import Encoded, encode_bucket
+from shardline.server.signals import Signal
 from shardline.storage.publication import PlainPublication, num_areas
 from shardline.update import rule
-from shardline_ps.data.pull_sender import Encoded, encode_bucket
-from shardline_ps.data.signals import Signal
 from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard

@@ -9,8 +9,8 @@ import torch
 
 from shardline.core.reduce import Block
 from shardline.observability.metrics import Metrics
+from shardline.server.staging import Ledger
 from shardline_ps.memory.metering import Meter
-from shardline_ps.memory.staging import Ledger
 from shardline_ps.standby.record_log import ReplicaLog
 from shardline_ps.store import ParameterStore
 

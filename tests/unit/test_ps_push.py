@@ -20,10 +20,10 @@ from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments, Holder, Opening
 from shardline.lanes.shm.server import ShmTicket
 from shardline.rpc.v1 import common_pb2, data_pb2
+from shardline.server import inline_apply as quick
+from shardline.server.push_receiver import NoRoomError, PushReceiver, PushResult
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PushFrameView, read_push
-from shardline_ps.data.push_receiver import NoRoomError, PushReceiver, PushResult
-from shardline_ps.shard import inline_apply as quick
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 ELEMENTS = 1024

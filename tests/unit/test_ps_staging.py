@@ -14,7 +14,7 @@ from shardline.core.contributions import Contributions
 from shardline.core.plan import BucketSpec, ShardSpec, Slice
 from shardline.core.reduce import Block, cover, nodes, sibling
 from shardline.core.spec import TensorKind
-from shardline_ps.memory.staging import (
+from shardline.server.staging import (
     Ask,
     AsyncPush,
     Entry,

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from shardline.core.reduce import Block
-from shardline_ps.memory.staging import Lease, Ledger, Staging, partial_sums
+from shardline.server.staging import Lease, Ledger, Staging, partial_sums
 
 
 def full_staging(masks: dict[int, int]) -> tuple[Staging, dict[tuple[int, int], tuple[int, int]]]:

@@ -20,9 +20,9 @@ from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments
 from shardline.rpc.messages.data import PullReader
 from shardline.rpc.v1 import common_pb2, data_pb2
+from shardline.server.pull_sender import Encoded, pull, refer_bucket
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PullFrameView, read_reply
-from shardline_ps.data.pull_sender import Encoded, pull, refer_bucket
 from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
-from shardline.core.protocol import FEATURES
 from shardline.security import holds
 
 
@@ -86,8 +85,3 @@ class Authority:
             f"{task} incarnation {incarnation:#x} is not admitted"
             + (f", {known:#x} is" if known is not None else "; the chief has not (or no longer) listed it"),
         )
-
-
-def unknown_features(required: list[str]) -> list[str]:
-    """Required features this version doesn't have."""
-    return sorted(set(required) - set(FEATURES))

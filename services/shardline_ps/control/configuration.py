@@ -11,9 +11,9 @@ from shardline import consistency
 from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.rpc.messages.configuration import PsConfiguration
+from shardline.server.staging import floor_bytes, limit_bytes
 from shardline.storage.publication import num_areas
 from shardline.update import bucket_rule
-from shardline_ps.memory.staging import floor_bytes, limit_bytes
 from shardline_ps.shard.cuts import HELD_CUTS
 
 

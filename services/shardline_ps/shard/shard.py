@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from shardline import consistency
-from shardline.consistency.server import Guard, Hyper, Observers, Push, Terms
+from shardline.consistency.server import Guard, Hyper, Observers, Push, Terms, Want
 from shardline.core.gradients import Gradient
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Decision, Outcome
@@ -22,7 +22,7 @@ __all__ = ["Gradient", "Shard", "ShardSettings"]
 
 
 class Shard:
-    """What the rest of a ps knows of a shard.
+    """What the rest of a ps knows of a shard; see shardline.server.backend.HostedShard for what push and pull use.
 
     storage: buckets, locks, publication, cuts. mode: what counts, when it is applied, what is served.
     """
@@ -88,6 +88,42 @@ class Shard:
     def stop_step(self) -> int | None:
         """Nothing goes past it, where it is known."""
         return self.storage.stop_step
+
+    @property
+    def tensors(self) -> int:
+        """See HostedShard."""
+        return len(self.settings.plan.tensors)
+
+    @property
+    def replicas(self) -> int:
+        """See HostedShard."""
+        return self.settings.replicas
+
+    @property
+    def on_host(self) -> bool:
+        """See HostedShard."""
+        return self.settings.device.type == "cpu"
+
+    @property
+    def counts_inline(self) -> bool:
+        """See HostedShard."""
+        return self.on_host and not self.consistency.waits_for_verdict and self.log is None
+
+    def serve(self, bucket: int, want: Want) -> Outcome:
+        """See ServerHalf.serve()."""
+        return self.mode.serve(self.buckets[bucket], want)
+
+    def waiting_for(self) -> list[int]:
+        """See ServerHalf.waiting_for()."""
+        return self.mode.waiting_for()
+
+    def progress(self, replica: int) -> int:
+        """See ServerHalf.progress()."""
+        return self.mode.progress(replica)
+
+    def last_push(self, task: str, incarnation: int = 0) -> int:
+        """See ServerHalf.last_push()."""
+        return self.mode.last_push(task, incarnation)
 
     async def answerable(self) -> None:
         """Return when what an answer tells of cannot be lost with this ps any more; see ReplicaLog.passed()."""

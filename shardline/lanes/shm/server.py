@@ -264,9 +264,9 @@ class ShmOffer:
         token = self.acceptor.grant(attachment.take)
         return Opening(attachment=attachment, socket=self.address, token=token)
 
-    def publish(self, spec: ShardSpec, *, sync: bool) -> Publication:
+    def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> Publication:
         """Segments where this machine has them."""
-        return publish(spec, sync)
+        return publish(spec, keeps_previous)
 
     def close(self) -> None:
         """Take no more segments. May be called twice."""

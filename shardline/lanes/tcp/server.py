@@ -114,7 +114,7 @@ class TcpOffer:
         up, down = self.acceptor.grant(attachment.incoming.attach), self.acceptor.grant(attachment.outgoing.attach)
         return Opening(attachment=attachment, port=self.port, up_token=up, down_token=down)
 
-    def publish(self, spec: ShardSpec, *, sync: bool) -> None:
+    def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> None:
         """Nothing is read in place on this lane."""
 
     def close(self) -> None:

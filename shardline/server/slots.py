@@ -12,7 +12,7 @@ from shardline.core.plan import BucketSpec
 from shardline.core.tensor_bytes import Buffer, borrowed_tensor, copy_bytes, digest, fingerprint
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Ticket
-from shardline_ps.memory.staging import Lease
+from shardline.server.staging import Lease
 
 SLACK = 8
 """A message may be larger than its payload by this part of it: the heads beside a large chunk are far smaller."""

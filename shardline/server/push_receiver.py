@@ -24,14 +24,13 @@ from shardline.rpc.limits import MAX_GROUPS, at_most
 from shardline.rpc.messages.convert import dtype_from_proto, hyper_from_proto, unpack_bits
 from shardline.rpc.messages.data import ON_STREAM, lane_name
 from shardline.rpc.v1 import data_pb2
+from shardline.server.admission import admit_push, attachment_of, drop_named, outcome_to_proto
+from shardline.server.backend import Backend, HostedShard, numbers
+from shardline.server.calls import all_ended
+from shardline.server.inline_apply import is_quick, release_all
+from shardline.server.slots import Slot, opened, slot_bytes
+from shardline.server.staging import AsyncPush, Lease, worker_index
 from shardline.wire.protobuf import ChunkView, PushFrameView
-from shardline_ps.control.admission import admit_push, attachment_of, drop_named, outcome_to_proto
-from shardline_ps.data.calls import all_ended
-from shardline_ps.memory.slots import Slot, opened, slot_bytes
-from shardline_ps.memory.staging import AsyncPush, Lease, worker_index
-from shardline_ps.shard.inline_apply import is_quick, release_all
-from shardline_ps.shard.shard import Shard
-from shardline_ps.store import ParameterStore, numbers
 
 SEVERITY = (
     Outcome.REFUSED,
@@ -58,7 +57,7 @@ class _Push:
     """One push on its way in."""
 
     header: data_pb2.PushHeader
-    shard: Shard
+    shard: HostedShard
     hyper: Mapping[int, Mapping[str, float]]
     generation: int
     rejected: Decision | None = None
@@ -127,14 +126,14 @@ class PushReceiver:
 
     def __init__(
         self,
-        store: ParameterStore,
+        backend: Backend,
         attachments: Attachments,
         *,
-        async_reply: Callable[[Shard], None] = lambda shard: None,
+        async_reply: Callable[[HostedShard], None] = lambda shard: None,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         on_admitted: Callable[[str, int], None] = lambda task, incarnation: None,
     ) -> None:
-        self._store = store
+        self._backend = backend
         self._attachments = attachments
         self._async_reply = async_reply
         self._spawn = spawn
@@ -174,22 +173,22 @@ class PushReceiver:
         kind = header.kind or data_pb2.PUSH_KIND_GRADIENT
         if kind not in (data_pb2.PUSH_KIND_GRADIENT, data_pb2.PUSH_KIND_INIT):
             raise ProtocolError(f"push kind number {kind} is not offered by this ps")
-        decision = admit_push(self._store, header, init=kind == data_pb2.PUSH_KIND_INIT)
+        decision = admit_push(self._backend, header, init=kind == data_pb2.PUSH_KIND_INIT)
         if decision.outcome is not Outcome.SERVED:
             if decision.outcome in SENT_AWAY:
                 # Nobody will take the bytes that follow on another lane.
                 drop_named(self._attachments, header.data, "a push over it was not admitted")
             # No shard is looked at, so none is held either.
-            self._push = _Push(header, None, {}, self._store.generation, rejected=decision)  # type: ignore[arg-type]
+            self._push = _Push(header, None, {}, self._backend.generation, rejected=decision)  # type: ignore[arg-type]
             return
         self._on_admitted(header.data.task, header.data.incarnation)
-        shard = self._store.shard(header.data.shard)
+        shard = self._backend.shard(header.data.shard)
         if header.weight not in (0.0, 1.0):
             raise ProtocolError(f"weight {header.weight}: this job sums uniformly; send 0 or 1")
-        tensors = len(shard.settings.plan.tensors)
+        tensors = shard.tensors
         at_most(len(header.nonfinite_tensors), tensors, "tensors with NaN that a push names")
         at_most(len(header.hyper), MAX_GROUPS, "parameter groups that a push names")
-        push = _Push(header, shard, hyper_from_proto(header.hyper), self._store.generation)
+        push = _Push(header, shard, hyper_from_proto(header.hyper), self._backend.generation)
         push.attachment = attachment_of(self._attachments, header.data)
         self._push = push
         if by_bucket(push) and gradient_kind(header) and header.block.count == 0:
@@ -221,17 +220,17 @@ class PushReceiver:
             push.slots.append(slot)
             slot.lease = await self._room(push, slot.number, nbytes, at_once=at_once)
             if push.attachment is None or push.attachment.borrowed:
-                self._store.buffers.fit()
+                self._backend.buffers.fit()
 
     async def _room(self, push: _Push, number: int, nbytes: int, *, at_once: bool) -> Lease:
         """Room for bytes, within what is left of the stream's patience or `at_once`; see _reserve()."""
         header, step, bucket, block = push.header, None, None, Block(worker_index(push.header.data.task), 1)
         if in_tree(push):
             block, step, bucket = Block(header.block.first, header.block.count), header.step, number
-        patience_s = 0.0 if at_once else max(0.0, self._store.staging_wait_s - self._waited_s)
+        patience_s = 0.0 if at_once else max(0.0, self._backend.staging_wait_s - self._waited_s)
         began_s = time.monotonic()
         try:
-            return await self._store.staging.reserve(
+            return await self._backend.staging.reserve(
                 push.shard.number, bucket, block, nbytes, patience_s, step=step, push=push.room
             )
         except TimeoutError as error:
@@ -246,7 +245,7 @@ class PushReceiver:
         """Who has to come before there is room, and what a person can do."""
         if not in_tree(push):
             return "It is held by other workers' pushes that have not ended; this one is made again"
-        missing = await self._store.work(push.shard.mode.waiting_for)
+        missing = await self._backend.work(push.shard.waiting_for)
         return (
             f"Step {push.shard.step_min} waits for replicas {numbers(missing)}: look at what holds up their workers; "
             f"this push is made again until then"
@@ -278,8 +277,8 @@ class PushReceiver:
             )
         init = push.header.kind == data_pb2.PUSH_KIND_INIT
         codec = RAW if init else codec_for(push.header.codec, spec)
-        if not init and push.header.codec and push.header.codec != "raw" and self._store.configuration is not None:
-            wanted = self._store.configuration.codec
+        if not init and push.header.codec and push.header.codec != "raw":
+            wanted = self._backend.codec
             if push.header.codec != wanted:
                 raise ProtocolError(f"{where}: pushed with codec {push.header.codec!r}, the job's is {wanted!r}")
         expected = codec.payload_bytes(spec.dtype, spec.elements)
@@ -394,16 +393,16 @@ class PushReceiver:
         if is_quick(push.shard, slots):
             self._count_all(push, slots)
             return
-        threads = min(len(slots), self._store.pool_threads)
+        threads = min(len(slots), self._backend.pool_threads)
         for part in (slots[first::threads] for first in range(threads)):
-            counting = self._store.work_whole(partial(self._count_all, push, part), partial(release_all, part))
+            counting = self._backend.work_whole(partial(self._count_all, push, part), partial(release_all, part))
             push.running.append(asyncio.create_task(counting))
 
     def _count_all(self, push: _Push, slots: Sequence[Slot]) -> None:
         """Count whole buckets, and give back the room of all, also where one has an error."""
         try:
             for slot in slots:
-                gradient = opened(slot, self._store.buffers.take)
+                gradient = opened(slot, self._backend.buffers.take)
                 push.decisions[slot.number] = self._count(push, slot.number, gradient, slot.nonfinite)
                 slot.release()
         finally:
@@ -412,9 +411,9 @@ class PushReceiver:
     async def _stage(self, push: _Push, slots: Sequence[Slot]) -> None:
         def stage() -> None:
             for slot in slots:
-                push.staged[slot.number] = opened(slot, self._store.buffers.take)
+                push.staged[slot.number] = opened(slot, self._backend.buffers.take)
 
-        await self._store.work(stage)
+        await self._backend.work(stage)
 
     def _take(self, push: _Push, items: Sequence[tuple[int, Gradient, Sequence[str]]]) -> None:
         """Hand gradients on: counted at once by bucket, or held until the whole push is there."""
@@ -424,7 +423,7 @@ class PushReceiver:
 
         async def count() -> None:
             for number, gradient, nonfinite in items:
-                push.decisions[number] = await self._store.work(self._count, push, number, gradient, nonfinite)
+                push.decisions[number] = await self._backend.work(self._count, push, number, gradient, nonfinite)
 
         push.running.append(asyncio.create_task(count()))
 
@@ -447,10 +446,10 @@ class PushReceiver:
 
     def _outdated(self, push: _Push) -> Decision | None:
         """Why a push that was admitted counts no more: the history or its sender's life ended while it came in."""
-        if push.generation != self._store.generation:
-            return Decision(Outcome.WRONG_TIMELINE, "the ps was configured anew while this push came in")
+        if push.generation != self._backend.generation:
+            return Decision(Outcome.WRONG_TIMELINE, "the server was configured anew while this push came in")
         data = push.header.data
-        return self._store.authority.fenced(data.task, data.incarnation)
+        return self._backend.fenced(data.task, data.incarnation)
 
     async def _commit(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
         if push.rejected is not None:
@@ -488,7 +487,7 @@ class PushReceiver:
         decisions = [push.decisions[number] for number in sorted(push.decisions)]
         worst = min(decisions, key=lambda decision: SEVERITY.index(decision.outcome))
         if not gradient_kind(header) and worst.outcome is Outcome.COUNTED:
-            await self._store.work(self._store.holes.give_back)
+            await self._backend.work(self._backend.filled)
         return self._result(push, worst, 0)
 
     async def _commit_whole(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
@@ -525,7 +524,7 @@ class PushReceiver:
 
         # The room is given back by release() alone: what is being applied is still held.
         push.applying = True
-        decision, lag = await self._store.work_whole(apply, release)
+        decision, lag = await self._backend.work_whole(apply, release)
         # Whatever the answer tells of is in the standby too, a repetition's as well.
         await shard.answerable()
         return self._result(push, decision, lag)
@@ -536,19 +535,19 @@ class PushReceiver:
             outcome=outcome_to_proto(decision.outcome),
             reason=decision.reason,
             staleness=lag,
-            timeline=self._store.authority.timeline,
+            timeline=self._backend.timeline,
             mismatch=decision.mismatch,
         )
         if push.rejected is None:
             ack.step, ack.version = shard.step_min, shard.version
             if shard.consistency.whole_pushes:
-                ack.next_seq = shard.mode.last_push(header.data.task) + 1
+                ack.next_seq = shard.last_push(header.data.task) + 1
             for number, item in sorted(push.decisions.items()):
                 if item.outcome is not decision.outcome:
                     ack.buckets.append(
                         data_pb2.BucketAck(bucket=number, outcome=outcome_to_proto(item.outcome), reason=item.reason)
                     )
-        self._store.count(push_raw=push.raw_bytes, push_wire=push.wire_bytes)
+        self._backend.count(push_raw=push.raw_bytes, push_wire=push.wire_bytes)
         return PushResult(
             ack=ack,
             task=header.data.task if push.rejected is None else "",
@@ -604,5 +603,5 @@ def _held_bytes(push: _Push, spec: BucketSpec) -> int:
         spec,
         push.header.codec if gradient_kind(push.header) else RAW.name,
         borrowed=push.attachment is not None and push.attachment.borrowed,
-        summed=in_tree(push) and push.shard.settings.replicas > 1,
+        summed=in_tree(push) and push.shard.replicas > 1,
     )

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardline.codecs import RAW, codec_for
 from shardline.consistency.server import Want
@@ -18,11 +18,10 @@ from shardline.lanes.attachments import Attachment, Attachments
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO
 from shardline.rpc.messages.data import ON_STREAM
 from shardline.rpc.v1 import data_pb2
+from shardline.server.admission import admit_data, attachment_of, outcome_to_proto
+from shardline.server.backend import Backend, HostedShard, numbers
+from shardline.storage.base import ParameterBlock
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
-from shardline_ps.control.admission import admit_data, attachment_of, outcome_to_proto
-from shardline_ps.shard.bucket import Bucket
-from shardline_ps.shard.shard import Shard
-from shardline_ps.store import ParameterStore, numbers
 
 STATES_PER_FRAME = 16
 """Buckets in one message at most, so that a worker begins with the first while the last are still applied."""
@@ -64,7 +63,7 @@ def parse_want(request: data_pb2.PullRequest) -> Want:
             raise ProtocolError(f"pull without a want this version knows ({other})")
 
 
-def wanted_buckets(shard: Shard, request: data_pb2.PullRequest) -> list[int]:
+def wanted_buckets(shard: HostedShard, request: data_pb2.PullRequest) -> list[int]:
     """Buckets in the order asked for, each once; raises ProtocolError where the shard hasn't got one."""
     for number in request.buckets:
         if number >= len(shard.buckets):
@@ -76,7 +75,7 @@ def wanted_buckets(shard: Shard, request: data_pb2.PullRequest) -> list[int]:
     return list(request.buckets) or list(range(len(shard.buckets)))
 
 
-def refer_bucket(shard: Shard, number: int, want: Want, attachment: Attachment | None) -> Encoded | Outcome:
+def refer_bucket(shard: HostedShard, number: int, want: Want, attachment: Attachment | None) -> Encoded | Outcome:
     """What a shard has published of a step, without a copy, or why not. Takes no lock, so the loop may run it.
 
     theta_t stays in its buffer until every replica has pushed t + 1, which the one that pulls it does only after it
@@ -87,7 +86,7 @@ def refer_bucket(shard: Shard, number: int, want: Want, attachment: Attachment |
         return Outcome.NOT_CONFIGURED
     assert want.step is not None
     # The step is written last when a step is applied: what it says is published is whole.
-    outcome = shard.mode.serve(bucket, want)
+    outcome = shard.serve(number, want)
     if outcome is not Outcome.SERVED:
         return outcome
     restored = bucket.restored
@@ -112,19 +111,18 @@ def refer_bucket(shard: Shard, number: int, want: Want, attachment: Attachment |
     )
 
 
-def may_refer(shard: Shard, want: Want, codec_name: str) -> bool:
+def may_refer(shard: HostedShard, want: Want, codec_name: str) -> bool:
     """Whether refer_bucket may be asked: an exact step of parameters in the machine's memory, as they are."""
-    on_cpu = shard.settings.device.type == "cpu"
     return (
         shard.consistency.pulls_by_step
         and want.step is not None
         and not want.at_least
         and codec_name == RAW.name
-        and on_cpu
+        and shard.on_host
     )
 
 
-def bucket_state(bucket: Bucket, step: int) -> data_pb2.BucketState:
+def bucket_state(bucket: ParameterBlock, step: int) -> data_pb2.BucketState:
     """Head of one pulled bucket."""
     return data_pb2.BucketState(
         bucket=bucket.number,
@@ -140,14 +138,14 @@ Into = Callable[[int, int], tuple[int, memoryview] | None]
 
 
 def encode_bucket(
-    shard: Shard, number: int, want: Want, codec_name: str, into: Into = lambda bucket, nbytes: None
+    shard: HostedShard, number: int, want: Want, codec_name: str, into: Into = lambda bucket, nbytes: None
 ) -> Encoded | Outcome:
     """Copy and encode one bucket under its lock, or say why not. Runs in the pool."""
     bucket = shard.buckets[number]
     with bucket.lock:
         if not bucket.initialized:
             return Outcome.NOT_CONFIGURED
-        outcome = shard.mode.serve(bucket, want)
+        outcome = shard.serve(number, want)
         if outcome is not Outcome.SERVED:
             return outcome
         step = bucket.step if want.step is None or want.at_least else want.step
@@ -156,7 +154,7 @@ def encode_bucket(
             state.unchanged = True
             return Encoded(state, b"", 0)
         codec = codec_for(codec_name, bucket.spec)
-        values = bucket.values_at(step)
+        values = bucket.answer(step, want.task)
         # The one copy is made under the lock: nobody sees a torn bucket.
         payload = memoryview(codec.encode(values.cpu()))
         size = len(payload)
@@ -186,73 +184,76 @@ def frames(encoded: Encoded) -> list[PullFrameView]:
     ]
 
 
-def pull_end(store: ParameterStore, shard: Shard | None, outcome: Outcome, reason: str = "") -> data_pb2.PullEnd:
+def pull_end(backend: Backend, shard: HostedShard | None, outcome: Outcome, reason: str = "") -> data_pb2.PullEnd:
     """The end of a pull."""
-    end = data_pb2.PullEnd(outcome=outcome_to_proto(outcome), reason=reason, timeline=store.authority.timeline)
+    end = data_pb2.PullEnd(outcome=outcome_to_proto(outcome), reason=reason, timeline=backend.timeline)
     if shard is not None:
         end.step, end.version = shard.step_min, shard.version
         if outcome is Outcome.WAITING:
-            end.waiting_for.extend(shard.mode.waiting_for())
+            end.waiting_for.extend(shard.waiting_for())
     return end
 
 
-def end_message(store: ParameterStore, shard: Shard | None, outcome: Outcome, outer: int, reason: str = "") -> bytes:
+def end_message(backend: Backend, shard: HostedShard | None, outcome: Outcome, outer: int, reason: str = "") -> bytes:
     """The end of a pull in a message of its own."""
-    return write_pull(PullFrameView(end=pull_end(store, shard, outcome, reason)), outer=outer)
+    return write_pull(PullFrameView(end=pull_end(backend, shard, outcome, reason)), outer=outer)
 
 
 async def pull(
-    store: ParameterStore, attachments: Attachments, request: data_pb2.PullRequest, *, outer: int
+    backend: Backend, attachments: Attachments, request: data_pb2.PullRequest, *, outer: int
 ) -> AsyncIterator[bytes]:
     """Messages of a pull's answer, in the order buckets become ready within the order asked for.
 
     outer: field of the frame in the message: 1 in a PullReply, 2 in a PushPullReply.
     """
     try:
-        async for message in _pull(store, attachments, request, outer):
+        async for message in _pull(backend, attachments, request, outer):
             yield message
     except Torn as error:
         # Overwritten while it was sent: nobody waits any more for whoever asked for this step.
-        yield end_message(store, None, Outcome.OVERTAKEN, outer, str(error))
+        yield end_message(backend, None, Outcome.OVERTAKEN, outer, str(error))
 
 
 async def _pull(
-    store: ParameterStore, attachments: Attachments, request: data_pb2.PullRequest, outer: int
+    backend: Backend, attachments: Attachments, request: data_pb2.PullRequest, outer: int
 ) -> AsyncIterator[bytes]:
-    decision = admit_data(store, request.data, init=False)
+    decision = admit_data(backend, request.data, init=False)
     if decision.outcome is not Outcome.SERVED:
-        yield end_message(store, None, decision.outcome, outer, decision.reason)
+        yield end_message(backend, None, decision.outcome, outer, decision.reason)
         return
-    shard = store.shard(request.data.shard)
+    shard = backend.shard(request.data.shard)
     want = parse_want(request)
     wanted = wanted_buckets(shard, request)
     if not 0.0 <= request.wait_s <= MAX_WAIT_S:
         raise ProtocolError(f"wait_s is {request.wait_s}; it must be between 0 and {MAX_WAIT_S:.0f} seconds")
     wait_s = request.wait_s or DEFAULT_WAIT_S
     deadline_s = time.monotonic() + wait_s
-    generation = store.generation
-    codec = store.configuration.codec if store.configuration is not None else "raw"
+    generation = backend.generation
+    codec = backend.codec
     started_s = time.monotonic()
     attachment = attachment_of(attachments, request.data)
     out = Outgoing(attachment, outer)
 
     def served() -> data_pb2.PullEnd:
         lane = attachment.lane if attachment is not None else ON_STREAM.lane
-        store.on_pulled(request.data.task, codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
-        return pull_end(store, shard, Outcome.SERVED)
+        backend.pulled(request.data.task, codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
+        return pull_end(backend, shard, Outcome.SERVED)
 
     find: Callable[[int], Encoded | Outcome | Awaitable[Encoded | Outcome]]
     if may_refer(shard, want, codec):
         find = functools.partial(_refer, shard, want, attachment)
     else:
         into = attachment.reply_slot if attachment is not None else _no_slot
-        find = functools.partial(_encode, store, shard, want, codec, into)
+        find = functools.partial(_encode, backend, shard, want, codec, into)
     for number in wanted:
         while True:
-            if generation != store.generation or request.data.timeline != store.authority.timeline:
-                yield end_message(store, shard, Outcome.WRONG_TIMELINE, outer, "the timeline changed during this pull")
+            if generation != backend.generation or request.data.timeline != backend.timeline:
+                yield end_message(
+                    backend, shard, Outcome.WRONG_TIMELINE, outer, "the timeline changed during this pull"
+                )
                 return
-            signal = store.signals[(shard.number, number)]
+            signal = backend.signal(shard.number, number)
+            assert signal is not None, "the generation is that of the shard"
             waiter = signal.arm()
             found = find(number)
             encoded = found if isinstance(found, (Encoded, Outcome)) else await found
@@ -265,42 +266,42 @@ async def _pull(
             if encoded is not Outcome.WAITING:
                 signal.disarm(waiter)
                 reason = f"step {want.step} of bucket {number} is gone; the bucket is at {shard.buckets[number].step}"
-                yield end_message(store, shard, encoded, outer, reason)
+                yield end_message(backend, shard, encoded, outer, reason)
                 return
             if shard.stop_step is not None and want.step is not None and want.step > shard.stop_step:
                 signal.disarm(waiter)
-                yield end_message(store, shard, Outcome.STOPPED, outer, f"the job stops at step {shard.stop_step}")
+                yield end_message(backend, shard, Outcome.STOPPED, outer, f"the job stops at step {shard.stop_step}")
                 return
             left_s = deadline_s - time.monotonic()
             gathers = attachment is not None and attachment.borrowed
             if left_s > 0 and gathers and await signal.wait(waiter, left_s):
                 # Those behind it mostly follow at once: a message for each would cost more than they do.
                 last = wanted[min(wanted.index(number) + STATES_PER_FRAME, len(wanted)) - 1]
-                await _published(store, shard, last, want)
+                await _published(backend, shard, last, want)
             elif left_s <= 0 or gathers or not await signal.wait(waiter, left_s):
                 signal.disarm(waiter)
                 reason = f"{_lacks(shard, want)} at shard {shard.number} after {wait_s:.1f} s"
-                yield end_message(store, shard, Outcome.WAITING, outer, reason)
+                yield end_message(backend, shard, Outcome.WAITING, outer, reason)
                 return
         await shard.answerable()
-        store.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
+        backend.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
         async for frame in out.add(encoded, served if number == wanted[-1] else None):
             yield frame
     if not wanted:
         yield write_pull(PullFrameView(end=served()), outer=outer)
 
 
-def _lacks(shard: Shard, want: Want) -> str:
-    missing = shard.mode.waiting_for()
+def _lacks(shard: HostedShard, want: Want) -> str:
+    missing = shard.waiting_for()
     what = f"step {want.step}" if want.step is not None else "a pull"
     return f"{what} lacks replicas {numbers(missing)}" if missing else f"{what} waits for other workers' pushes"
 
 
-async def _published(store: ParameterStore, shard: Shard, number: int, want: Want) -> None:
+async def _published(backend: Backend, shard: HostedShard, number: int, want: Want) -> None:
     """Wait until a bucket has reached the wanted step, or a moment."""
-    signal = store.signals.get((shard.number, number))
+    signal = backend.signal(shard.number, number)
     if signal is None:
-        # The ps was configured anew.
+        # The server was configured anew.
         return
     waiter = signal.arm()
     if want.step is None or shard.buckets[number].step >= want.step:
@@ -313,14 +314,14 @@ def _no_slot(bucket: int, nbytes: int) -> None:
     return None
 
 
-def _refer(shard: Shard, want: Want, attachment: Attachment | None, number: int) -> Encoded | Outcome:
+def _refer(shard: HostedShard, want: Want, attachment: Attachment | None, number: int) -> Encoded | Outcome:
     return refer_bucket(shard, number, want, attachment)
 
 
 def _encode(
-    store: ParameterStore, shard: Shard, want: Want, codec: str, into: Into, number: int
+    backend: Backend, shard: HostedShard, want: Want, codec: str, into: Into, number: int
 ) -> Awaitable[Encoded | Outcome]:
-    return store.work(encode_bucket, shard, number, want, codec, into)
+    return backend.work(encode_bucket, shard, number, want, codec, into)
 
 
 class Torn(Exception):
@@ -385,7 +386,9 @@ class Outgoing:
 class AsyncReply:
     """Copies of all buckets made under the shard's lock right after an asynchronous push, for the pull of that call."""
 
-    def __init__(self, request: data_pb2.PullRequest, shard: Shard, codec: str, attachment: Attachment | None) -> None:
+    def __init__(
+        self, request: data_pb2.PullRequest, shard: HostedShard, codec: str, attachment: Attachment | None
+    ) -> None:
         self._want = parse_want(request)
         self._numbers = wanted_buckets(shard, request)
         self._codec = codec
@@ -396,15 +399,17 @@ class AsyncReply:
         self.copied = False
         """False as long as no push of this call was looked at, since it was fenced or malformed."""
 
-    def copy(self, shard: Shard) -> None:
+    def copy(self, shard: HostedShard) -> None:
         """Called with the shard's lock held."""
         self.buckets, self.copied = [], True
         for number in self._numbers:
-            encoded = encode_bucket(shard, number, Want(step=None, have=self._want.have), self._codec, self._into)
+            encoded = encode_bucket(
+                shard, number, replace(self._want, step=None, at_least=False), self._codec, self._into
+            )
             if isinstance(encoded, Encoded):
                 self.buckets.append(encoded)
 
-    async def messages(self, store: ParameterStore, shard: Shard) -> AsyncIterator[bytes]:
+    async def messages(self, backend: Backend, shard: HostedShard) -> AsyncIterator[bytes]:
         """What was copied."""
         started_s = time.monotonic()
         out = Outgoing(self._attachment, SHARED_CALL)
@@ -412,11 +417,11 @@ class AsyncReply:
         def served() -> data_pb2.PullEnd:
             lane = self._attachment.lane if self._attachment is not None else ON_STREAM.lane
             seconds = time.monotonic() - started_s
-            store.on_pulled(self._task, self._codec, lane, out.raw_bytes, out.wire_bytes, seconds)
-            return pull_end(store, shard, Outcome.SERVED)
+            backend.pulled(self._task, self._codec, lane, out.raw_bytes, out.wire_bytes, seconds)
+            return pull_end(backend, shard, Outcome.SERVED)
 
         for encoded in self.buckets:
-            store.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
+            backend.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
             async for frame in out.add(encoded, served if encoded is self.buckets[-1] else None):
                 yield frame
                 # Let other calls of this loop run between large frames.

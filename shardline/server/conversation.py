@@ -10,14 +10,13 @@ from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments
 from shardline.rpc.v1 import data_pb2
+from shardline.server.admission import admit_data, attachment_of
+from shardline.server.backend import Backend, HostedShard
+from shardline.server.calls import OpenCall
+from shardline.server.inline_apply import QUICK_BYTES
+from shardline.server.pull_sender import SHARED_CALL, AsyncReply, pull
+from shardline.server.push_receiver import PushReceiver, PushResult
 from shardline.wire.protobuf import PushFrameView, ReplyView, write_reply
-from shardline_ps.control.admission import admit_data, attachment_of
-from shardline_ps.data.calls import OpenCall
-from shardline_ps.data.pull_sender import SHARED_CALL, AsyncReply, pull
-from shardline_ps.data.push_receiver import PushReceiver, PushResult
-from shardline_ps.shard.inline_apply import QUICK_BYTES
-from shardline_ps.shard.shard import Shard
-from shardline_ps.store import ParameterStore
 
 REPLY_QUEUE = 4
 """Messages a call may have ready before a slow reader holds it back."""
@@ -71,13 +70,13 @@ class PushPullTalk:
 
     def __init__(
         self,
-        store: ParameterStore,
+        backend: Backend,
         attachments: Attachments,
         replies: Replies,
         call: OpenCall,
         on_push: Callable[[PushResult], None],
     ) -> None:
-        self._store = store
+        self._backend = backend
         self._attachments = attachments
         self._replies = replies
         self._call = call
@@ -99,12 +98,12 @@ class PushPullTalk:
         latest: data_pb2.PullRequest | None = None
         pulls = 0
 
-        def copy(shard: Shard) -> None:
+        def copy(shard: HostedShard) -> None:
             if fused is not None:
                 fused.copy(shard)
 
         receiver = PushReceiver(
-            self._store, self._attachments, async_reply=copy, spawn=group.create_task, on_admitted=self._call.of
+            self._backend, self._attachments, async_reply=copy, spawn=group.create_task, on_admitted=self._call.of
         )
         try:
             async for message in request:
@@ -117,9 +116,9 @@ class PushPullTalk:
                         raise ProtocolError("PushPull carries one pull; this call has sent another before")
                     self._call.of(message.pull.data.task, message.pull.data.incarnation)
                     if message.pull.WhichOneof("want") == "latest" and self._follows_push(message.pull):
-                        latest, shard = message.pull, self._store.shard(message.pull.data.shard)
+                        latest, shard = message.pull, self._backend.shard(message.pull.data.shard)
                         if shard.consistency.replies_with_push:
-                            codec = self._store.configuration.codec if self._store.configuration else "raw"
+                            codec = self._backend.codec
                             # Answered from the state right after the push that this call brings.
                             attachment = attachment_of(self._attachments, message.pull.data)
                             fused = AsyncReply(message.pull, shard, codec, attachment)
@@ -134,8 +133,8 @@ class PushPullTalk:
                             group.create_task(self._pull(message.pull))
                         await self._replies.put_ack(result.ack)
                         if fused is not None and latest is not None and fused.copied:
-                            shard = self._store.shard(latest.data.shard)
-                            async for message_out in fused.messages(self._store, shard):
+                            shard = self._backend.shard(latest.data.shard)
+                            async for message_out in fused.messages(self._backend, shard):
                                 await self._replies.put(message_out)
                             fused = latest = None
             if latest is not None:
@@ -145,12 +144,12 @@ class PushPullTalk:
 
     def _follows_push(self, request: data_pb2.PullRequest) -> bool:
         """Whether a pull of whatever there is means: after the push of this call."""
-        shard = self._store.shards.get(request.data.shard)
-        admitted = admit_data(self._store, request.data, init=False).outcome is Outcome.SERVED
+        shard = self._backend.shards.get(request.data.shard)
+        admitted = admit_data(self._backend, request.data, init=False).outcome is Outcome.SERVED
         return shard is not None and shard.consistency.whole_pushes and admitted
 
     async def _pull(self, request: data_pb2.PullRequest) -> None:
-        async for message in pull(self._store, self._attachments, request, outer=SHARED_CALL):
+        async for message in pull(self._backend, self._attachments, request, outer=SHARED_CALL):
             await self._replies.put(message)
 
 

@@ -6,14 +6,14 @@ import contextlib
 
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
+from shardline.core.protocol import FEATURES
 from shardline.core.reduce import Block
 from shardline.errors import UnreachableError
 from shardline.lanes.attachments import Attachment, Attachments, Holder
 from shardline.rpc.limits import MAX_FIGURES, at_most, short
 from shardline.rpc.messages.data import ON_STREAM, lane_name
 from shardline.rpc.v1 import common_pb2, data_pb2
-from shardline_ps.control.authority import unknown_features
-from shardline_ps.store import ParameterStore
+from shardline.server.backend import Backend
 
 _TO_PROTO = {outcome: common_pb2.Outcome.Value(f"OUTCOME_{outcome.name}") for outcome in Outcome}
 
@@ -49,36 +49,36 @@ def holder_of(data: common_pb2.DataHeader) -> Holder:
     return Holder(task=data.task, incarnation=data.incarnation, shard=data.shard)
 
 
-def admit_data(store: ParameterStore, data: common_pb2.DataHeader, *, init: bool) -> Decision:
+def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> Decision:
     """Whether a data message may be looked at at all. Raises ProtocolError where its names are none."""
     at_most(len(data.required_features), MAX_FIGURES, "features that a message requires")
     for name in (data.job, data.plan_id, data.task, *data.required_features):
         short(name, "a name in the head of a message")
-    unknown = unknown_features(list(data.required_features))
+    unknown = sorted(set(data.required_features) - set(FEATURES))
     if unknown:
         return Decision(Outcome.REFUSED, f"this ps can't do what the message requires: {', '.join(unknown)}")
     if lane_name(data.lane) is None:
         return Decision(Outcome.REFUSED, f"lane number {data.lane} is unknown to this ps")
     if data.stage:
         return Decision(Outcome.REFUSED, f"the message is for pipeline stage {data.stage}; this job has none")
-    decision = store.authority.admit(
+    decision = backend.admit(
         job=data.job,
         timeline=data.timeline,
         plan_id=data.plan_id,
         who=Identity(data.task, data.incarnation, data.secret),
         init=init,
     )
-    if decision.outcome is Outcome.SERVED and data.shard not in store.shards:
-        return Decision(Outcome.REFUSED, f"shard {data.shard} is not hosted here; this ps has {sorted(store.shards)}")
+    if decision.outcome is Outcome.SERVED and data.shard not in backend.shards:
+        return Decision(Outcome.REFUSED, f"shard {data.shard} is not hosted here; this ps has {sorted(backend.shards)}")
     return decision
 
 
-def admit_push(store: ParameterStore, header: data_pb2.PushHeader, *, init: bool) -> Decision:
+def admit_push(backend: Backend, header: data_pb2.PushHeader, *, init: bool) -> Decision:
     """Whether a push may be looked at: like all data, and of replicas that there are; sets of them are bitmaps."""
-    decision = admit_data(store, header.data, init=init)
+    decision = admit_data(backend, header.data, init=init)
     if init or decision.outcome is not Outcome.SERVED:
         return decision
-    shard, block = store.shard(header.data.shard), Block(header.block.first, header.block.count)
-    if not shard.consistency.whole_pushes and block.end > shard.settings.replicas:
-        return Decision(Outcome.REFUSED, f"block {block} is outside the job's {shard.settings.replicas} replicas")
+    shard, block = backend.shard(header.data.shard), Block(header.block.first, header.block.count)
+    if not shard.consistency.whole_pushes and block.end > shard.replicas:
+        return Decision(Outcome.REFUSED, f"block {block} is outside the job's {shard.replicas} replicas")
     return decision
