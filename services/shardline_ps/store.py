@@ -344,6 +344,7 @@ class ParameterStore:
         configuration = self.configuration
         assert configuration is not None
         shard = self.standbys.pop(number).shard
+        self._forget_others(shard)
         self.shards = {**self.shards, number: shard}
         self.signals.update({(number, bucket.number): Signal(loop) for bucket in shard.buckets})
         self.configuration = configuration = replace(
@@ -382,8 +383,19 @@ class ParameterStore:
         """Tell the shards whom the authority admits from now on; pulls that wait look whether they still have to."""
         for shard in (*self.shards.values(), *(standby.shard for standby in self.standbys.values())):
             shard.mode.members_changed(self.authority.members or ())
+        for shard in self.shards.values():
+            self._forget_others(shard)
         for signal in self.signals.values():
             signal.notify()
+
+    def _forget_others(self, shard: Shard) -> None:
+        """Let a primary's rule forget workers that are admitted no more.
+
+        A standby remembers them until it is promoted: their last pushes may still be on the way to it.
+        """
+        if self.authority.members is not None:
+            for bucket in shard.buckets:
+                bucket.members_changed(self.authority.members)
 
     def _failed(self, error: Exception) -> None:
         # Looked up now: who is told is set after the shards are made, in tests and without a chief.

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardline.codecs import RAW, codec_for
 from shardline.consistency.server import Want
@@ -154,7 +154,7 @@ def encode_bucket(
             state.unchanged = True
             return Encoded(state, b"", 0)
         codec = codec_for(codec_name, bucket.spec)
-        values = bucket.values_at(step)
+        values = bucket.answer(step, want.task)
         # The one copy is made under the lock: nobody sees a torn bucket.
         payload = memoryview(codec.encode(values.cpu()))
         size = len(payload)
@@ -403,7 +403,9 @@ class AsyncReply:
         """Called with the shard's lock held."""
         self.buckets, self.copied = [], True
         for number in self._numbers:
-            encoded = encode_bucket(shard, number, Want(step=None, have=self._want.have), self._codec, self._into)
+            encoded = encode_bucket(
+                shard, number, replace(self._want, step=None, at_least=False), self._codec, self._into
+            )
             if isinstance(encoded, Encoded):
                 self.buckets.append(encoded)
 

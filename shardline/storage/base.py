@@ -38,3 +38,7 @@ class ParameterBlock(Protocol):
     def values_at(self, step: int) -> torch.Tensor:
         """Flat values of a step that is still there, in the spec's dtype, on the shard's device."""
         ...
+
+    def answer(self, step: int, task: str) -> torch.Tensor:
+        """What a pull of that step by `task` gets ("" = one that does not train); to be copied under `lock`."""
+        ...

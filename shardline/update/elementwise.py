@@ -15,12 +15,16 @@ A rule in a file of its own:
             return {"velocity": StateSpec(dtype=dtype, device=device, per_worker=True)}
 
         def make(self, site):
-            return _HeavyBall(self, site)
+            return HeavyBallBucket(self, site, self.momentum)
 
-    class _HeavyBall(ElementwiseBucketRule):
+    class HeavyBallBucket(ElementwiseBucketRule):
+        def __init__(self, rule, site, momentum):
+            super().__init__(rule, site)
+            self._momentum = momentum
+
         def update(self, run, arguments, context):
             velocity = run.state("velocity")
-            velocity.mul_(self.rule.momentum).add_(run.gradient)
+            velocity.mul_(self._momentum).add_(run.gradient)
             run.values.sub_(velocity, alpha=arguments["lr"])
 """
 

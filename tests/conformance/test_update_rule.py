@@ -23,6 +23,7 @@ from shardline.core.push_context import PushContext
 from shardline.core.spec import DTYPES, ConsistencySpec, JobSpec, RuleSpec, ScheduleSpec, TensorSpec
 from shardline.errors import CheckpointError, JobError, ProtocolError
 from shardline.rpc.messages.configuration import PsConfiguration
+from shardline.rpc.messages.convert import rule_from_proto, rule_to_proto
 from shardline.schedule import cosine
 from shardline.update import (
     ALLOWED,
@@ -412,6 +413,7 @@ def test_slices_without_a_gradient_keep_values_and_state(case: Case) -> None:
 def test_the_choice_travels_as_text(case: Case) -> None:
     resident = chosen(case.spec)
     assert RULES.parse(str(resident)) == resident
+    assert rule_from_proto(rule_to_proto(case.spec)) == case.spec
     assert resident.label(case.spec)
     with pytest.raises(JobError, match="no setting 'no_such_setting'"):
         RULES.parse(f"{resident.name}:no_such_setting=1")

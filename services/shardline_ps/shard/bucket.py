@@ -187,9 +187,13 @@ class Bucket:
         return answer
 
     def members_changed(self, workers: Collection[str]) -> None:
-        """These workers are admitted from now on, and no others: what the rule keeps for the others goes."""
-        if self.rule is not None:
-            self.rule.members_changed(workers)
+        """These workers are admitted from now on, and no others: what the rule keeps for the others goes.
+
+        Takes the lock by itself, and only where something is kept per worker.
+        """
+        if self.rule is not None and self.rule.workers:
+            with self.lock:
+                self.rule.members_changed(workers)
 
     def image(self) -> BucketImage:
         """A copy of everything, for a cut."""
