@@ -183,7 +183,7 @@ def test_layers_hold() -> None:
         ("shardline/core/x.py", "from shardline.job import Job", "needs nothing but"),
         ("shardline/rpc/x.py", "from shardline.lanes.base import Lane", "lies below"),
         ("shardline/lanes/x.py", "from shardline.server import slots", "lies below"),
-        ("services/shardline_ps/data/x.py", "from shardline.rpc.v1 import data_pb2", None),
+        ("services/shardline_ps/x.py", "from shardline.rpc.v1 import data_pb2", None),
         ("services/shardline_ps/x.py", "from shardline_ps import store", None),
     ],
 )
