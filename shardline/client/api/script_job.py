@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardline import consistency
 from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.step.trainer import Trainer
 from shardline.core.orders import StepReport
@@ -45,7 +46,7 @@ def script_spec(
         tensors=tensors,
         rule=rule,
         consistency=settings.consistency,
-        replicas=settings.workers if settings.consistency.mode == "sync" else 1,
+        replicas=consistency.of(settings.consistency).contributors(settings.workers),
         seed=settings.seed,
         checkpoint_every=settings.checkpoint_every,
         checkpoint_keep=settings.checkpoint_keep,
