@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from shardline import consistency, methods
-from shardline import consistency
 from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.step.trainer import Trainer
 from shardline.core.orders import StepReport
@@ -77,21 +76,12 @@ def script_spec(
         name=script.name,
         tensors=tensors,
         rule=rule,
-<<<<<<< HEAD
         consistency=script.consistency,
         **{
             **dict(script.settings),
             "replicas": mode.contributors(workers),
             "threads": torch.get_num_threads(),
         },  # type: ignore[arg-type]
-=======
-        consistency=settings.consistency,
-        replicas=consistency.of(settings.consistency).contributors(settings.workers),
-        seed=settings.seed,
-        checkpoint_every=settings.checkpoint_every,
-        checkpoint_keep=settings.checkpoint_keep,
-        threads=torch.get_num_threads(),
->>>>>>> client
         script=True,
     )
 
