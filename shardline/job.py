@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardline.codecs import check_codec
+from shardline.codecs import CODECS, keep_whole
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, calling, seed_everything
 from shardline.errors import JobError, ShardlineError
@@ -127,7 +127,7 @@ class Job:
         )
         _require(isinstance(self.clip_norm, int | float), "clip_norm", self.clip_norm, "give a number")
         complete(self.schedule, self.steps)
-        check_codec(self.codec)
+        CODECS.parse(self.codec)
         self.consistency_spec()
         _check_dataset(self.dataset)
         # Names a wrong class or argument at the job file's line, before any process starts.
@@ -226,7 +226,7 @@ class Job:
         """
         optimizer = self.build_optimizer(model)
         found = rule_from_optimizer(optimizer)
-        tensors = model_tensors(model, optimizer.param_groups, rule=found.name)
+        tensors = keep_whole(self.codec, model_tensors(model, optimizer.param_groups, rule=found.name))
         check_tensors(found, tensors)
         if self.samples:
             self.data_order()

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 
 from shardline.cluster import parse_address
-from shardline.codecs import RAW
 from shardline.config import RoleConfig
 from shardline.errors import InternalError, ShardlineError, UnreachableError
 from shardline.host.process import Termination, free_memory, memory_limit, resolve_device, tell_ready
@@ -121,7 +120,7 @@ def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str,
         store.lane_bytes = reply_bytes
         found.append(
             ShmOffer(
-                lambda: store.configuration.codec if store.configuration is not None else RAW.name,
+                lambda: store.coding.pull.codec.is_view,
                 run_dir=config.run_dir,
                 timeout_s=config.timeouts.rpc_s,
                 on_refused=on_refused,
@@ -131,11 +130,11 @@ def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str,
 
 
 def reply_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of replies in shared memory made for one worker each: asynchronous ones, and those a codec rounds.
+    """Bytes of replies in shared memory made for one worker each: asynchronous ones, and those a codec makes.
 
     For as many workers as there are replicas; how many an asynchronous job has, no ps is told, so it counts one.
     """
-    if configuration.consistency.mode == "sync" and configuration.codec == RAW.name:
+    if configuration.consistency.mode == "sync" and configuration.coding.pull.codec.is_view:
         return 0
     return configuration.replicas * sum(configuration.plan.shards[number].nbytes for number in configuration.shards)
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from shardline.codecs import CODECS
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Outcome
 from shardline.errors import FencedError, ProtocolError
@@ -218,7 +219,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
             hello=common_pb2.Hello(
                 protocol_minor=PROTOCOL_MINOR,
                 features=sorted(KNOWN_FEATURES),
-                codecs=["raw", "bf16", "fp16"],
+                codecs=CODECS.names,
                 lanes=[
                     number for number, name in LANES.items() if number and name in ("grpc", *self._attachments.lanes)
                 ],

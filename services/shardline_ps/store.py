@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from shardline.codecs import check_codec
+from shardline.codecs import CODECS
+from shardline.codecs.coding import JobCoding
 from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError, UsageError
@@ -117,6 +118,13 @@ class ParameterStore:
         self.on_applied: Callable[[int, float], None] = lambda shard, seconds: None
         """(shard, seconds) of the update rule on one bucket."""
 
+    @property
+    def coding(self) -> JobCoding:
+        """How the job's numbers are written. Raises ProtocolError where no job is configured."""
+        if self.configuration is None:
+            raise ProtocolError("this ps holds no job yet")
+        return self.configuration.coding
+
     async def work(self, function: Callable[..., T], *args: object) -> T:
         """Run tensor work in the pool; it must never wait for another task."""
 
@@ -202,7 +210,7 @@ class ParameterStore:
                 raise ProtocolError(f"Configure places shard {number} here, the plan has {len(plan.shards)} shards")
         if configuration.replicas < 1:
             raise ProtocolError("Configure says 0 replicas; a job has at least 1")
-        check_codec(configuration.codec)
+        CODECS.parse(configuration.codec)
         check_tensors(configuration.rule, plan.tensors)
         self._check_memory(configuration)
         return Change(configuration, kept, frozenset(keep_standbys))

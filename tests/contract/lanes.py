@@ -145,7 +145,7 @@ class ShmBench(Bench[ShmLane]):
     sink = Mapping
 
     def __init__(self, ps: Ps, run_dir: Path | None = None) -> None:
-        offer = ShmOffer(lambda: "raw", run_dir=run_dir, timeout_s=TIMEOUTS.rpc_s)
+        offer = ShmOffer(lambda: True, run_dir=run_dir, timeout_s=TIMEOUTS.rpc_s)
         super().__init__(ps, offer, lambda peer: ShmLane(peer, 0, spec(), timeout_s=TIMEOUTS.rpc_s))
 
     def knock(self, message: bytes, fds: Sequence[int]) -> int:

@@ -388,7 +388,7 @@ def test_a_socket_in_a_folder_is_this_users_alone_and_goes_with_its_server(
 
 def test_a_folder_whose_path_is_too_long_is_refused_with_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"at most 100 bytes; see --run-dir"):
-        ShmOffer(lambda: "raw", run_dir=tmp_path / ("x" * 100), timeout_s=1.0)
+        ShmOffer(lambda: True, run_dir=tmp_path / ("x" * 100), timeout_s=1.0)
 
 
 # Ends

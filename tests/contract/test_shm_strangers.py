@@ -411,7 +411,7 @@ def test_sixty_four_workers_cost_no_thread_each_and_leave_nothing(ps: Ps, client
 
 
 def offer_in(folder: Path) -> ShmOffer:
-    return ShmOffer(lambda: "raw", run_dir=folder, timeout_s=1.0)
+    return ShmOffer(lambda: True, run_dir=folder, timeout_s=1.0)
 
 
 def test_sockets_of_living_neighbours_are_left_alone_and_dead_ones_removed(folder: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from shardline.client.exchange.shard_exchange import Exchange, Interrupted, ShardTask
 from shardline.client.step.layout import BucketSink, ModelLayout, same_bits
+from shardline.codecs import coding_of
 from shardline.config import Timeouts
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
@@ -121,7 +122,9 @@ class WaitingLane:
 def test_a_wait_for_replicas_that_were_moved_here_meanwhile_ends() -> None:
     lane = WaitingLane()
     layout = ModelLayout(make_plan(TENSORS, 1), {"w": torch.zeros(64, dtype=torch.float16)})
-    exchange = Exchange({0: lane}, {0: BucketSink(layout, 0, "raw")}, Timeouts(total_s=10.0), index=0)
+    exchange = Exchange(
+        {0: lane}, {0: BucketSink(layout, 0, coding_of("raw", layout.plan))}, Timeouts(total_s=10.0), index=0
+    )
     # The interruption itself was lost; the orders are looked at all the same.
     exchange.still_ordered = lambda: lane.calls < 3
     sender = Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1))

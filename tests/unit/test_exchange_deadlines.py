@@ -14,6 +14,7 @@ from shardline.client.exchange.shard_exchange import Exchange, Interrupted, Runn
 from shardline.client.overlap import arrivals
 from shardline.client.overlap.arrivals import Arrivals
 from shardline.client.step.layout import BucketSink, ModelLayout
+from shardline.codecs import coding_of
 from shardline.config import Timeouts
 from shardline.core.identity import Identity
 from shardline.core.plan import make_plan
@@ -117,7 +118,9 @@ class ForgetfulLane:
 def test_a_call_that_began_as_it_was_interrupted_ends_all_the_same() -> None:
     lane = ForgetfulLane()
     layout = ModelLayout(make_plan(TENSORS, 1), {"w": torch.zeros(64)})
-    found = Exchange({0: lane}, {0: BucketSink(layout, 0, "raw")}, Timeouts(total_s=PATIENCE_S), index=0)
+    found = Exchange(
+        {0: lane}, {0: BucketSink(layout, 0, coding_of("raw", layout.plan))}, Timeouts(total_s=PATIENCE_S), index=0
+    )
     under_way = found.start(SENDER, {0: ShardTask(shard=0, contributions=[], want=Want(step=1))})
     assert lane.entered.wait(PATIENCE_S)
     found.interrupt()

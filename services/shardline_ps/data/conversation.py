@@ -117,11 +117,11 @@ class PushPullTalk:
                         raise ProtocolError("PushPull carries one pull; this call has sent another before")
                     self._call.of(message.pull.data.task, message.pull.data.incarnation)
                     if message.pull.WhichOneof("want") == "latest" and self._is_async(message.pull):
-                        codec = self._store.configuration.codec if self._store.configuration else "raw"
                         # Answered from the state right after the push that this call brings.
                         shard = self._store.shard(message.pull.data.shard)
                         attachment = attachment_of(self._attachments, message.pull.data)
-                        fused, latest = AsyncReply(message.pull, shard, codec, attachment), message.pull
+                        coding = self._store.coding.pull
+                        fused, latest = AsyncReply(message.pull, shard, coding, attachment), message.pull
                     elif not is_soon_whole(message.push):
                         group.create_task(self._pull(message.pull))
                 if message.push is not None:

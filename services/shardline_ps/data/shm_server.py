@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from shardline.codecs import RAW
 from shardline.core.plan import ShardSpec
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError, UnreachableError, UsageError
@@ -191,8 +190,9 @@ class _Guest:
 class ShmOffer:
     """Offers lane shm at one unix socket; see attachments.LaneOffer.
 
-    codec: of the job in force, asked at each opening. run_dir: folder of the socket where network namespaces differ;
-    None = the abstract namespace. timeout_s: how long a token is good for (a third of --timeout).
+    in_place: whether parameters are pulled as they are in the job in force, so that they can be read where they lie;
+    asked at each opening. run_dir: folder of the socket where network namespaces differ; None = the abstract namespace.
+    timeout_s: how long a token is good for (a third of --timeout).
     Raises UsageError where the socket can't be made.
     """
 
@@ -202,13 +202,13 @@ class ShmOffer:
 
     def __init__(
         self,
-        codec: Callable[[], str],
+        in_place: Callable[[], bool],
         *,
         run_dir: Path | None,
         timeout_s: float,
         on_refused: Callable[[str, Exception], None] = lambda method, error: None,
     ) -> None:
-        self._codec = codec
+        self._in_place = in_place
         self.moved_s = 0.0
         self._on_refused = on_refused
         self.address = segments.new_address(run_dir)
@@ -258,7 +258,7 @@ class ShmOffer:
         publication = shard.publication
         if not isinstance(publication, SegmentPublication):
             raise LaneUnavailable(f"shard {shard.number} does not lie in shared memory here")
-        by_reference = shard.is_sync and self._codec() == RAW.name
+        by_reference = shard.is_sync and self._in_place()
         try:
             attachment = ShmAttachment(
                 holder,

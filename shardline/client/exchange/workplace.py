@@ -119,6 +119,8 @@ class Workplace:
             zero_copy=self.zero_copy,
             credit_bytes=credit_bytes(),
         )
+        if self.current is not None:
+            trainer.encoders.inherit(self.current.encoders)
         # In asynchronous mode a worker counts its own pushes, whatever became of them.
         trainer.step = pushed
         trainer.exchange.still_ordered = self._still_ordered

@@ -32,7 +32,8 @@ from shardline.client.step.finite import loss_names, stop_error
 from shardline.client.step.layout import BucketSink, ModelLayout
 from shardline.client.step.staging import Staging, initial_contribution
 from shardline.client.step.zero_copy import ZeroCopy, check_shareable
-from shardline.codecs import RAW
+from shardline.codecs import coding_of
+from shardline.codecs.push import PushEncoders
 from shardline.config import Timeouts
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
@@ -77,11 +78,12 @@ class Trainer:
         self.plan = view.plan
         self.is_sync = view.job.consistency.mode == "sync"
         self.layout = ModelLayout(view.plan, tensors)
+        self.coding = coding_of(view.job.codec, view.plan)
         self.arrivals = Arrivals((s, b) for s, shard in enumerate(view.plan.shards) for b in range(len(shard.buckets)))
         self._gpu = host_path(self.layout.tensors)
         self._host = self._gpu or ON_HOST
         self.sinks = {
-            s: BucketSink(self.layout, s, view.job.codec, self.arrivals, host=self._gpu)
+            s: BucketSink(self.layout, s, self.coding, self.arrivals, host=self._gpu)
             for s in range(len(view.plan.shards))
         }
         self.exchange = Exchange(lanes, self.sinks, timeouts, index=index, on_retry=on_retry)
@@ -93,8 +95,14 @@ class Trainer:
             plan_id=view.plan.plan_id,
             who=who,
         )
+        self.encoders = PushEncoders(
+            self.coding.push,
+            seed=view.job.seed,
+            sender=None if self.is_sync else index,
+            keep_every=view.job.checkpoint_every,
+        )
         self.staging = Staging(
-            view.plan, view.job.replicas if self.is_sync else 1, view.job.codec, self._allocate, self._gpu
+            view.plan, view.job.replicas if self.is_sync else 1, self.encoders, self._allocate, self._gpu
         )
         self.step = 0
         """Synchronous: the step whose parameters the model holds, or will hold when what is under way has come."""
@@ -183,7 +191,7 @@ class Trainer:
         for shard in self.sinks:
             buckets = range(len(self.plan.shards[shard].buckets))
             values = [self.layout.values(shard, bucket) for bucket in buckets]
-            push = initial_contribution(self.plan, shard, values)
+            push = initial_contribution(self.coding.plain, shard, values)
             tasks[shard] = ShardTask(shard=shard, contributions=[push], want=None)
         self.exchange.run(self._sender, tasks)
 
@@ -199,9 +207,11 @@ class Trainer:
         owned = sorted(replicas)
         if not self.is_sync:
             self._pull_latest()
+            self.encoders.locate({(0, shard): number + 1 for shard, number in self.acknowledged.items()})
             return set(owned)
         standings = [self._standing(shard, owned) for shard in sorted(self._lanes)]
         steps = {replica: min(standing.replicas[replica] for standing in standings) for replica in owned}
+        self.encoders.locate({(replica, shard): step for replica, step in steps.items() for shard in self.sinks})
         self.step = min(steps.values())
         self._pull(self.step)
         return {replica for replica, step in steps.items() if step == self.step}
@@ -420,7 +430,7 @@ class Trainer:
             return
         bad = loss_names(loss)
         # Rounding a sum is not summing rounded parts: a lossy codec would make the bits depend on who runs what.
-        presum = self.is_sync and not self._first and self.job.codec == RAW.name
+        presum = self.is_sync and not self._first and self.coding.push.codec.exact
         self.staging.extras.samples[replica] = samples
         if hyper and replica == 0:
             self.staging.extras.hyper = hyper
@@ -510,6 +520,7 @@ class Trainer:
         self, shard: int, payloads: Payloads, block: Block, *, scale: float = 1.0, skip: bool = False
     ) -> Contribution:
         push = self.staging.contribution(block, payloads)
+        self.encoders.begin(shard, self.step if self.is_sync else self.acknowledged[shard] + 1)
         if self.is_sync:
             return replace(push, step=self.step)
         base = self.base[shard]
@@ -567,6 +578,7 @@ class Trainer:
         self.step = target
         self._first = False
         skipped = self.stood_still(base) if self.is_sync else dropped
+        self.encoders.settle(skipped=skipped)
         return StepFigures(seconds=seconds, computed_s=self._computed_s, outcomes=outcomes, skipped=skipped)
 
     def stood_still(self, base: Mapping[int, int]) -> bool:

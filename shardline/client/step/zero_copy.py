@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from shardline.client.step.layout import ModelLayout
-from shardline.codecs import RAW
+from shardline.codecs import CODECS
+from shardline.codecs.coding import pulled, pushed
 from shardline.core.plan import Plan
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.core.tensor_bytes import borrowed_tensor, tensor_from_bytes
@@ -84,10 +85,11 @@ def _region(plan: Plan, number: int) -> Region | None:
 
 def check_shareable(job: JobSpec) -> None:
     """Raises UsageError where a job's replies are made for one worker, so that nobody can read them where they lie."""
-    if job.consistency.mode != "sync" or job.codec != RAW.name:
+    codec = CODECS.parse(job.codec)
+    if job.consistency.mode != "sync" or not (pushed(codec).is_view and pulled(codec).is_view):
         raise UsageError(
-            f"zero_copy needs a synchronous job with codec raw, this one is {job.consistency.mode} with "
-            f"codec {job.codec}"
+            f"zero_copy needs a synchronous job whose codec leaves numbers as they are (raw), this one is "
+            f"{job.consistency.mode} with codec {job.codec}"
         )
 
 
@@ -99,7 +101,9 @@ def shared(lane: Lane) -> Mapped | None:
 
 
 class ZeroCopy:
-    """Points a worker's tensors at shared memory, step by step. Synchronous, raw codec; used between exchanges.
+    """Points a worker's tensors at shared memory, step by step. Used between exchanges.
+
+    For synchronous jobs whose codec leaves numbers as they are.
 
     take() alone is called on exchange threads.
     """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shardline.codecs import coding_of
+from shardline.codecs.coding import JobCoding
 from shardline.core.plan import Plan
 from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec
 from shardline.rpc.limits import MAX_TENSORS, at_most, short
@@ -52,6 +55,11 @@ class PsConfiguration:
     codec: str = "raw"
     standbys: tuple[int, ...] = ()
     """Shards whose standby this ps holds."""
+
+    @functools.cached_property
+    def coding(self) -> JobCoding:
+        """The codec over the plan. Raises JobError for one that doesn't exist."""
+        return coding_of(self.codec, self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
