@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -485,6 +487,36 @@ def test_memory_is_part_of_a_replicas_state_on_any_number_of_servers(codec: Code
         moved = encoders(codec, plan)
         moved.inherit(worker)
         assert set(moved.state_dict(3)) == set(state)
+
+
+# Who asks
+
+
+def test_nobody_outside_asks_for_a_codec_by_name() -> None:
+    root = Path(__file__).parents[2]
+    places = [root / "shardline", root / "services", root / "chief", root / "worker", root / "evaluator"]
+    asks = re.compile(
+        r"""\bRAW\b|codec(_name|\.name)?\s*([!=]=|\bis\b( not)?)\s*(["'A-Z]\w)|isinstance\(.*(Raw|Cast)\b"""
+    )
+    files = [path for place in places for path in place.rglob("*.py") if path.parts[-2] != "codecs"]
+    assert len(files) > 100
+    found = [f"{path}: {line.strip()}" for path in files for line in path.read_text().splitlines() if asks.search(line)]
+    assert not found
+
+
+def test_pulls_are_remembered_for_each_receiver_and_bucket() -> None:
+    @dataclass(frozen=True)
+    class Delta(toy_codec.Top):
+        name: ClassVar[str] = "delta"
+        direction = Direction.PULL
+
+    coding = JobCoding(Delta(), model()).pull
+    held = coding.memory(0, 0, "worker/0")
+    held["matrix", 0, "sent"] = torch.ones(320)
+    assert coding.memory(0, 0, "worker/0") == held
+    assert not coding.memory(0, 0, "worker/1") and not coding.memory(0, 1, "worker/0")
+    plain = JobCoding(Delta(), model()).push
+    assert plain.memory(0, 0, "worker/0") is not plain.memory(0, 0, "worker/0")
 
 
 # The toy
