@@ -39,7 +39,19 @@ def choices() -> Iterator[Codec]:
 
 
 EACH = pytest.mark.parametrize("codec", list(choices()), ids=str)
-REMEMBERING = pytest.mark.parametrize("codec", [c for c in choices() if c.memory is not Memory.NONE], ids=str)
+
+
+@dataclass(frozen=True)
+class Kept(toy_codec.Top):
+    """The toy, with memory that comes back after a rollback."""
+
+    name: ClassVar[str] = "kept"
+    memory = Memory.RESTORED
+
+
+REMEMBERING = pytest.mark.parametrize(
+    "codec", [*(c for c in choices() if c.memory is not Memory.NONE), Kept(ratio=0.25)], ids=str
+)
 
 
 def spec(name: str, shape: Sequence[int], dtype: str = "float32", kind: TensorKind = TensorKind.PARAM) -> TensorSpec:
