@@ -34,6 +34,7 @@ proto-check: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m shardline.observability.metrics > docs/metrics.md
 	$(BIN)/python -m benchmarks.report > docs/results.md
+	SHARDLINE_PLUGINS= $(BIN)/python -m shardline.methods > shardline/cli/methods.json
 	$(BIN)/python deploy/grafana/make_dashboard.py > deploy/grafana/dashboards/shardline.json
 
 docs-check: $(STAMP)

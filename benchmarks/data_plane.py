@@ -13,20 +13,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.process import ContenderError
-from shardline.client.exchange.shard_exchange import Restart
+from shardline.client.exchange.observer import Observer
+from shardline.client.exchange.outcomes import Restart
+from shardline.client.step.course import Course
+from shardline.client.step.factory import Ties, Wishes, make_trainer
 from shardline.client.step.trainer import Trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.core.identity import Identity
+from shardline.core.orders import JobView
+from shardline.core.placement import Placement
 from shardline.core.plan import Plan, make_plan
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
 from shardline.errors import ShardlineError
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.rpc.channel import Peers
-from shardline.rpc.client import JobView, PsControl
-from shardline.rpc.messages.configuration import Configuration, Placement
+from shardline.rpc.client import PsControl
+from shardline.rpc.messages.configuration import Configuration
 from shardline.security import Security
+from shardline.topology import Hop
+from shardline.topology.flat import Direct
 from shardline.update import rule
 
 if TYPE_CHECKING:
@@ -115,7 +122,7 @@ def worker(work: Work, addresses: list[str], index: int) -> dict[str, Any]:
     peers = Peers(TIMEOUTS, security)
     fallbacks: list[str] = []
     lanes = open_lanes(work, view, peers, index, fallbacks)
-    trainer = Trainer(view, values, lanes, TIMEOUTS, who=Identity(f"worker/{index}"), index=index)
+    trainer = make(view, values, lanes, index, zero_copy=work.zero_copy)
     try:
         # Idempotent, so every worker says it, and none has to wait for worker/0's word that it was said.
         for control, place in zip(controls, placement, strict=True):
@@ -158,7 +165,7 @@ def paced_worker(work: Work, address: str, index: int, *, seconds: float, pace: 
     peers = Peers(TIMEOUTS)
     fallbacks: list[str] = []
     lanes = open_lanes(work, view, peers, index, fallbacks)
-    trainer = Trainer(view, values, lanes, TIMEOUTS, who=Identity(f"worker/{index}"), index=index)
+    trainer = make(view, values, lanes, index)
     pause = threading.Event()
     try:
         control.configure(replace(configuration(work, plan, placement, (0,)), consistency=terms, replicas=1))
@@ -183,12 +190,27 @@ def paced_worker(work: Work, address: str, index: int, *, seconds: float, pace: 
         peers.close()
 
 
+def make(
+    view: JobView, values: Mapping[str, torch.Tensor], lanes: Mapping[int, Lane], index: int, *, zero_copy: bool = False
+) -> Trainer:
+    """A trainer straight to the servers."""
+    servers = {place.shard: Hop(place.task, place.address) for place in view.placement}
+    ties = Ties(
+        who=Identity(f"worker/{index}"),
+        index=index,
+        route=Direct(servers),
+        lanes=lanes,
+        timeouts=TIMEOUTS,
+        observer=Observer(),
+    )
+    return make_trainer(view, Course(view.job, values), ties, Wishes(zero_copy=zero_copy))
+
+
 def in_shared_memory(trainer: Trainer, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Parameters and gradients in the segments, as a session has them that was asked for zero copies.
 
     Raises ContenderError where one of them can't lie there: a copy is not what this run is about.
     """
-    trainer.map_parameters()
     views = {name: trainer.gradient_view(name) for name in gradients}
     missing = [name for name, view in views.items() if view is None]
     if missing:

@@ -8,6 +8,7 @@ A role may have a number instead of a list, {"worker": 2}: so many tasks, which 
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,13 +23,29 @@ ROLES = ("chief", "ps", "worker", "evaluator")
 MAX_PORT = 65_535
 MAX_DIGITS = 9
 MAX_TASKS = 4096
-"""Of one role, where a number stands for them."""
+"""Of one role."""
+MAX_HOST = 253
+"""Characters, as in DNS."""
+SHOWN = 120
+"""Characters of a wrong value that a sentence repeats."""
+NAMED = 16
+"""Tasks that a sentence names."""
 FILE_LIMIT_BYTES = 4 << 20
 """Of a cluster.json: MAX_TASKS of each role, with names as long as DNS has them."""
 UNNAMED = "*:0"
 """Address of a task that tells it at Join: its machine's own name, and a free port unless --address says which."""
 ANY = "any"
 """Instead of an index: the chief hands one out."""
+_HOST = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[\w.-]+)?")
+"""A name, an IPv4 or IPv6 address, or the machine's own name."""
+_SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv6", "xds", "passthrough")
+"""What gRPC takes for the beginning of another kind of address: "unix:1" is a socket in the working folder."""
+
+
+def _shown(value: object) -> str:
+    """A value of somebody else's in a sentence, so that the sentence stays one."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"
 
 
 def parse_address(text: object, where: str = "the address") -> tuple[str, int]:
@@ -37,21 +54,27 @@ def parse_address(text: object, where: str = "the address") -> tuple[str, int]:
     `where` begins the sentence of the ClusterSpecError, such as "cluster.json: ps/0".
     """
     if not isinstance(text, str):
-        raise ClusterSpecError(f'{where} is {text!r}; an address is a string "host:port"')
+        raise ClusterSpecError(f'{where} is {_shown(text)}; an address is a string "host:port"')
     host, colon, port_text = text.rpartition(":")
     if not colon or not host:
-        raise ClusterSpecError(f'{where} is {text!r}; it needs both a host and a port, such as "10.0.0.7:2222"')
+        raise ClusterSpecError(f'{where} is {_shown(text)}; it needs both a host and a port, such as "10.0.0.7:2222"')
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
         raise ClusterSpecError(
-            f'{where} is {text!r}; give "host:port" without a scheme, and an IPv6 host in brackets: "[::1]:2222"'
+            f'{where} is {_shown(text)}; give "host:port" without a scheme, and an IPv6 host in brackets: "[::1]:2222"'
         )
-    if not host or any(not c.isprintable() or c.isspace() or c in "[]/,@" for c in host):
-        raise ClusterSpecError(f"{where} is {text!r}; {host!r} is no host name or IP address")
+    if len(host) > MAX_HOST or not _HOST.fullmatch(host):
+        raise ClusterSpecError(f"{where} is {_shown(text)}; {_shown(host)} is no host name or IP address")
+    if host.lower() in _SCHEMES:
+        raise ClusterSpecError(
+            f"{where} is {_shown(text)}; gRPC takes a host of the name {host!r} for a scheme: use its full name or its "
+            "IP address"
+        )
     if not _is_number(port_text) or int(port_text) > MAX_PORT:
         raise ClusterSpecError(
-            f"{where} is {text!r}; the port {port_text!r} must be a number from 0 (any free one) to {MAX_PORT}"
+            f"{where} is {_shown(text)}; the port {_shown(port_text)} must be a number from 0 (any free one) to "
+            f"{MAX_PORT}"
         )
     return host, int(port_text)
 
@@ -72,7 +95,9 @@ def parse_task(text: str) -> tuple[str, int]:
     if index == ANY and role in ROLES:
         raise ClusterSpecError(f"{text!r} leaves the index to the chief, which only a task that starts can do")
     if not slash or role not in ROLES or not _is_number(index):
-        raise ClusterSpecError(f'{text!r} is no task; a task is role/index, such as "ps/0", with role {_one_of(ROLES)}')
+        raise ClusterSpecError(
+            f'{_shown(text)} is no task; a task is role/index, such as "ps/0", with role {_one_of(ROLES)}'
+        )
     return role, int(index)
 
 
@@ -134,11 +159,11 @@ class ClusterSpec:
         return tuple(f"{name}/{index}" for name in roles for index in range(self.num(name)))
 
     def address(self, task: str) -> str:
-        """Address of a task; raises ClusterSpecError listing the tasks there are."""
+        """Address of a task; raises ClusterSpecError naming tasks that there are."""
         role, index = parse_task(task)
         if index >= self.num(role):
             raise ClusterSpecError(
-                f"task {task} is not in the cluster spec; it has {', '.join(self.task_names()) or 'no tasks'}"
+                f"task {task} is not in the cluster spec; it has {_named(self.task_names()) or 'no tasks'}"
             )
         return self.tasks[role][index]
 
@@ -274,7 +299,7 @@ def _only_task(spec: ClusterSpec, role: str | None) -> tuple[str, int]:
     if role is None:
         raise ClusterSpecError("no task given; set SHARDLINE_TASK or TF_CONFIG, for example SHARDLINE_TASK=worker/0")
     if spec.num(role) > 1:
-        raise ClusterSpecError(f"no task given; use --task with one of {', '.join(spec.task_names(role))}")
+        raise ClusterSpecError(f"no task given; use --task with one of {_named(spec.task_names(role))}")
     return role, 0
 
 
@@ -283,21 +308,27 @@ def _tf_task(task: object) -> tuple[str, int]:
         raise ClusterSpecError('TF_CONFIG["task"] must be an object such as {"type": "worker", "index": 0}')
     role = "chief" if task.get("type") == "master" else task.get("type")
     if not isinstance(role, str) or role not in ROLES:
-        raise ClusterSpecError(f'TF_CONFIG["task"]["type"] is {role!r}; it must be {_one_of(ROLES)}')
+        raise ClusterSpecError(f'TF_CONFIG["task"]["type"] is {_shown(role)}; it must be {_one_of(ROLES)}')
     # TensorFlow's own tools write the index as a number or as text, and leave it out for tasks there is one of.
     index = task.get("index", 0 if role in ("chief", "evaluator") else None)
     if isinstance(index, str) and _is_number(index):
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-        raise ClusterSpecError(f'TF_CONFIG["task"]["index"] is {index!r}; it must be a number from 0')
+        raise ClusterSpecError(f'TF_CONFIG["task"]["index"] is {_shown(index)}; it must be a number from 0')
     return role, index
 
 
 def _addresses(role: object, entries: object, source: str) -> tuple[str, ...]:
+    if role not in ROLES:
+        raise ClusterSpecError(f"{source} has the role {_shown(role)}; roles are {_one_of(ROLES)}")
     if isinstance(entries, int) and not isinstance(entries, bool):
         if not 1 <= entries <= MAX_TASKS:
-            raise ClusterSpecError(f'{source}: "{role}" is {entries}; as a number of tasks use 1 to {MAX_TASKS}')
+            raise ClusterSpecError(
+                f'{source}: "{role}" is {_shown(entries)}; as a number of tasks use 1 to {MAX_TASKS}'
+            )
         return (UNNAMED,) * entries
+    if isinstance(entries, Mapping | list | tuple) and len(entries) > MAX_TASKS:
+        raise ClusterSpecError(f'{source}: "{role}" has {len(entries):,} tasks; a role has {MAX_TASKS:,} at most')
     if isinstance(entries, Mapping):
         try:
             entries = [entries[str(index)] for index in range(len(entries))]
@@ -313,7 +344,7 @@ def _addresses(role: object, entries: object, source: str) -> tuple[str, ...]:
 def _check(tasks: Mapping[str, tuple[str, ...]], source: str) -> None:
     for role, addresses in tasks.items():
         if role not in ROLES:
-            raise ClusterSpecError(f"{source} has the role {role!r}; roles are {_one_of(ROLES)}")
+            raise ClusterSpecError(f"{source} has the role {_shown(role)}; roles are {_one_of(ROLES)}")
         if not addresses:
             raise ClusterSpecError(f'{source}: "{role}" is an empty list; give its addresses or leave the role out')
     if "ps" not in tasks:
@@ -339,7 +370,7 @@ def _check_addresses(tasks: Mapping[str, tuple[str, ...]], source: str) -> None:
 def _parse_json(text: str, source: str) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for name in _repeated(name for name, _ in pairs):
-            raise ClusterSpecError(f'{source} has "{name}" twice in one object; the second would hide the first')
+            raise ClusterSpecError(f"{source} has {_shown(name)} twice in one object; the second would hide the first")
         return dict(pairs)
 
     try:
@@ -351,6 +382,11 @@ def _parse_json(text: str, source: str) -> Any:
     except (ValueError, RecursionError) as error:
         # A number of thousands of digits, or objects within one another without end.
         raise ClusterSpecError(f"{source} can't be read: {error}") from None
+
+
+def _named(tasks: tuple[str, ...]) -> str:
+    more = f" and {len(tasks) - NAMED:,} more" if len(tasks) > NAMED else ""
+    return ", ".join(tasks[:NAMED]) + more
 
 
 def _repeated(names: Iterator[str]) -> Iterator[str]:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from shardline.cluster import ClusterSpec, parse_address
 from shardline.errors import UsageError
+from shardline.lanes import AUTO, CHOICES
 from shardline.security import PLAIN, Security, check_bind, is_loopback
 
-LANES = ("auto", "grpc", "tcp", "shm")
-"""How tensor bytes may travel; auto = the best that the two tasks can do."""
 DEFAULT_OUT = Path("out")
 """Where a chief writes that was not told."""
 
@@ -101,8 +100,8 @@ class RoleConfig:
     max_workers: int = 64
     """Workers that may take part, those beyond the cluster spec included."""
     security: Security = PLAIN
-    lane: str = "auto"
-    """One of LANES."""
+    lane: str = AUTO
+    """How tensor bytes may travel: one of lanes.CHOICES; auto = the best that the two tasks can do."""
     overlap: bool = True
     """Gradients leave while backward still runs, and the next forward waits for each layer, not for all."""
     page: str | None = None
@@ -113,8 +112,8 @@ class RoleConfig:
     """Standbys of each shard: 0 or 1."""
 
     def __post_init__(self) -> None:
-        if self.lane not in LANES:
-            raise UsageError(f"--lane is {self.lane!r}; it must be one of {', '.join(LANES)}")
+        if self.lane not in CHOICES:
+            raise UsageError(f"--lane is {self.lane!r}; it must be one of {', '.join(CHOICES)}")
         if not 1 <= self.min_workers <= self.max_workers:
             raise UsageError(
                 f"--min-workers is {self.min_workers} and --max-workers {self.max_workers}; the first must be at least "

@@ -23,11 +23,6 @@ import ast
 import dataclasses
 import difflib
 import functools
-import hashlib
-import importlib.util
-import math
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,22 +32,33 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardline.codecs import CODECS, keep_whole
+from shardline import methods
+from shardline.codecs import keep_whole
+from shardline.consistency import of as consistency_of
+from shardline.core.settings import Setting, Settings, kind_of, known, read, setting
+from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, calling, seed_everything
-from shardline.errors import JobError, ShardlineError
+from shardline.errors import JobError
 from shardline.model import model_tensors
+from shardline.python_file import run_file
 from shardline.schedule import complete, constant
-from shardline.update import check_tensors, rule, rule_from_optimizer
+from shardline.seams import Resident
+from shardline.update import check_pushes, check_rule, check_tensors, rule, rule_from_optimizer
 
 __all__ = ["Job", "load_job", "lowest_is_best", "model_tensors"]
 
+CHOICES = ("consistency", "rule", "codec", "cadence", "topology")
+"""Fields that name a method of a seam, as text or as an object; kept as text."""
 _LOW_WORDS = ("loss", "error", "perplexity", "bits")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """One training run. Frozen; checked when it is made, JobError naming the field, its value and the remedy."""
+class Job(Settings):
+    """One training run. Frozen; checked when it is made, JobError naming the field, its value and the remedy.
+
+    Beside the fields below it has those of shardline.core.settings.Settings.
+    """
 
     model: Callable[[], nn.Module]
     """Makes the model, in training mode. The generators are seeded before, so that all processes start equal."""
@@ -62,9 +68,9 @@ class Job:
     """Samples: an object with len() and [index], or an iterable one, or a function without arguments that makes it."""
     optimizer: str | type[torch.optim.Optimizer]
     """A class of torch.optim, or its name."""
-    batch_size: int
+    batch_size: int = setting()
     """Samples of one microbatch of one replica."""
-    steps: int
+    steps: int = setting()
     """Steps to train; in asynchronous mode, batches of all workers together."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     """Scores the model; called in evaluation mode and without gradients."""
@@ -74,29 +80,24 @@ class Job:
     """Parameter groups in torch's shape: [{"params": [...], "lr": 0.01}, ...]; a parameter in none stays as it is."""
     schedule: ScheduleSpec = field(default_factory=constant)
     """Learning-rate factor by step (by version in asynchronous mode); total_steps 0 = `steps`."""
-    replicas: int = 1
-    """Logical replicas, whatever the number of workers that run them; not used in asynchronous mode."""
-    accumulate: int = 1
-    """Microbatches whose gradients a replica averages in a step."""
-    seed: int = 0
-    consistency: str = "sync"
+    consistency: str | Resident = "sync"
     """"sync": every step is one update from all replicas. "async": every worker's gradient is an update of its own."""
+    rule: str | Resident = "torch"
+    """How the servers change the parameters; "torch": by the optimizer itself."""
+    codec: str | Resident = "raw"  # type: ignore[assignment]
+    """How gradients and parameters travel: "raw", or "bf16" and "fp16" for half the bytes (rounded)."""
+    cadence: str | Resident = "every-step"  # type: ignore[assignment]
+    """When a worker talks to the servers, and what it then sends."""
+    topology: str | Resident = "flat"  # type: ignore[assignment]
+    """Whom a worker talks to."""
     clip_norm: float = 0.0
     """Global gradient norm above which gradients are scaled down; 0 = off."""
     nan_policy: str = "stop"
     """At a NaN or infinity in a loss or gradient: "stop" the job, or "skip" the step."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 = only before the first step and after the last."""
-    checkpoint_keep: int = 3
-    """Newest checkpoints that stay on disk, the best one not counted; 0 = all."""
     best_metric: str = ""
     """Metric by which the best checkpoint is chosen; "" = the first one that `evaluate` returns."""
     best_mode: str = ""
     """"max" or "min"; "" = "min" where the metric's name contains loss, error, perplexity or bits, else "max"."""
-    threads: int = 1
-    """Intra-op threads of one replica; the last bits of gradients depend on it."""
-    codec: str = "raw"
-    """How gradients and parameters travel: "raw", or "bf16" and "fp16" for half the bytes (rounded)."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch of a list of samples; None = torch's default_collate."""
     name: str = ""
@@ -111,10 +112,10 @@ class Job:
         for name in ("evaluate", "param_groups", "collate"):
             value = getattr(self, name)
             _require(value is None or callable(value), name, value, "give a function, or None")
-        for name, lowest in _LOWEST.items():
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            _require(whole and lowest <= value < 2**63, name, value, f"give a whole number >= {lowest}")
+        for seam in CHOICES:
+            object.__setattr__(self, seam, methods.table(seam).canonical(getattr(self, seam)))
+        check_settings(self)
+        _require(self.steps > 0, "steps", self.steps, "give a whole number >= 1")
         _require(isinstance(self.name, str), "name", self.name, "give a string")
         _require(isinstance(self.best_metric, str), "best_metric", self.best_metric, "give a metric's name")
         _require(self.best_mode in ("", "max", "min"), "best_mode", self.best_mode, "it must be 'max' or 'min'")
@@ -127,16 +128,15 @@ class Job:
         )
         _require(isinstance(self.clip_norm, int | float), "clip_norm", self.clip_norm, "give a number")
         complete(self.schedule, self.steps)
-        CODECS.parse(self.codec)
         self.consistency_spec()
         _check_dataset(self.dataset)
         # Names a wrong class or argument at the job file's line, before any process starts.
-        rule(self.optimizer, groups=(dict(self.optimizer_args),))
+        check_rule(rule(self.optimizer, groups=(dict(self.optimizer_args),), method=str(self.rule)))
 
     @property
     def contributors(self) -> int:
-        """Replicas whose gradients make one update: `replicas`, or 1 in asynchronous mode."""
-        return 1 if self.consistency == "async" else self.replicas
+        """Replicas whose gradients make one update: `replicas`, or 1 where each worker's gradient is an update."""
+        return consistency_of(self.consistency_spec()).contributors(self.replicas)
 
     @functools.cached_property
     def data(self) -> Any:
@@ -217,7 +217,7 @@ class Job:
 
     def consistency_spec(self) -> ConsistencySpec:
         """Who may proceed and what counts."""
-        return ConsistencySpec(mode=self.consistency, clip_norm=float(self.clip_norm), nan_policy=self.nan_policy)
+        return ConsistencySpec(mode=str(self.consistency), clip_norm=float(self.clip_norm), nan_policy=self.nan_policy)
 
     def spec(self, model: nn.Module) -> JobSpec:
         """The job's identity, for a model that build_model made.
@@ -225,9 +225,10 @@ class Job:
         Raises JobError for a model or a data set that can't be trained on.
         """
         optimizer = self.build_optimizer(model)
-        found = rule_from_optimizer(optimizer)
-        tensors = keep_whole(self.codec, model_tensors(model, optimizer.param_groups, rule=found.name))
+        found = rule_from_optimizer(optimizer, method=str(self.rule))
+        tensors = keep_whole(str(self.codec), model_tensors(model, optimizer.param_groups, rule=found))
         check_tensors(found, tensors)
+        check_pushes(found, single=consistency_of(self.consistency_spec()).whole_pushes)
         if self.samples:
             self.data_order()
         return JobSpec(
@@ -236,15 +237,7 @@ class Job:
             rule=found,
             schedule=complete(self.schedule, self.steps),
             consistency=self.consistency_spec(),
-            replicas=self.contributors,
-            batch_size=self.batch_size,
-            accumulate=self.accumulate,
-            seed=self.seed,
-            steps=self.steps,
-            checkpoint_every=self.checkpoint_every,
-            checkpoint_keep=self.checkpoint_keep,
-            threads=self.threads,
-            codec=self.codec,
+            **{**self.settings(), "replicas": self.contributors},
             best_metric=self.best_metric,
             best_is_lowest=self.best_mode == "min" or (not self.best_mode and lowest_is_best(self.best_metric)),
             samples=self.samples,
@@ -282,18 +275,6 @@ class Job:
         """(metric by which checkpoints are compared, whether its lowest value is best) for scores of score()."""
         metric = self.best_metric or next(iter(scores))
         return metric, self.best_mode == "min" or (not self.best_mode and lowest_is_best(metric))
-
-
-_LOWEST = {
-    "batch_size": 1,
-    "steps": 1,
-    "replicas": 1,
-    "accumulate": 1,
-    "seed": 0,
-    "checkpoint_every": 0,
-    "checkpoint_keep": 0,
-    "threads": 1,
-}
 
 
 def lowest_is_best(metric: str) -> bool:
@@ -343,10 +324,10 @@ def _check_dataset(data: object, where: str = "dataset", *, one_shot: bool = Fal
         )
 
 
-_OVERRIDES: Mapping[str, type[int] | type[float] | type[str]] = {
-    **dict.fromkeys(_LOWEST, int),
+_OVERRIDES: Mapping[str, type] = {
+    **{name: kind_of(name) for name in known()},
     "clip_norm": float,
-    **dict.fromkeys(("consistency", "nan_policy", "codec", "best_metric", "best_mode", "name"), str),
+    **dict.fromkeys(("consistency", "nan_policy", "best_metric", "best_mode", "name"), str),
 }
 """Job fields that a command line can set, and how their text is read."""
 
@@ -361,7 +342,7 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = ()) -> Job:
     """
     path = Path(path)
     _check_path(path)
-    job = getattr(_run_file(path), "job", None)
+    job = getattr(_run_job_file(path), "job", None)
     if not isinstance(job, Job):
         raise JobError(f"{path}: `job` is {_short(job)}; it must be a shardline.Job(...)")
     changes: dict[str, Any] = {}
@@ -372,19 +353,12 @@ def load_job(path: Path, overrides: Iterable[tuple[str, str]] = ()) -> Job:
     return dataclasses.replace(job, **changes)
 
 
-def _override(name: str, text: str) -> tuple[str, int | float | str]:
+def _override(name: str, text: str) -> tuple[str, Setting]:
     key = name.replace("-", "_")
     kind = _OVERRIDES.get(key)
     if kind is None:
         raise JobError(f"no job field {name!r} can be set from outside; these can: {', '.join(_OVERRIDES)}")
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if kind is not str and value != value:
-        wanted = "a whole number" if kind is int else "a number"
-        raise JobError(f"{key} is set to {text!r}; it must be {wanted}")
-    return key, value
+    return key, read(key, text, kind)
 
 
 def _check_path(path: Path) -> None:
@@ -402,35 +376,17 @@ def _check_path(path: Path) -> None:
         raise JobError(f"{path} is not a .py file; a job file is Python that defines `job = shardline.Job(...)`")
 
 
-def _run_file(path: Path) -> object:
-    """The module that the file makes; its code runs only where it can define `job` at all."""
-    resolved = path.resolve()
-    try:
-        tree = ast.parse(resolved.read_bytes(), filename=str(resolved))
-    except OSError as error:
-        raise JobError(f"job file {path} can't be read: {error.strerror}") from error
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        raise JobError(f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {error}") from error
-    if not _may_define_job(tree):
-        raise JobError(
-            f"{path} defines no `job`, so nothing of it was run; add `job = shardline.Job(...)`, or start a plain "
-            f"training script with `shardline train --script {path}`"
-        )
-    folder = str(resolved.parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    name = f"shardline_job_{resolved.stem}_{hashlib.blake2b(str(resolved).encode(), digest_size=6).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, resolved)
-    assert spec is not None and spec.loader is not None  # a .py file has both
-    module = importlib.util.module_from_spec(spec)
-    # Registered before it runs, as an import does: dataclasses and typing look their module up by name.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(name, None)
-        raise JobError(_what_it_raised(path, resolved, error)) from error
+def _run_job_file(path: Path) -> object:
+    """The module of a job file; its code runs only where it can define `job` at all."""
+
+    def check(tree: ast.Module) -> None:
+        if not _may_define_job(tree):
+            raise JobError(
+                f"{path} defines no `job`, so nothing of it was run; add `job = shardline.Job(...)`, or start a plain "
+                f"training script with `shardline train --script {path}`"
+            )
+
+    module = run_file(path, "shardline_job", check=check)
     if not hasattr(module, "job"):
         raise JobError(f"{path} ran to its end without defining `job`; add `job = shardline.Job(...)` at its top level")
     return module
@@ -455,14 +411,3 @@ def _may_define_job(tree: ast.Module) -> bool:
         else:
             todo.extend(ast.iter_child_nodes(node))
     return False
-
-
-def _what_it_raised(path: Path, resolved: Path, error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(resolved)]
-    where = f"{path}, line {lines[-1]}" if lines else f"{path}"
-    if isinstance(error, ShardlineError):
-        return f"{where}: {error}"
-    if isinstance(error, SystemExit):
-        return f"{where}: the file ends the process (SystemExit: {error.code}) instead of defining `job`"
-    return f"{where}: {type(error).__name__}: {error}"

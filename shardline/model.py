@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from shardline.core.spec import TensorKind, TensorSpec, dtype_name
+from shardline.core.spec import RuleSpec, TensorKind, TensorSpec, dtype_name
 from shardline.errors import JobError
 from shardline.update import wants_whole
 
 
 def model_tensors(
-    model: nn.Module, groups: Sequence[Mapping[str, Any]] | None = None, *, rule: str = "SGD"
+    model: nn.Module, groups: Sequence[Mapping[str, Any]] | None = None, *, rule: RuleSpec | None = None
 ) -> tuple[TensorSpec, ...]:
     """The tensors of a model that the plan holds: parameters in named_parameters order, then persistent buffers.
 
@@ -24,7 +24,7 @@ def model_tensors(
     gradient, or is in no group, is FROZEN: torch wouldn't update it either. Tied weights are one tensor, under their
     first name, with the others as aliases. Non-persistent buffers and extra state are not part of a state_dict's
     tensors and are left out: each process has its own.
-    rule: name of the torch.optim class, which decides what must not be cut.
+    rule: decides what must not be cut; None = nothing.
 
     Raises JobError, naming the tensor, where the model has nothing to train, holds a sparse, quantized, meta or not yet
     initialised tensor, or two different tensors that overlap in memory; TensorError for a dtype that can't be held.
@@ -56,7 +56,7 @@ def model_tensors(
                 dtype=dtype_name(tensor.dtype, name),
                 kind=kind,
                 group=group_of[key] if kind is TensorKind.PARAM else 0,
-                whole=kind is TensorKind.PARAM and wants_whole(rule, shape),
+                whole=kind is TensorKind.PARAM and rule is not None and wants_whole(rule, shape),
                 aliases=tuple(aliases),
             )
         )

@@ -15,7 +15,8 @@ help texts and in the docs, and `name` is what people write:
     str(TopK(ratio=0.05)) == "topk:ratio=0.05"
 
 The text `NAME` or `NAME:KEY=VALUE,KEY=VALUE` is the same on the command line, in a job, on the wire, in the summary and
-on the page. Settings at their defaults are left out, so equal choices have equal texts. Pure.
+on the page. Settings at their defaults are left out, so equal choices have equal texts. Residents from outside of the
+package come from shardline.plugins.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
+from shardline import plugins
 from shardline.errors import JobError, UsageError
 
 _WORD = re.compile(r"[a-z][a-z0-9_-]*")
@@ -59,23 +61,26 @@ class Table(Generic[R]):
             self.add(resident)
 
     def __iter__(self) -> Iterator[type[R]]:
-        return iter(self._classes.values())
+        plugins.load()
+        return iter(tuple(self._classes.values()))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._classes
+        return name in self.names
 
     def __getitem__(self, name: str) -> type[R]:
         """The class of this name. Raises JobError that lists what exists."""
+        names = self.names
         try:
             return self._classes[name]
         except KeyError:
-            close = difflib.get_close_matches(name, self.names, n=1)
+            close = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise JobError(f"{self.seam} {name!r} does not exist; choose from {', '.join(self.names)}{hint}") from None
+            raise JobError(f"{self.seam} {name!r} does not exist; choose from {', '.join(names)}{hint}") from None
 
     @property
     def names(self) -> tuple[str, ...]:
         """What people write."""
+        plugins.load()
         return tuple(self._classes)
 
     def add(self, resident: type[R]) -> type[R]:

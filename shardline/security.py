@@ -44,6 +44,8 @@ ADMIN_KEY = "shardline-admin"
 """Metadata of a call that prove the admin token, beside the job's; see rpc/access.py."""
 LOOPBACK_NAMES = ("localhost",)
 PROBE_S = 1.0
+SOON = datetime.timedelta(days=7)
+"""A certificate that expires within this time is told at the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +212,11 @@ class Security:
                 # HTTP/2 has it; gRPC's hangs up on a certificate that it doesn't like, other servers say why.
                 answered = bool(connection.recv(1))
         except ssl.SSLCertVerificationError as error:
+            if error.verify_code in _OUT_OF_DATE:
+                return (
+                    f"its certificate is out of date ({error.verify_message.rstrip('.')}) by this machine's clock; "
+                    "start it with a newer one, or set the clock"
+                )
             return (
                 f"its certificate is not trusted ({error.verify_message.rstrip('.')}); is it signed by --tls-ca, and "
                 f"does it name {host}?"
@@ -219,7 +226,7 @@ class Security:
             if not self.tls:
                 return _SPEAKS_TLS if "ALERT" in reason else ""
             if met:
-                return _refused(reason.lower())
+                return self._refused(reason.lower())
             return f"TLS with it fails ({reason.lower()}); were both sides started with TLS?"
         except ConnectionError:
             answered = False
@@ -227,7 +234,12 @@ class Security:
             return ""
         if not self.tls:
             return _SPEAKS_TLS if met else ""
-        return _refused("it hung up after the handshake") if met and not answered else ""
+        return self._refused("it hung up after the handshake") if met and not answered else ""
+
+    def _refused(self, how: str) -> str:
+        wrong = _out_of_date(self.tls_cert) if self.tls_cert is not None else ""
+        cause = f"--tls-cert {self.tls_cert} {wrong}" if wrong else "is --tls-cert signed by its --tls-ca?"
+        return f"it refused this side's certificate, or the lack of one ({how}); {cause}"
 
 
 PLAIN = Security()
@@ -285,11 +297,9 @@ def check_bind(what: str, host: str, flag: str, security: Security, *, insecure:
         )
 
 
+_OUT_OF_DATE = (9, 10)
+"""OpenSSL's numbers of a certificate that is not valid yet, or not any more."""
 _SPEAKS_TLS = "it speaks TLS and this side does not; give --tls-ca, --tls-cert and --tls-key as the cluster has them"
-
-
-def _refused(how: str) -> str:
-    return f"it refused this side's certificate, or the lack of one ({how}); is --tls-cert signed by its --tls-ca?"
 
 
 def _read(path: Path, flag: str) -> bytes:
@@ -357,19 +367,36 @@ def _check_dates(path: Path) -> None:
     Whoever is shown it says so to its own log at most; this side would only see that it is hung up on. One above it may
     be there for peers that know no better, and the others have another way to their CA.
     """
-    from cryptography import x509
-
-    try:
-        chain = x509.load_pem_x509_certificates(_read(path, "--tls-cert"))
-    except ValueError:
-        # OpenSSL, which has read it, is the judge of its form.
-        return
-    for number, certificate in enumerate(chain, 1):
+    for number, certificate in enumerate(_chain(path), 1):
         wrong = _wrong_dates(certificate)
         if wrong and number == 1:
             raise UsageError(f"--tls-cert {path} {wrong}")
         if wrong:
             log.warning("--tls-cert %s: certificate %d in it %s", path, number, wrong)
+        elif certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC) < SOON:
+            log.warning(
+                "--tls-cert %s: certificate %d in it expires on %s; from then on this task makes no new connection, so "
+                "that nobody joins again and no checkpoint is written: end the job before and go on with newer ones",
+                path,
+                number,
+                _moment(certificate.not_valid_after_utc),
+            )
+
+
+def _chain(path: Path) -> list[x509.Certificate]:
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificates(_read(path, "--tls-cert"))
+    except ValueError:
+        # OpenSSL, which has read it, is the judge of its form.
+        return []
+
+
+def _out_of_date(path: Path) -> str:
+    """What is wrong now with the dates of this task's own certificate; empty where nothing is."""
+    chain = _chain(path)
+    return _wrong_dates(chain[0]) if chain else ""
 
 
 def _wrong_dates(certificate: x509.Certificate) -> str:

@@ -4,7 +4,8 @@
     assert result.sha256 == summary["sha256"]
 
 Synchronous: the R logical replicas run one after another, their gradients are added along the canonical tree, and a
-torch.optim object steps on the model's own parameters. Asynchronous: one worker's batches, one after another.
+torch.optim object steps on the model's own parameters. Asynchronous: one worker's batches, one after another. Under an
+update rule other than the optimizer's own, the rule itself updates them, as one server would with one worker.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import torch
 from torch import nn
 
 from shardline.core.digest import params_sha256
-from shardline.core.plan import Plan, Slice, make_plan, padded
+from shardline.core.plan import BucketSpec, Plan, Slice, make_plan, padded
+from shardline.core.push_context import PushContext
 from shardline.core.reduce import clip_scale, global_norm, mean_, square_sums, tree_sum
-from shardline.core.spec import JobSpec, TensorKind
+from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.data import BatchSource, replica_gradients
 from shardline.errors import NonFiniteError
 from shardline.job import Job
 from shardline.model import named_values
-from shardline.schedule import factor
+from shardline.schedule import complete, factor
+from shardline.update import Need, bucket_rule, chosen
 
 Gradients = dict[str, torch.Tensor | None]
 Values = dict[str, torch.Tensor]
@@ -44,7 +47,8 @@ class ReferenceResult:
     """Every parameter by its first name, frozen ones included."""
     buffers: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Mapping[str, Any]]
-    """Optimizer state by parameter name: {"fc.weight": {"momentum_buffer": ...}}; absent where torch has none yet."""
+    """Optimizer state by parameter name: {"fc.weight": {"momentum_buffer": ...}}; absent where torch has none yet.
+    Under another rule by bucket: {"bucket 0": {"tensors": ..., "scalars": ..., "initialized": ...}}."""
     losses: tuple[float, ...]
     """Mean loss over the replicas of each step that this call ran."""
     skipped: tuple[int, ...] = field(default=())
@@ -96,7 +100,10 @@ class _Run:
         self.params = {name: value for name, value in values.items() if kinds[name] is not TensorKind.BUFFER}
         self.trained = {name: value for name, value in values.items() if kinds[name] is TensorKind.PARAM}
         self.buffers = {name: value for name, value in values.items() if kinds[name] is TensorKind.BUFFER}
-        self.stepper = _Stepper(job, self.model, self.trained)
+        plain = chosen(self.spec.rule).runs_optimizer
+        self.stepper: _Stepper | _RuleStepper = (
+            _Stepper(job, self.model, self.trained) if plain else _RuleStepper(self.spec, self.plan, self.trained)
+        )
         self.source = BatchSource(job)
         self.at = 0
         self.version = 0
@@ -127,7 +134,7 @@ class _Run:
             asynchronous = self.spec.consistency.mode == "async"
             gradients = self._clip_as_torch(contributions[0]) if asynchronous else self._combine(contributions)
             # PROTOCOL 1.1: the learning rate follows the step, in asynchronous mode the version.
-            self.stepper.step(gradients, factor(self.spec.schedule, self.version if asynchronous else self.at))
+            self.stepper.step(gradients, self.version if asynchronous else self.at)
             self.version += 1
         self.at += 1
         return sum(losses) / len(losses)
@@ -175,7 +182,7 @@ class _Run:
         return ReferenceResult(
             step=self.at,
             version=self.version,
-            params=_copies(self.params),
+            params={**_copies(self.params), **self.stepper.parameters()},
             buffers=_copies(self.buffers),
             optimizer=self.stepper.state(),
             losses=losses,
@@ -188,6 +195,7 @@ class _Stepper:
 
     def __init__(self, job: Job, model: nn.Module, trained: Values) -> None:
         self.optimizer = job.build_optimizer(model)
+        self.schedule = complete(job.schedule, job.steps)
         self.trained = trained
         self.stepped: Values = dict(trained)
         if any(group.get("fused") for group in self.optimizer.param_groups):
@@ -200,8 +208,9 @@ class _Stepper:
             self.optimizer = type(self.optimizer)(groups, **job.optimizer_args)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
-    def step(self, gradients: Gradients, rate_factor: float) -> None:
+    def step(self, gradients: Gradients, clock: int) -> None:
         """One update of the model's parameters; a gradient of None leaves its parameter and its state alone."""
+        rate_factor = factor(self.schedule, clock)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * rate_factor
         for name, value in self.stepped.items():
@@ -213,6 +222,10 @@ class _Stepper:
             for name, value in self.stepped.items():
                 if value is not self.trained[name]:
                     self.trained[name].copy_(self._shaped(name, value))
+
+    def parameters(self) -> Values:
+        """Copies of the trained parameters."""
+        return _copies(self.trained)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Copies of the optimizer's state by name, in the parameters' shapes."""
@@ -248,6 +261,75 @@ class _Stepper:
                 else item
                 for key, item in items.items()
             }
+
+
+class _RuleStepper:
+    """An update rule over the buckets of one server. The model's parameters are what its one worker pulls."""
+
+    def __init__(self, spec: JobSpec, plan: Plan, trained: Values) -> None:
+        self.plan = plan
+        self.trained = trained
+        self.task = "worker/0" if spec.consistency.mode == "async" else ""
+        device = next(iter(trained.values())).device
+        self.buckets = [bucket for bucket in plan.shards[0].buckets if bucket.kind is TensorKind.PARAM]
+        self.rules = [bucket_rule(spec.rule, spec.schedule, bucket, plan.tensors, device) for bucket in self.buckets]
+        self.values = [self._flat(bucket, trained) for bucket in self.buckets]
+        self._pull()
+
+    def step(self, gradients: Gradients, clock: int) -> None:
+        """One push of the worker, and its pull."""
+        context = PushContext(task=self.task, base_version=clock, clock=clock)
+        for bucket, updater, values in zip(self.buckets, self.rules, self.values, strict=True):
+            present = [gradients[self.plan.tensors[piece.tensor].name] is not None for piece in bucket.slices]
+            updater.apply(values, self._flat(bucket, gradients), clock=clock, present=present, context=context)
+        self._pull()
+
+    def _pull(self) -> None:
+        for number, (updater, values) in enumerate(zip(self.rules, self.values, strict=True)):
+            answer = updater.answer(values, self.task)
+            if Need.PULLS in updater.rule.needs:
+                updater.sent(self.task, answer)
+            self._write(number, answer, self.trained)
+
+    def parameters(self) -> Values:
+        """Copies of the trained parameters, which are not what the worker holds where the rule looks ahead."""
+        found = _copies(self.trained)
+        for number, flat in enumerate(self.values):
+            self._write(number, flat, found)
+        return found
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """What each bucket keeps."""
+        return {f"bucket {number}": updater.export()._asdict() for number, updater in enumerate(self.rules)}
+
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """The inverse of state(); the parameters are in the model."""
+        for number, (bucket, updater) in enumerate(zip(self.buckets, self.rules, strict=True)):
+            self.values[number] = self._flat(bucket, self.trained)
+            updater.load(**state[f"bucket {number}"])
+        self._pull()
+
+    def _flat(self, bucket: BucketSpec, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+        device = next(iter(self.trained.values())).device
+        flat = torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype], device=device)
+        for piece in bucket.slices:
+            value = tensors[self.plan.tensors[piece.tensor].name]
+            if value is not None and piece.elements:
+                tensor = self.plan.tensors[piece.tensor]
+                first = piece.first_row * tensor.row_elements
+                flat[piece.offset : piece.end] = value.detach().reshape(-1)[first : first + piece.elements]
+        return flat
+
+    @torch.no_grad()
+    def _write(self, number: int, flat: torch.Tensor, into: Values) -> None:
+        """Put a bucket's values into their tensors."""
+        for piece in self.buckets[number].slices:
+            tensor = self.plan.tensors[piece.tensor]
+            first = piece.first_row * tensor.row_elements
+            whole = into[tensor.name].reshape(-1)
+            whole[first : first + piece.elements] = flat[piece.offset : piece.end]
+            # reshape() may have made a copy.
+            into[tensor.name].copy_(whole.view(tensor.shape))
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:

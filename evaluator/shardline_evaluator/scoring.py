@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from shardline.core.orders import Orders, Phase
 from shardline.errors import JobExitError, MismatchError, ShardlineError
 from shardline.job import Job
 from shardline.model import named_values
-from shardline.rpc.link import Orders, Phase
 
 
 @dataclass(frozen=True, kw_only=True)

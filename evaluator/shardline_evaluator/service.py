@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from shardline.config import RoleConfig
+from shardline.core.orders import Orders, Phase
 from shardline.errors import FencedError, JobExitError, ProtocolError, ShardlineError, UnreachableError, UsageError
 from shardline.host.process import Termination, resolve_device, tell_ready
 from shardline.job import Job, load_job
 from shardline.observability.metrics import Metrics
-from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline_evaluator.scoring import Score, next_step, score
 

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from shardline.cluster import parse_address
+from shardline import consistency
 from shardline.config import RoleConfig
+from shardline.core.orders import Orders, Phase
+from shardline.core.plan import ShardSpec
 from shardline.errors import InternalError, ShardlineError, UnreachableError
 from shardline.host.process import Termination, free_memory, memory_limit, resolve_device, tell_ready
+from shardline.lanes import offered
+from shardline.lanes.attachments import Attachments, LaneOffer
 from shardline.observability.line_rate import meter_line
 from shardline.observability.metrics import Metrics
-from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.rpc.link import ChiefLink
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.rpc.server import RpcServer
+from shardline.storage.publication import Publication
 from shardline_ps.control.votes import Voters
-from shardline_ps.data.attachments import Attachments, LaneOffer
-from shardline_ps.data.shm_server import ShmOffer, publish
-from shardline_ps.data.tcp_server import TcpOffer
 from shardline_ps.memory.metering import Meter
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.standby.sender import Replicas
@@ -71,6 +73,7 @@ class PsProcess:
             on_push=self.meter.pushed,
             on_refused=self.meter.refused,
         )
+        self.servicer.calls.reader_s = config.timeouts.rpc_s
         self.server = RpcServer(
             config.cluster.address(config.task),
             register=[register(self.servicer)],
@@ -107,26 +110,31 @@ class PsProcess:
 
 
 def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str, Exception], None]) -> list[LaneOffer]:
-    """Lanes besides grpc that this ps offers, as --lane says."""
-    found: list[LaneOffer] = []
-    store.lane_bytes = sent_bytes
-    if config.lane in ("auto", "tcp"):
-        host, _ = parse_address(config.cluster.address(config.task))
-        context = config.security.server_context()
-        bind, timeout_s = config.bind or host, config.timeouts.rpc_s
-        found.append(TcpOffer(bind, context, timeout_s=timeout_s, take=store.buffers.take, on_refused=on_refused))
-    if config.lane in ("auto", "shm") and sys.platform == "linux" and store.device.type == "cpu":
-        store.make_publication = publish
-        store.lane_bytes = reply_bytes
-        found.append(
-            ShmOffer(
-                lambda: store.coding.pull.codec.is_view,
-                run_dir=config.run_dir,
-                timeout_s=config.timeouts.rpc_s,
-                on_refused=on_refused,
-            )
-        )
+    """Lanes that workers may open here, as --lane says; the store publishes where they want it to."""
+    on_host = store.device.type == "cpu"
+    made = [
+        kind.offer(config, on_host=on_host, take=store.buffers.take, on_refused=on_refused)
+        for kind in offered(config.lane)
+    ]
+    found = [offer for offer in made if offer is not None]
+    if found:
+        store.make_publication = functools.partial(_publish, found, store.make_publication)
+    store.lane_bytes = reply_bytes if any(offer.keeps_replies for offer in found) else sent_bytes
     return found
+
+
+def _publish(
+    offers: Sequence[LaneOffer],
+    otherwise: Callable[[ShardSpec, bool], Publication],
+    spec: ShardSpec,
+    keeps_previous: bool,
+) -> Publication:
+    """Memory for a shard's values where the first lane that has an opinion wants it."""
+    for offer in offers:
+        publication = offer.publish(spec, keeps_previous=keeps_previous)
+        if publication is not None:
+            return publication
+    return otherwise(spec, keeps_previous)
 
 
 def reply_bytes(configuration: PsConfiguration) -> int:
@@ -134,14 +142,15 @@ def reply_bytes(configuration: PsConfiguration) -> int:
 
     For as many workers as there are replicas; how many an asynchronous job has, no ps is told, so it counts one.
     """
-    if configuration.consistency.mode == "sync" and configuration.coding.pull.codec.is_view:
+    by_step = consistency.of(configuration.consistency).pulls_by_step
+    if by_step and configuration.coding.pull.codec.is_view:
         return 0
     return configuration.replicas * sum(configuration.plan.shards[number].nbytes for number in configuration.shards)
 
 
 def sent_bytes(configuration: PsConfiguration) -> int:
     """Bytes of replies that are made whole for one worker each, to be sent: asynchronous ones, as in reply_bytes()."""
-    return reply_bytes(configuration) if configuration.consistency.mode != "sync" else 0
+    return reply_bytes(configuration) if consistency.of(configuration.consistency).replies_with_push else 0
 
 
 def run(config: RoleConfig) -> int:

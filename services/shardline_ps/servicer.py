@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -14,36 +13,29 @@ import grpc
 from shardline.codecs import CODECS
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Outcome
+from shardline.core.placement import Placement
+from shardline.core.protocol import FEATURES, PROTOCOL_MINOR
 from shardline.errors import FencedError, ProtocolError
-from shardline.lanes.base import LaneUnavailable
+from shardline.lanes.attachments import Attachments
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.limits import MAX_MEMBERS, MAX_SENTENCE, at_most, short
-from shardline.rpc.messages.configuration import Placement, configuration_from_proto, placement_from_proto
+from shardline.rpc.messages.configuration import configuration_from_proto, placement_from_proto
 from shardline.rpc.messages.convert import ImageAssembler, image_parts, sequences_from_proto, sequences_to_proto
+from shardline.rpc.messages.data import ON_STREAM, lane_number
 from shardline.rpc.messages.records import verdict_from_proto
-from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
-from shardline.wire.protobuf import ReplyView, read_request, write_reply
-from shardline_ps.control.admission import (
-    LANES,
-    admit_data,
-    holder_of,
-    lane_name,
-    outcome_to_proto,
-)
-from shardline_ps.control.authority import KNOWN_FEATURES, PROTOCOL_MINOR, Term
+from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
+from shardline.server.backend import numbers
+from shardline.server.data_plane import DataPlane, add_data_plane
+from shardline.server.push_receiver import PushResult
+from shardline_ps.control.authority import Term
 from shardline_ps.control.status import ps_status
 from shardline_ps.control.votes import Voters
 from shardline_ps.control.voting import Ballot, Verdict
-from shardline_ps.data.attachments import Attachments
-from shardline_ps.data.calls import OpenCalls
-from shardline_ps.data.conversation import PushPullTalk, Replies, readable
-from shardline_ps.data.pull_sender import pull
-from shardline_ps.data.push_receiver import NoRoomError, PushReceiver, PushResult
 from shardline_ps.shard.retired_shards import Change, Remains
 from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.sender import Replicas
 from shardline_ps.standby.servicer import Replication
-from shardline_ps.store import ParameterStore, PsConfiguration, numbers, planned_bytes
+from shardline_ps.store import ParameterStore, PsConfiguration, planned_bytes
 
 log = logging.getLogger("shardline.ps")
 GRACE_S = 0.25
@@ -52,8 +44,8 @@ KEY_BYTES = 32
 T = TypeVar("T")
 
 
-class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, parameter_server_pb2_grpc.CoordinatorServicer):
-    """Serves ParameterServer and Coordinator over one ParameterStore."""
+class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
+    """Serves ParameterServer (the data plane and the chief's commands) and Coordinator over one ParameterStore."""
 
     def __init__(
         self,
@@ -67,130 +59,17 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         on_push: Callable[[PushResult], None] = lambda result: None,
         on_refused: Callable[[str, Exception], None] = lambda method, error: None,
     ) -> None:
+        super().__init__(store, attachments, on_push=on_push)
         self._task = task
         self._store = store
         self._voters = voters
-        self._attachments = attachments
         self._replicas = replicas
         self.replication = Replication(task, store)
-        self._calls = OpenCalls()
         self._changing = asyncio.Lock()
         """Held by commands that change the history or who holds what: one after another."""
         self._commands: set[asyncio.Task[Any]] = set()
         self._on_stop = on_stop
-        self._on_push = on_push
         self.on_refused = self.replication.on_refused = on_refused
-
-    # Data plane
-
-    @rpc_errors.unary
-    async def OpenLane(
-        self, request: parameter_server_pb2.OpenLaneRequest, context: Any
-    ) -> parameter_server_pb2.OpenLaneReply:
-        """Prepare an attachment for a worker that is admitted."""
-        data = request.data
-        decision = admit_data(self._store, data, init=True)
-        if decision.outcome is not Outcome.SERVED:
-            reason = decision.reason
-            if decision.outcome is Outcome.REFUSED:
-                # Not for want of the lane, and another one would bring it no further.
-                reason = f"shard {data.shard} takes nothing of {data.task}: {reason}"
-            return parameter_server_pb2.OpenLaneReply(outcome=outcome_to_proto(decision.outcome), reason=reason)
-        lane = lane_name(data.lane) or f"number {data.lane}"
-        try:
-            number, opening = self._attachments.open(
-                lane, holder_of(data), self._store.shard(data.shard), asyncio.get_running_loop()
-            )
-        except LaneUnavailable as error:
-            return parameter_server_pb2.OpenLaneReply(
-                outcome=common_pb2.OUTCOME_REFUSED, reason=f"it opens no {lane} lane: {error}"
-            )
-        return parameter_server_pb2.OpenLaneReply(
-            outcome=common_pb2.OUTCOME_SERVED,
-            attachment=number,
-            port=opening.port,
-            up_token=opening.up_token,
-            down_token=opening.down_token,
-            socket=opening.socket,
-            token=opening.token,
-        )
-
-    @rpc_errors.unary
-    async def Push(self, request: AsyncIterator[Any], context: Any) -> data_pb2.PushReply:
-        """One contribution; acknowledged when all its buckets are counted or staged."""
-        result: PushResult | None = None
-        with self._calls.enter() as call:
-            receiver = PushReceiver(self._store, self._attachments, spawn=asyncio.create_task, on_admitted=call.of)
-            try:
-                async for message in request:
-                    if result is not None:
-                        raise ProtocolError("Push carries one push; use PushPull for several")
-                    result = await receiver.feed(readable(message.push, message.error))
-            except NoRoomError as no_room:
-                result = no_room.result
-            finally:
-                await receiver.abandon()
-        if result is None:
-            raise ProtocolError("the push ended without a commit; nothing that is not acknowledged counts")
-        self._on_push(result)
-        return data_pb2.PushReply(ack=result.ack)
-
-    @rpc_errors.writer
-    async def Pull(self, request: data_pb2.PullRequest, context: Any) -> None:
-        """Buckets as they become ready."""
-        with self._calls.enter() as call:
-            # Where it is not admitted it ends by itself.
-            call.of(request.data.task, request.data.incarnation)
-            answer: Any = pull(self._store, self._attachments, request, outer=1)
-            async with contextlib.aclosing(answer) as messages:
-                async for message in messages:
-                    await context.write(message)
-
-    @rpc_errors.writer
-    async def PushPull(self, request: AsyncIterator[Any], context: Any) -> None:
-        """Pushes and a pull in full duplex."""
-        with self._calls.enter() as call:
-            replies = Replies()
-            talk = PushPullTalk(self._store, self._attachments, replies, call, self._on_push)
-            task = asyncio.create_task(talk.run(request))
-            try:
-                while (reply := await replies.get()) is not None:
-                    if isinstance(reply, NoRoomError):
-                        # Like any push that does not count, it ends the call.
-                        self._on_push(reply.result)
-                        await context.write(write_reply(ReplyView(ack=reply.result.ack)))
-                        return
-                    if isinstance(reply, Exception):
-                        raise reply
-                    await context.write(reply)
-            finally:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-
-    @rpc_errors.unary
-    async def Progress(self, request: data_pb2.ProgressRequest, context: Any) -> data_pb2.ProgressReply:
-        """What the shard has counted of some replicas."""
-        store = self._store
-        decision = admit_data(store, request.data, init=False)
-        reply = data_pb2.ProgressReply(
-            outcome=outcome_to_proto(decision.outcome), reason=decision.reason, timeline=store.authority.timeline
-        )
-        if decision.outcome is not Outcome.SERVED:
-            return reply
-        shard = store.shard(request.data.shard)
-        if shard.log is not None and not shard.is_sync:
-            await shard.log.passed()
-        known = shard.settings.replicas
-        if len(request.replicas) > known or any(replica >= known for replica in request.replicas):
-            raise ProtocolError(f"Progress asks for replicas {list(request.replicas)[:8]}; the job has {known}")
-        for replica in request.replicas:
-            step = await store.work(shard.progress, replica)
-            reply.replicas.append(data_pb2.ReplicaProgress(replica=replica, step=step))
-        reply.step_min, reply.step_max, reply.version = shard.step_min, shard.step_max, shard.version
-        with shard.lock:
-            reply.last_seq = shard.sequence(request.data.task, request.data.incarnation).last_seq
-        return reply
 
     # Commands of the chief
 
@@ -218,11 +97,9 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         return parameter_server_pb2.ConfigureReply(
             hello=common_pb2.Hello(
                 protocol_minor=PROTOCOL_MINOR,
-                features=sorted(KNOWN_FEATURES),
+                features=sorted(FEATURES),
                 codecs=CODECS.names,
-                lanes=[
-                    number for number, name in LANES.items() if number and name in ("grpc", *self._attachments.lanes)
-                ],
+                lanes=sorted(lane_number(name) for name in (ON_STREAM.lane, *self._attachments.lanes)),
             ),
             changed=changed,
             memory_bytes=planned_bytes(configuration),
@@ -269,7 +146,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         if await remains.gone(GRACE_S):
             return
         # These wait for their senders or readers, and would hold the shards as long as those like.
-        self._calls.end_all(reason)
+        self.calls.end_all(reason)
         if await remains.gone(GRACE_S):
             return
         # What failed meanwhile may have left frames behind that hold each other.
@@ -314,7 +191,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         authority.keys = {member.task: member.key for member in request.members}
         authority.members = {member.task: member.incarnation for member in request.members}
         self._attachments.keep_only(authority.members)
-        self._calls.keep_only(authority.members)
+        self.calls.keep_only(authority.members)
+        self._store.members_changed()
         if placement:
             # The fence above waits for nobody.
             async with self._changing:
@@ -347,7 +225,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
     @rpc_errors.unary
     async def Restore(self, request: AsyncIterator[Any], context: Any) -> parameter_server_pb2.RestoreReply:
         """Replace one shard by the images of the stream, all or nothing."""
-        with self._calls.enter():
+        with self.calls.enter():
             return await self._restore(request)
 
     async def _restore(self, request: AsyncIterator[Any]) -> parameter_server_pb2.RestoreReply:
@@ -442,7 +320,7 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
 
     @rpc_errors.unary
     async def Cut(self, request: parameter_server_pb2.CutRequest, context: Any) -> parameter_server_pb2.CutReply:
-        """Cut all shards at a step, or at once in asynchronous mode."""
+        """Cut all shards at a step, or at once where each is cut at its own instant."""
         self._obey(request.term)
         self._check_timeline(request.timeline, "Cut")
         passed, highest = False, 0
@@ -468,9 +346,8 @@ class ParameterServer(parameter_server_pb2_grpc.ParameterServerServicer, paramet
         if cut is None:
             held = [step for step, complete, _ in shard.cuts.status() if complete]
             raise ProtocolError(f"shard {shard.number} holds no whole cut of step {request.step}; it holds {held}")
-        if shard.log is not None and not shard.is_sync:
-            # It may hold pushes that a failover would lose.
-            await shard.log.passed()
+        # It may hold pushes that a failover would lose.
+        await shard.answerable()
         for image in cut.in_order():
             for header, chunk in image_parts(image):
                 yield parameter_server_pb2.GetCutFrame(header=header, chunk=chunk)
@@ -543,45 +420,11 @@ def _verdict_reply(step: int, verdict: Verdict | None) -> parameter_server_pb2.V
 
 
 def register(servicer: ParameterServer) -> Callable[[grpc.aio.Server], None]:
-    """Adds all services to a server; the calls that carry tensor bytes get hand-written frames."""
+    """Adds all services to a server."""
 
     def add(server: grpc.aio.Server) -> None:
-        generated = _Captured()
-        parameter_server_pb2_grpc.add_ParameterServerServicer_to_server(servicer, generated)  # type: ignore[arg-type]
-        for service, handlers in generated.handlers.items():
-            own: dict[str, Any] = {
-                "Push": grpc.stream_unary_rpc_method_handler(
-                    servicer.Push,
-                    request_deserializer=read_request,
-                    response_serializer=data_pb2.PushReply.SerializeToString,
-                ),
-                "Pull": grpc.unary_stream_rpc_method_handler(
-                    servicer.Pull,
-                    request_deserializer=data_pb2.PullRequest.FromString,
-                    # The handler writes its messages itself: see Outgoing.
-                    response_serializer=None,
-                ),
-                "PushPull": grpc.stream_stream_rpc_method_handler(
-                    servicer.PushPull, request_deserializer=read_request, response_serializer=None
-                ),
-            }
-            handler = grpc.method_handlers_generic_handler(service, {**handlers, **own})
-            server.add_generic_rpc_handlers((handler,))
+        add_data_plane(servicer, server)
         parameter_server_pb2_grpc.add_CoordinatorServicer_to_server(servicer, server)
         parameter_server_pb2_grpc.add_ReplicationServicer_to_server(servicer.replication, server)
 
     return add
-
-
-class _Captured:
-    """Takes the method table that generated code would give to a server, so that entries can be replaced."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[str, dict[str, Any]] = {}
-
-    def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Generated code also offers the table in this form; the other one names the methods."""
-
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        """The table."""
-        self.handlers[service] = handlers

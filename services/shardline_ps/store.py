@@ -5,19 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 
+from shardline import consistency
 from shardline.codecs import CODECS
 from shardline.codecs.coding import JobCoding
+from shardline.consistency.server import Observers
+from shardline.core.identity import Identity
+from shardline.core.outcome import Decision
+from shardline.core.placement import Placement
 from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError, UsageError
-from shardline.rpc.messages.configuration import Placement, PsConfiguration
+from shardline.rpc.messages.configuration import PsConfiguration
+from shardline.server.buffers import Buffers
+from shardline.server.signals import Signal
+from shardline.server.staging import Ledger, Staging
+from shardline.storage.publication import PlainPublication, Publication
 from shardline.update import check_tensors
 from shardline_ps.control.authority import Authority
 from shardline_ps.control.configuration import (
@@ -27,16 +36,13 @@ from shardline_ps.control.configuration import (
     planned_bytes,
     staging_limit,
 )
-from shardline_ps.data.signals import Signal
 from shardline_ps.memory.heap_trimmer import Holes
-from shardline_ps.memory.staging import Ledger, Staging
-from shardline_ps.shard.buffers import Buffers
-from shardline_ps.shard.publication import PlainPublication, Publication
 from shardline_ps.shard.retired_shards import Change, Remains
-from shardline_ps.shard.shard import Shard, ShardSettings
+from shardline_ps.shard.settings import ShardSettings
+from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.standby import Standby
 
-__all__ = ["ParameterStore", "PsConfiguration", "TrafficTally", "numbers", "planned_bytes"]
+__all__ = ["ParameterStore", "PsConfiguration", "TrafficTally", "planned_bytes"]
 
 log = logging.getLogger("shardline.ps")
 T = TypeVar("T")
@@ -53,10 +59,12 @@ class TrafficTally:
 
 
 class ParameterStore:
-    """Shards of one ps. Configuration changes on the server's loop; tensor work runs in `pool`.
+    """Shards of one ps; a shardline.server.backend.Backend.
+
+    Configuration changes on the server's loop; tensor work runs in `pool`.
 
     memory_limit_bytes bounds what Configure may allocate; None = no bound.
-    staging_bytes bounds receive slots and partial sums; None = by the plan, see shardline_ps.memory.staging.
+    staging_bytes bounds receive slots and partial sums; None = by the plan, see shardline.server.staging.
     """
 
     def __init__(
@@ -88,6 +96,7 @@ class ParameterStore:
         self.standbys: dict[int, Standby] = {}
         """Shards whose primaries are elsewhere."""
         self._settings: ShardSettings | None = None
+        self._coding: JobCoding | None = None
         self.signals: dict[tuple[int, int], Signal] = {}
         self.configuration: PsConfiguration | None = None
         self.placement: tuple[Placement, ...] = ()
@@ -97,16 +106,16 @@ class ParameterStore:
         self.generation = 0
         """Counts configurations, so that work of an older one is recognised."""
         self.pool = ThreadPoolExecutor(max_workers=pool_threads, thread_name_prefix="apply")
-        self.make_publication: Callable[[ShardSpec, bool], Publication] = lambda spec, sync: PlainPublication(
+        self.make_publication: Callable[[ShardSpec, bool], Publication] = lambda spec, keeps_previous: PlainPublication(
             spec, self.device
         )
-        """(shard's plan, whether synchronous): memory for the values that the shard publishes; host memory only."""
+        """(shard's plan, whether the step before is kept): host memory for the values that the shard publishes."""
         self.lane_bytes: Callable[[PsConfiguration], int] = lambda configuration: 0
         """Memory that lanes will hold besides published values and staging, for the sum at start."""
         self.lane_attachments: Callable[[], Mapping[str, int]] = lambda: {}
         """Open attachments by lane, for the metrics."""
         self.on_complete: Callable[[int, int], None] = lambda shard, step: None
-        """(shard, step): all contributions of a voted step are there. Called from pool threads."""
+        """(shard, step): all contributions of a step that waits for a verdict are there. Called from pool threads."""
         self.on_failure: Callable[[Exception], None] = lambda error: None
         """A step can't be applied: the job can't go on. Called from any thread, with locks held: it must not wait."""
         self.on_pulled: Callable[[str, str, str, int, int, float], None] = (
@@ -120,10 +129,10 @@ class ParameterStore:
 
     @property
     def coding(self) -> JobCoding:
-        """How the job's numbers are written. Raises ProtocolError where no job is configured."""
-        if self.configuration is None:
+        """See Backend. It is the same as long as the shards are: it remembers what was pulled."""
+        if self._coding is None:
             raise ProtocolError("this ps holds no job yet")
-        return self.configuration.coding
+        return self._coding
 
     async def work(self, function: Callable[..., T], *args: object) -> T:
         """Run tensor work in the pool; it must never wait for another task."""
@@ -247,7 +256,7 @@ class ParameterStore:
             rule=configuration.rule,
             schedule=configuration.schedule,
             consistency=configuration.consistency,
-            replicas=configuration.replicas if configuration.consistency.mode == "sync" else 1,
+            replicas=consistency.of(configuration.consistency).contributors(configuration.replicas),
             cut_every=configuration.cut_every,
             device=self.device,
         )
@@ -256,6 +265,7 @@ class ParameterStore:
             for number in configuration.shards
         }
         self._settings = settings
+        self._coding = configuration.coding
         self.signals = {
             (number, bucket.number): Signal(loop) for number, shard in shards.items() for bucket in shard.buckets
         }
@@ -344,6 +354,7 @@ class ParameterStore:
         configuration = self.configuration
         assert configuration is not None
         shard = self.standbys.pop(number).shard
+        self._forget_others(shard)
         self.shards = {**self.shards, number: shard}
         self.signals.update({(number, bucket.number): Signal(loop) for bucket in shard.buckets})
         self.configuration = configuration = replace(
@@ -361,17 +372,40 @@ class ParameterStore:
     def _make_shard(self, number: int, settings: ShardSettings) -> Shard:
         spec = settings.plan.shards[number]
         on_host = self.device.type == "cpu"
-        return Shard(
+        keeps_previous = consistency.of(settings.consistency).keeps_previous
+        shard = Shard(
             number,
             settings,
-            publication=self.make_publication(spec, settings.consistency.mode == "sync") if on_host else None,
-            on_publish=lambda bucket: self._notify(number, bucket),
-            on_counted=self.staging.changed,
-            on_complete=lambda step: self.on_complete(number, step),
-            on_barrier=lambda wait_s: self.on_barrier(number, wait_s),
-            on_failure=self._failed,
-            on_apply=lambda seconds: self.on_applied(number, seconds),
+            publication=self.make_publication(spec, keeps_previous) if on_host else None,
+            observers=Observers(
+                on_publish=lambda bucket: self._notify(number, bucket),
+                on_counted=self.staging.changed,
+                on_complete=lambda step: self.on_complete(number, step),
+                on_barrier=lambda wait_s: self.on_barrier(number, wait_s),
+                on_failure=self._failed,
+                on_apply=lambda seconds: self.on_applied(number, seconds),
+            ),
         )
+        shard.mode.members_changed(self.authority.members or ())
+        return shard
+
+    def members_changed(self) -> None:
+        """Tell the shards whom the authority admits from now on; pulls that wait look whether they still have to."""
+        for shard in (*self.shards.values(), *(standby.shard for standby in self.standbys.values())):
+            shard.mode.members_changed(self.authority.members or ())
+        for shard in self.shards.values():
+            self._forget_others(shard)
+        for signal in self.signals.values():
+            signal.notify()
+
+    def _forget_others(self, shard: Shard) -> None:
+        """Let a primary's rule forget workers that are admitted no more.
+
+        A standby remembers them until it is promoted: their last pushes may still be on the way to it.
+        """
+        if self.authority.members is not None:
+            for bucket in shard.buckets:
+                bucket.members_changed(self.authority.members)
 
     def _failed(self, error: Exception) -> None:
         # Looked up now: who is told is set after the shards are made, in tests and without a chief.
@@ -388,6 +422,31 @@ class ParameterStore:
             return self.shards[number]
         except KeyError:
             raise ProtocolError(f"shard {number} is not hosted here; this ps has {sorted(self.shards)}") from None
+
+    @property
+    def timeline(self) -> int:
+        """See Backend."""
+        return self.authority.timeline
+
+    def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:
+        """See Authority.admit()."""
+        return self.authority.admit(job=job, timeline=timeline, plan_id=plan_id, who=who, init=init)
+
+    def fenced(self, task: str, incarnation: int) -> Decision | None:
+        """See Authority.fenced()."""
+        return self.authority.fenced(task, incarnation)
+
+    def signal(self, shard: int, bucket: int) -> Signal | None:
+        """See Backend."""
+        return self.signals.get((shard, bucket))
+
+    def filled(self) -> None:
+        """See Backend: what follows needs other memory than what came before."""
+        self.holes.give_back()
+
+    def pulled(self, task: str, codec: str, lane: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
+        """See Backend."""
+        self.on_pulled(task, codec, lane, raw_bytes, wire_bytes, seconds)
 
     def count(self, *, push_raw: int = 0, push_wire: int = 0, pull_raw: int = 0, pull_wire: int = 0) -> None:
         """Add to the traffic figures."""
@@ -430,12 +489,12 @@ def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], 
         seen = held.buckets[bucket]
         return seen.step, seen.contributions.mask
 
-    is_sync = configuration.consistency.mode == "sync"
+    mode = consistency.of(configuration.consistency)
     sizes = {
         (number, bucket.number): bucket.spec.nbytes
         for number, shard in shards.items()
         for bucket in shard.buckets
-        if is_sync and bucket.spec.kind is not TensorKind.FROZEN
+        if mode.sums_in_tree and bucket.spec.kind is not TensorKind.FROZEN
     }
     limit = staging_limit(configuration, asked)
     if asked is not None and limit > asked:
@@ -446,16 +505,10 @@ def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], 
             asked / 1e6,
             configuration.replicas,
         )
-    replicas = configuration.replicas if is_sync else 1
-    return Ledger(limit, sizes, replicas, voted=is_sync and configuration.consistency.voted, view=view)
+    replicas = mode.contributors(configuration.replicas)
+    return Ledger(limit, sizes, replicas, total_waits=mode.waits_for_verdict, view=view)
 
 
 def partial_bytes(shards: Mapping[int, Shard]) -> Callable[[], int]:
     """Bytes of partial sums of these shards, asked anew each time."""
     return lambda: sum(shard.partial_bytes for shard in shards.values())
-
-
-def numbers(values: Sequence[int], limit: int = 8) -> str:
-    """A short list for a sentence."""
-    shown = ", ".join(str(value) for value in values[:limit])
-    return shown + (f" and {len(values) - limit} more" if len(values) > limit else "")

@@ -10,7 +10,7 @@ import torch
 from shardline.core.spec import JobSpec, TensorSpec
 from shardline.core.spec_json import job_to_json
 from shardline.errors import CheckpointError, JobError
-from shardline.update.layout import state_kinds
+from shardline.update import chosen
 
 _SYNC_IDENTITY = ("replicas", "batch_size", "accumulate", "seed", "samples")
 """What decides which samples and random numbers a synchronous step sees: other values are another history."""
@@ -65,11 +65,12 @@ def _tensor_differences(stored: JobSpec, job: JobSpec) -> list[str]:
 
 
 def _setting_differences(stored: JobSpec, job: JobSpec) -> list[str]:
-    pairs: list[tuple[str, Any, Any]] = [
-        ("the rule", job.rule.name, stored.rule.name),
-        ("consistency", job.consistency.mode, stored.consistency.mode),
-    ]
-    if job.rule.name == stored.rule.name:
+    ours, theirs = chosen(job.rule), chosen(stored.rule)
+    pairs: list[tuple[str, Any, Any]] = [("consistency", job.consistency.mode, stored.consistency.mode)]
+    if (ours.name, job.rule.name) != (theirs.name, stored.rule.name):
+        pairs.insert(0, ("the rule", ours.label(job.rule), theirs.label(stored.rule)))
+    else:
+        # Settings and arguments may change, as long as what is kept stays the same.
         pairs += [("the rule's state", _states(job), _states(stored))]
     if job.consistency.mode == "sync":
         pairs += [(name, getattr(job, name), getattr(stored, name)) for name in _SYNC_IDENTITY]
@@ -84,7 +85,7 @@ def _states(job: JobSpec) -> str:
     for group in job.rule.groups:
         # Arguments that the rule can't have are an error of their own, told elsewhere.
         with contextlib.suppress(JobError, LookupError, TypeError, ValueError):
-            kinds = state_kinds(job.rule.name, group, torch.float32, torch.device("cpu"))
+            kinds = chosen(job.rule).states(job.rule, group, torch.float32, torch.device("cpu"))
             found.append(", ".join(kinds) or "nothing")
     return "; ".join(dict.fromkeys(found))
 

@@ -21,9 +21,9 @@ import torch
 
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec, Plan, Slice, quantum_rows
-from shardline.core.spec import DTYPE_NAMES, DTYPES, TensorSpec
+from shardline.core.spec import DTYPE_NAMES, DTYPES, RuleSpec, TensorSpec
 from shardline.errors import CheckpointError
-from shardline.update.layout import flat_elements, state_spans
+from shardline.update import chosen
 
 STATE = "state"
 SCALAR = "scalar"
@@ -86,13 +86,15 @@ class Key:
 Entries = dict[Key, torch.Tensor]
 
 
-def image_entries(image: BucketImage, bucket: BucketSpec, tensors: Sequence[TensorSpec], rule: str) -> Entries:
+def image_entries(image: BucketImage, bucket: BucketSpec, tensors: Sequence[TensorSpec], rule: RuleSpec) -> Entries:
     """Entries of one bucket, views of the image's tensors. Raises CheckpointError where the image isn't the plan's."""
     where = f"shard {image.shard}, bucket {image.bucket}"
     _check_image(image, bucket, where)
     entries: Entries = {}
+    method = chosen(rule)
     for name, flat in image.tensors.items():
-        layout, total = state_spans(rule, name, bucket, tensors), flat_elements(rule, name, bucket, tensors)
+        layout = method.state_spans(rule, name, bucket, tensors)
+        total = method.flat_elements(rule, name, bucket, tensors)
         if flat.dim() != 1 or flat.numel() != total or flat.device.type != "cpu":
             raise CheckpointError(
                 f"{where}: {name!r} has shape {tuple(flat.shape)} on {flat.device}, the plan needs {total} on the CPU"
@@ -140,7 +142,7 @@ def slice_shape(tensor: TensorSpec, piece: Slice) -> tuple[int, ...]:
     return (piece.rows, *tensor.shape[1:]) if tensor.shape else ()
 
 
-def shard_entries(images: Sequence[BucketImage], plan: Plan, shard: int, rule: str) -> Entries:
+def shard_entries(images: Sequence[BucketImage], plan: Plan, shard: int, rule: RuleSpec) -> Entries:
     """Entries of all buckets of a shard. Raises CheckpointError for a missing, repeated or foreign bucket."""
     buckets = plan.shards[shard].buckets
     entries: Entries = {}

@@ -24,7 +24,7 @@ from shardline.core.plan import BucketSpec, Plan, Slice
 from shardline.core.spec import DTYPES, JobSpec, TensorSpec
 from shardline.errors import CheckpointError
 from shardline.host import files
-from shardline.update.layout import flat_elements, state_spans
+from shardline.update import chosen
 
 
 @dataclass
@@ -346,8 +346,9 @@ class Checkpoint:
 
     def _state(self, plan: Plan, bucket: BucketSpec, specs: list[TensorSpec], state: str) -> torch.Tensor:
         """A state's flat tensor; zeros for padding and for tensors that have none yet."""
-        rule = self.job.rule.name
-        spans, total = state_spans(rule, state, bucket, plan.tensors), flat_elements(rule, state, bucket, plan.tensors)
+        rule, method = self.job.rule, chosen(self.job.rule)
+        spans = method.state_spans(rule, state, bucket, plan.tensors)
+        total = method.flat_elements(rule, state, bucket, plan.tensors)
         flat: torch.Tensor | None = None
         for piece, spec, (offset, elements) in zip(bucket.slices, specs, spans, strict=True):
             entries = self._entries(state, spec.name)
@@ -360,7 +361,7 @@ class Checkpoint:
             if part.numel() != elements:
                 raise CheckpointError(
                     f"{self.path}: state {state!r} of {spec.name!r} has {part.numel()} elements, "
-                    f"the rule {rule} needs {elements}"
+                    f"the rule {method.label(rule)} needs {elements}"
                 )
             if flat is None:
                 flat = torch.zeros(total, dtype=part.dtype)

@@ -157,7 +157,7 @@ class CheckpointStore:
         for shard in range(num_shards):
             images = _fetch(cut, shard)
             steps.append(max((image.step for image in images), default=cut.step))
-            held = shard_entries(images, cut.plan, shard, cut.job.rule.name)
+            held = shard_entries(images, cut.plan, shard, cut.job.rule)
             digest.add(held, slice_rows(cut.plan, shard))
             path = folder / shard_file(shard, num_shards)
             size, sha256 = self._files.write(path, safetensors_chunks(held))

@@ -18,7 +18,7 @@ from shardline.security import Security
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shardline.rpc.messages.status import ChiefStatus, TaskStatus
+    from shardline.core.status import ChiefStatus, TaskStatus
     from shardline.rpc.watch import ChiefWatch
 
 TABLE_WIDTH = 250
@@ -59,12 +59,12 @@ def status(cluster: str | None, timeout: float, **files: Path | None) -> int:
         found = client.status()
     finally:
         client.close()
-    from rich.console import Console
+    from shardline.cli.terminal import PlainConsole
 
     # A pipe has no width: the table is then as wide as it needs to be.
-    console = Console(width=None if sys.stdout.isatty() else 240)
+    console = PlainConsole(width=None if sys.stdout.isatty() else 240)
     for text in headline(found):
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.say(text)
     console.print(table(found))
     return 0
 

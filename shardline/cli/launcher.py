@@ -271,11 +271,14 @@ class LocalCluster:
         try:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
             self._write_spec(self.options.spec(self._hold_port()))
+            if not self.options.resume:
+                for old in (self.options.out / "logs").glob("*.log"):
+                    old.unlink()
+            for task in self.tasks():
+                # Before any process is there: a log that can't be written ends the start, not the job.
+                os.close(files.append_fd(self.log_path(task)))
         except OSError as error:
             raise unwritable(self.options.out, error) from None
-        if not self.options.resume:
-            for old in (self.options.out / "logs").glob("*.log"):
-                old.unlink()
         ready_read, ready_write = os.pipe()
         try:
             try:

@@ -11,15 +11,16 @@ from collections.abc import Sequence
 
 import click
 
-from shardline import errors
+from shardline import errors, methods
 from shardline.cli.bench.command import bench
 from shardline.cli.certs import certs
 from shardline.cli.cluster_commands import export, status, stop
 from shardline.cli.health import health
-from shardline.cli.options import JOB_ARGS
+from shardline.cli.options import JOB_ARGS, plugin
 from shardline.cli.roles import COMMANDS
 from shardline.cli.top import top
 from shardline.cli.train import train
+from shardline.printable import printable_lines
 
 
 def exit_codes() -> str:
@@ -49,6 +50,21 @@ def cli() -> None:
     """
 
 
+@click.command()
+@click.argument("seam", required=False, type=click.Choice(list(methods.SEAMS)))
+@plugin
+def list_methods(seam: str | None) -> None:
+    """List what --consistency, --rule, --codec and the other choices of a job can be, with their settings."""
+    for name, (_, _, about) in methods.SEAMS.items():
+        if seam in (None, name):
+            rows = methods.table(name).describe()
+            width = max(len(usage) for usage, _ in rows)
+            click.echo(f"--{name}: {about}")
+            for usage, line in rows:
+                click.echo(f"  {usage:<{width}}  {line}")
+
+
+cli.add_command(list_methods, "methods")
 for command in (train, *COMMANDS, top, status, stop, export, certs, health, bench):
     cli.add_command(command)
 
@@ -74,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception:
-        traceback.print_exc()
+        print(printable_lines(traceback.format_exc()), end="", file=sys.stderr)
         return errors.InternalError.exit_code
     return code if isinstance(code, int) else 0
 
@@ -87,5 +103,5 @@ def _sentence(error: click.ClickException) -> str:
 
 
 def _refuse(sentence: str, code: int) -> int:
-    print(f"shardline: {sentence}", file=sys.stderr, flush=True)
+    print(f"shardline: {printable_lines(sentence)}", file=sys.stderr, flush=True)
     return code

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardline.rpc.messages.status import ChiefStatus
+    from shardline.core.status import ChiefStatus
 
 AGAIN_S = 60.0
 _NUMBER = re.compile(r"\d+(\.\d+)?")

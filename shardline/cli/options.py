@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 
 import click
 
+from shardline import methods, plugins
 from shardline.cluster import Membership, locate, own_address, parse_address, parse_task, read_spec, wants_place
-from shardline.config import LANES, RoleConfig, Timeouts
+from shardline.config import RoleConfig, Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
+from shardline.lanes import AUTO, CHOICES
 from shardline.security import Security
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -83,10 +85,41 @@ def check_settings(
     return tuple(pairs)
 
 
+class MethodOption(click.Option):
+    """A choice from a seam's table; --help lists the package's own, the job checks it."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Its help, with what there is to choose from."""
+        names = ", ".join(usage.partition(":")[0] for usage, _ in methods.written()[str(self.name)])
+        self.help = f"{methods.SEAMS[str(self.name)][2]} Overrides the job's: {names}. See: shardline methods."
+        return super().get_help_record(ctx)
+
+
+def method(seam: str) -> Callable[[F], F]:
+    """The flag of a seam."""
+    return option(f"--{seam}", cls=MethodOption, metavar="NAME[:KEY=VALUE,...]")
+
+
+def add_plugins(_context: click.Context, _parameter: click.Parameter, value: tuple[Path, ...]) -> tuple[Path, ...]:
+    """Name them in the environment: what reads a table loads them, in this process and in those that it starts."""
+    plugins.add(value)
+    return value
+
+
+plugin = click.option(
+    "--plugin",
+    "plugins",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    multiple=True,
+    expose_value=False,
+    callback=add_plugins,
+    help=f"Python file that adds methods to the tables; may be repeated, as may the files of {plugins.VARIABLE}.",
+)
 job_fields = together(
     option("--steps", type=click.IntRange(min=1), help="Train this many steps instead of the job's."),
-    option("--consistency", type=click.Choice(["sync", "async"]), help="Overrides the job's."),
     option("--seed", type=click.IntRange(min=0), help="Overrides the job's."),
+    *(method(seam) for seam in methods.SEAMS),
     click.option(
         "--set",
         "settings",
@@ -158,7 +191,7 @@ insecure_bind = option(
 )
 lanes = together(
     option(
-        "--lane", type=click.Choice(LANES), default="auto", help="How tensors travel; auto takes the best there is."
+        "--lane", type=click.Choice(CHOICES), default=AUTO, help="How tensors travel; auto takes the best there is."
     ),
     option(
         "--overlap/--no-overlap",
@@ -219,12 +252,14 @@ def _role_security(role: str, flags: Mapping[str, Any]) -> Security:
     return security(flags)
 
 
-def overrides(
-    steps: int | None, consistency: str | None, seed: int | None, settings: tuple[tuple[str, str], ...]
-) -> tuple[tuple[str, str], ...]:
+JOB_FIELDS = ("steps", "seed", *methods.SEAMS)
+"""Fields of the job with a flag of their own."""
+
+
+def overrides(flags: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Job fields given on the command line; refuses one given twice."""
-    named = (("steps", steps), ("consistency", consistency), ("seed", seed))
-    pairs = tuple((field, str(value)) for field, value in named if value is not None) + settings
+    given: tuple[tuple[str, str], ...] = flags["settings"]
+    pairs = tuple((field, str(flags[field])) for field in JOB_FIELDS if flags[field] is not None) + given
     fields = [field for field, _ in pairs]
     for field in fields:
         if fields.count(field) > 1:
@@ -292,7 +327,7 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
         max_workers=flags["max_workers"],
         standbys=flags["standbys"],
         inexact=flags["inexact"],
-        overrides=overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
+        overrides=overrides(flags),
         ready_fd=flags["ready_fd"],
         lock_fd=flags["lock_fd"],
         life_fd=flags["life_fd"],

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardline.rpc.messages.status import ChiefStatus
+from shardline.cli.terminal import PlainConsole
+from shardline.core.status import ChiefStatus
+from shardline.printable import printable
 
 LINE_EVERY_S = 3.0
 MIN_BAR, MAX_BAR = 8, 24
@@ -86,7 +87,7 @@ class Display(Protocol):
 class LineDisplay:
     """Plain lines, at most one in LINE_EVERY_S seconds, and one at the end."""
 
-    def __init__(self, console: Console, *, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: PlainConsole, *, now_s: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._now_s = now_s
         self._next_s = 0.0
@@ -104,7 +105,7 @@ class LineDisplay:
 
     def say(self, sentence: str) -> None:
         """Print a line."""
-        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        self._console.say(sentence)
 
     def __enter__(self) -> LineDisplay:
         return self
@@ -118,11 +119,11 @@ class LineDisplay:
 class BarDisplay:
     """A progress bar that is redrawn in place; evaluations are lines above it, since they are too long for it."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: PlainConsole) -> None:
         self._console = console
         self._scores = ""
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=max(MIN_BAR, min(MAX_BAR, console.width - OTHER_COLUMNS))),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}", markup=False),
@@ -140,7 +141,7 @@ class BarDisplay:
             self.say(found)
         self._progress.update(
             self._bar,
-            description=waiting_text(status) or "training",
+            description=printable(waiting_text(status)) or "training",
             completed=status.step,
             total=status.steps or None,
             figures=figures(status),
@@ -148,7 +149,7 @@ class BarDisplay:
 
     def say(self, sentence: str) -> None:
         """Print a line above the bar."""
-        self._progress.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        self._console.say(sentence)
 
     def __enter__(self) -> BarDisplay:
         self._progress.start()
@@ -158,7 +159,7 @@ class BarDisplay:
         self._progress.stop()
 
 
-def on_terminal(console: Console) -> bool:
+def on_terminal(console: PlainConsole) -> bool:
     """Whether the console's output can be redrawn in place.
 
     FORCE_COLOR makes rich colour a pipe, as logs of builds want it; that makes the pipe no terminal.
@@ -166,6 +167,6 @@ def on_terminal(console: Console) -> bool:
     return console.file.isatty() and not console.is_dumb_terminal
 
 
-def make_display(console: Console) -> Display:
+def make_display(console: PlainConsole) -> Display:
     """The display that fits where the console writes to."""
     return BarDisplay(console) if on_terminal(console) else LineDisplay(console)

@@ -36,10 +36,7 @@ Run = Callable[[RoleConfig], int]
 COMPUTING = ("worker", "chief", "evaluator")
 READERS: Mapping[str, tuple[str, ...]] = {
     "job": COMPUTING,
-    "steps": COMPUTING,
-    "consistency": COMPUTING,
-    "seed": COMPUTING,
-    "settings": COMPUTING,
+    **dict.fromkeys((*options.JOB_FIELDS, "settings"), COMPUTING),
     "lane": ("ps", "worker", "chief"),
     "run_dir": ("ps", "worker", "chief"),
     "overlap": ("worker", "chief"),
@@ -90,6 +87,7 @@ role_options = options.together(
     options.standbys,
     options.inexact,
     options.job_fields,
+    options.plugin,
     options.lanes,
     options.page,
     options.secured,

@@ -25,11 +25,12 @@ from shardline.config import Timeouts
 from shardline.errors import ShardlineError, UnreachableError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
+    from shardline.cli.terminal import PlainConsole
     from shardline.cli.top_frame import Silence
+    from shardline.core.status import ChiefStatus
     from shardline.observability.view import ClusterView
-    from shardline.rpc.messages.status import ChiefStatus
 
 ASK_S = 3.0
 """One question's deadline: after so long without an answer the chief counts as silent."""
@@ -126,7 +127,7 @@ class Poller:
 class Screen:
     """Draws what a poller knows, until the job has ended, a key says so, or the chief is given up."""
 
-    def __init__(self, poller: Poller, console: Console, address: str) -> None:
+    def __init__(self, poller: Poller, console: PlainConsole, address: str) -> None:
         from shardline.cli.top_frame import Curves
 
         self._poller = poller
@@ -258,7 +259,7 @@ class Screen:
         )
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.say(text)
 
 
 class Keys:
@@ -343,15 +344,14 @@ def top(cluster: str | None, interval: float, once: bool, timeout: float, **file
     """
     address = chief_address(cluster)
     security = options.security(files)
-    from rich.console import Console
-
     from shardline.cli.progress import on_terminal
+    from shardline.cli.terminal import PlainConsole
     from shardline.rpc.watch import ChiefWatch
 
-    console = Console()
+    console = PlainConsole()
     live = on_terminal(console) and not once
     if not console.file.isatty():
-        console = Console(force_terminal=False, width=None if "COLUMNS" in os.environ else PIPE_WIDTH)
+        console = PlainConsole(force_terminal=False, width=None if "COLUMNS" in os.environ else PIPE_WIDTH)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A sparkline is no reason to fail where the terminal's encoding lacks its characters.
         sys.stdout.reconfigure(errors="replace")

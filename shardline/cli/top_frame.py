@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardline.observability.view import ClusterView, EventView, ShardView, TaskView
+from shardline.printable import printable
 
 POINTS = 240
 """Of a curve; older ones are forgotten."""
@@ -79,11 +80,6 @@ class Curves:
         return [value for _, value in self._curves.get(name, ())]
 
 
-def clean(text: str) -> str:
-    """A text of others on one line, without what a terminal would obey."""
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
 def sparkline(values: Sequence[float], width: int, glyphs: Glyphs = FANCY) -> str:
     """Values as a row of at most `width` blocks; several values that share a block are shown by their mean."""
     if not values or width < 1:
@@ -128,7 +124,7 @@ def clock(unix: float) -> str:
 
 def plain_line(view: ClusterView) -> str:
     """One frame as one line, for what is no terminal: "12:30:05 digits training step 120/400 loss 0.31 ..."."""
-    parts = [clock(view.time), clean(view.job) or "job", clean(view.doing), _steps(view)]
+    parts = [clock(view.time), printable(view.job) or "job", printable(view.doing), _steps(view)]
     if view.loss is not None and view.step > view.first_step:
         parts.append(f"loss {view.loss:.4f}")
     if view.steps_per_s > 0:
@@ -136,7 +132,7 @@ def plain_line(view: ClusterView) -> str:
         parts.append(f"push {size(view.push_bytes_per_s)}/s")
         parts.append(f"pull {size(view.pull_bytes_per_s)}/s")
     if view.evaluation is not None:
-        found = ", ".join(f"{clean(name)} {value:.4g}" for name, value in view.evaluation.metrics.items())
+        found = ", ".join(f"{printable(name)} {value:.4g}" for name, value in view.evaluation.metrics.items())
         parts.append(f"evaluated at step {view.evaluation.step}: {found}")
     if view.left_s is not None:
         parts.append(f"{seconds(view.left_s)} left")
@@ -147,7 +143,7 @@ def plain_line(view: ClusterView) -> str:
 def plain_event(event: EventView) -> str:
     """An event as one line."""
     mark = "" if event.level == "info" else f" {event.level.upper()}"
-    return f"{clock(event.time)}{mark} {clean(event.sentence)}"
+    return f"{clock(event.time)}{mark} {printable(event.sentence)}"
 
 
 def silence_text(silence: Silence, address: str) -> str:
@@ -173,7 +169,7 @@ def frame(
     width = max(MIN_WIDTH, width)
     head = [*_head(view, curves, width, glyphs)]
     if silence is not None:
-        head = [Text(clean(silence_text(silence, address)), style="bold red", overflow="fold"), *head]
+        head = [Text(printable(silence_text(silence, address)), style="bold red", overflow="fold"), *head]
     tail = [_events(view.events[-EVENTS:], width, glyphs)] if view.events else []
     # Blank lines and headings: one of each for both tables, one blank line before the events.
     left = None if height is None else height - len(head) - (2 if len(view.shards) else 0) - 2 - _lines(view, EVENTS)
@@ -189,8 +185,8 @@ def frame(
 def waiting(silence: Silence, address: str) -> RenderableType:
     """What to show before the first answer."""
     return Group(
-        Text(clean(silence_text(silence, address)), style="bold", overflow="fold"),
-        Text(clean(silence.reason), style="dim", overflow="fold"),
+        Text(printable(silence_text(silence, address)), style="bold", overflow="fold"),
+        Text(printable(silence.reason), style="dim", overflow="fold"),
     )
 
 
@@ -213,10 +209,10 @@ def _steps(view: ClusterView) -> str:
 def _head(view: ClusterView, curves: Curves, width: int, glyphs: Glyphs) -> Iterable[Text]:
     facts = [view.mode, view.rule, f"{view.replicas} replicas" if view.replicas else ""]
     title = Text(overflow="ellipsis", no_wrap=True)
-    title.append(clean(view.job) or "job", style="bold")
-    title.append(glyphs.between.join(["", *(fact for fact in facts if fact)]), style="dim")
+    title.append(printable(view.job) or "job", style="bold")
+    title.append(glyphs.between.join(["", *(fact for fact in map(printable, facts) if fact)]), style="dim")
     title.append(glyphs.between)
-    title.append(clean(view.doing), style="bold green" if view.phase == "running" else "bold yellow")
+    title.append(printable(view.doing), style="bold green" if view.phase == "running" else "bold yellow")
     yield title
     yield _progress(view, width, glyphs)
     figures = [
@@ -234,15 +230,15 @@ def _head(view: ClusterView, curves: Curves, width: int, glyphs: Glyphs) -> Iter
             at = f"{value:.4g} at step {view.evaluation.step}"
             if view.best is not None and name in view.best.metrics:
                 at += f", best step {view.best.step}"
-            yield _curve(f"evaluated {clean(name)}", at, curves.values(f"evaluated {name}"), width, glyphs)
+            yield _curve(f"evaluated {printable(name)}", at, curves.values(f"evaluated {name}"), width, glyphs)
     if view.checkpoints:
         newest = view.checkpoints[0]
         when = f"{seconds(newest.age_s)} ago"
-        yield _one_line(f"checkpoint of step {newest.step}, {when}, {size(newest.bytes)}, {clean(newest.path)}")
+        yield _one_line(f"checkpoint of step {newest.step}, {when}, {size(newest.bytes)}, {printable(newest.path)}")
     for fault in view.faults:
-        yield Text(clean(fault), style="bold red", overflow="fold")
+        yield Text(printable(fault), style="bold red", overflow="fold")
     if view.reason and view.phase in ("stopping", "ended"):
-        yield Text(clean(view.reason), style="bold" if view.exit_code == 0 else "bold red", overflow="fold")
+        yield Text(printable(view.reason), style="bold" if view.exit_code == 0 else "bold red", overflow="fold")
 
 
 def _one_line(text: str, style: str = "") -> Text:
@@ -289,7 +285,7 @@ def _milliseconds(value: float | None, glyphs: Glyphs) -> str:
 
 COLUMNS: Sequence[Column] = (
     ("task", "left", 0, lambda task, glyphs: task.name),
-    ("state", "left", 0, lambda task, glyphs: Text(task.state, style=STYLES.get(task.state, ""))),
+    ("state", "left", 0, lambda task, glyphs: Text(printable(task.state), style=STYLES.get(task.state, ""))),
     ("life", "left", 60, lambda task, glyphs: task.incarnation or glyphs.none),
     ("heard", "right", 0, lambda task, glyphs: glyphs.none if task.heard_s is None else seconds(task.heard_s)),
     ("step", "right", 0, lambda task, glyphs: glyphs.none if task.step is None else str(task.step)),
@@ -299,7 +295,7 @@ COLUMNS: Sequence[Column] = (
     ("stale", "right", 80, lambda task, glyphs: glyphs.none if task.staleness is None else f"{task.staleness:.1f}"),
     ("compute", "right", 100, lambda task, glyphs: _milliseconds(task.compute_s, glyphs)),
     ("exchange", "right", 100, lambda task, glyphs: _milliseconds(task.exchange_s, glyphs)),
-    ("address", "left", 120, lambda task, glyphs: clean(task.address)),
+    ("address", "left", 120, lambda task, glyphs: printable(task.address)),
 )
 
 
@@ -337,7 +333,7 @@ def _shards(view: ClusterView, rows: int, width: int, glyphs: Glyphs) -> Table:
         steps = str(shard.step_min) if shard.step_min == shard.step_max else f"{shard.step_min}-{shard.step_max}"
         row: list[Text | str] = [
             str(shard.shard),
-            Text(shard.ps, style=STYLES.get(shard.state, "")),
+            Text(printable(shard.ps), style=STYLES.get(shard.state, "")),
             size(shard.bytes),
             Text(bar(shard.share, length, glyphs), style="cyan"),
             str(shard.version),
@@ -355,7 +351,7 @@ def _shards(view: ClusterView, rows: int, width: int, glyphs: Glyphs) -> Table:
 
 def _standby(shard: ShardView) -> Text:
     words = f"{shard.standby} {shard.standby_state}".strip()
-    return Text(clean(words), style="" if shard.standby_state == "in step" else "yellow")
+    return Text(printable(words), style="" if shard.standby_state == "in step" else "yellow")
 
 
 def _awaited(shard: ShardView) -> str:
@@ -367,7 +363,7 @@ def _events(events: Sequence[EventView], width: int, glyphs: Glyphs) -> Renderab
     for event in events:
         line = Text(overflow="ellipsis", no_wrap=True)
         line.append(clock(event.time), style="dim")
-        line.append(f" {clean(event.sentence)}", style=LEVELS.get(event.level, ""))
+        line.append(f" {printable(event.sentence)}", style=LEVELS.get(event.level, ""))
         # Cut here, since rich would cut with a character that an ASCII terminal lacks.
         if line.cell_len > width:
             line.truncate(width - len(glyphs.more), overflow="crop")

@@ -30,13 +30,13 @@ from shardline.config import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
 from shardline.host import files
 from shardline.host.run_lock import ever_begun
+from shardline.printable import printable
 from shardline.security import Security
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from shardline.cli.progress import Display
-    from shardline.rpc.messages.status import ChiefStatus
+    from shardline.cli.terminal import PlainConsole
+    from shardline.core.status import ChiefStatus
 
 POLL_S = 0.5
 SUMMARY_BYTES = 16 << 20
@@ -56,6 +56,7 @@ EPILOG = "What follows -- is passed on: to the script, or to the job file as SHA
 @options.option("--workers", type=click.IntRange(min=0), default=1, help="Workers.")
 @options.option("--evaluators", type=click.IntRange(min=0), default=0, help="Evaluators.")
 @options.job_fields
+@options.plugin
 @options.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/JOB-DATE-TIME.")
 @options.resume
 @options.option(
@@ -98,6 +99,9 @@ def check_summary(path: Path) -> None:
         reason = "Is a directory"
     elif there != path and not there.is_dir():
         reason = "Not a directory"
+    elif path.is_fifo() or path.is_socket():
+        # To open one would wait for a reader at the end of the run.
+        reason = "Is not a regular file"
     elif not os.access(there, os.W_OK):
         reason = "Permission denied"
     if reason:
@@ -124,7 +128,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         ps=flags["ps"],
         workers=flags["workers"],
         evaluators=flags["evaluators"],
-        overrides=options.overrides(flags["steps"], flags["consistency"], flags["seed"], flags["settings"]),
+        overrides=options.overrides(flags),
         resume=flags["resume"],
         timeouts=options.timeouts(flags),
         device=flags["device"],
@@ -238,11 +242,11 @@ class _Poller:
 
 def run(launch: LaunchOptions, *, summary: Path | None = None) -> int:
     """Run the cluster to its end; returns the exit code: the chief's, or 130 / 143 after a signal."""
-    from rich.console import Console
+    from shardline.cli.terminal import PlainConsole
 
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     cluster = LocalCluster(launch)
-    cluster.say = lambda sentence: console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    cluster.say = console.say
     try:
         with _signals(cluster), cluster:
             return _Run(cluster, console).to_the_end(summary)
@@ -256,7 +260,7 @@ def run(launch: LaunchOptions, *, summary: Path | None = None) -> int:
 class _Run:
     """One run of a cluster that is up: what is shown, and what a signal does."""
 
-    def __init__(self, cluster: LocalCluster, console: Console) -> None:
+    def __init__(self, cluster: LocalCluster, console: PlainConsole) -> None:
         self._cluster = cluster
         self._console = console
         # Reaching the last step, the last cut and its score may each take a share of --timeout.
@@ -285,7 +289,7 @@ class _Run:
                 code = self._fail_for(self._hopeless)
             elif code is None:
                 self._cluster.stop()
-                self._console.print("ended at once; the last checkpoint stays", highlight=False)
+                self._console.say("ended at once; the last checkpoint stays")
             else:
                 code = self._finish(code, summary)
         if self._signal is not None:
@@ -294,8 +298,6 @@ class _Run:
 
     def _loop(self, display: Display) -> int | None:
         """Until the chief has ended: its code. None where the person, the deadline or nobody to train ends it."""
-        from shardline.cli.top_frame import clean
-
         while True:
             deadline_s = min(self._deadline_s, self._hopeless.deadline_s if self._hopeless else float("inf"))
             try:
@@ -327,7 +329,7 @@ class _Run:
                 self._last = event.status
                 display.update(event.status)
                 for sentence in self._news.of(event.status, time.monotonic()):
-                    display.say(clean(sentence))
+                    display.say(sentence)
                 self._tell_quiet(event.status, display)
                 if self._hopeless is not None:
                     self._hopeless.polls += 1
@@ -430,7 +432,7 @@ class _Run:
         late = self._cluster.running()
         self._cluster.stop()
         if late:
-            self._console.print(f"ended {', '.join(late)}, still there after the chief's end", highlight=False)
+            self._console.say(f"ended {', '.join(late)}, still there after the chief's end")
         failed = self._ended_for if code == 0 else None
         if failed is not None:
             code = self._fail_for(failed)
@@ -446,7 +448,7 @@ class _Run:
                 raise UsageError(f"--summary {summary} can't be written: {error.strerror}; {own} holds it") from None
         if code == 0:
             for text in report(self._cluster.options.out, found, self._last):
-                print(text)
+                print(printable(text))
         return code
 
     def _last_words(self) -> str:
@@ -470,9 +472,9 @@ def _exit_code(code: int) -> int:
 def _show_failure(cluster: LocalCluster, words: str, code: int) -> None:
     if not words:
         for text in cluster.log_tail("chief/0"):
-            print(f"chief/0: {text}", file=sys.stderr)
+            print(f"chief/0: {printable(text)}", file=sys.stderr)
         words = f"the chief ended with exit code {code} ({exit_code_name(code)})"
-    print(f"shardline: {words}", file=sys.stderr)
+    print(f"shardline: {printable(words)}", file=sys.stderr)
     print(f"shardline: logs are in {cluster.options.out / 'logs'}", file=sys.stderr)
 
 

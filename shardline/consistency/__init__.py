@@ -1,0 +1,24 @@
+"""Modes of consistency. `CONSISTENCIES` is what people write; `of()` makes the mode of a job's settings."""
+
+from __future__ import annotations
+
+import functools
+
+from shardline.consistency.asynchronous import Asynchronous
+from shardline.consistency.base import Clock, Consistency
+from shardline.consistency.eager import Eager
+from shardline.consistency.voted import Voted
+from shardline.core.spec import ConsistencySpec
+from shardline.seams import Table
+
+__all__ = ["CONSISTENCIES", "RESIDENTS", "Clock", "Consistency", "of"]
+
+CONSISTENCIES: Table[Consistency] = Table("consistency", Eager, Asynchronous)
+RESIDENTS: tuple[type[Consistency], ...] = (Eager, Voted, Asynchronous)
+"""All that come with the library: steps become voted by a job's other settings."""
+
+
+@functools.lru_cache(maxsize=256)
+def of(spec: ConsistencySpec) -> Consistency:
+    """The mode of a job. Raises JobError for one that does not exist."""
+    return CONSISTENCIES.parse(spec.mode).under(spec)

@@ -33,3 +33,5 @@ class Decision:
 
     outcome: Outcome
     reason: str = ""
+    mismatch: bool = False
+    """DUPLICATE: the repetition has other bits than the contribution that counts."""

@@ -13,6 +13,7 @@ from typing import Any, NewType
 
 import torch
 
+from shardline.core.settings import Settings
 from shardline.errors import JobError, TensorError
 
 Argument = float | int | bool | str | tuple[float, ...] | None
@@ -105,10 +106,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleSpec:
-    """An update rule by name: a class of torch.optim and its arguments per parameter group."""
+    """How parameters are updated: a class of torch.optim, its arguments per parameter group, and the rule over it."""
 
     name: str
     groups: tuple[Mapping[str, Argument], ...]
+    method: str = "torch"
+    """A choice from shardline.update.RULES; "torch" runs the class itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,15 +131,13 @@ class ConsistencySpec:
     """Who may proceed and what counts."""
 
     mode: str = "sync"
-    """"sync" or "async"."""
+    """The mode, as CONSISTENCIES of shardline.consistency reads it: NAME or NAME:KEY=VALUE,...: "sync", "async"."""
     clip_norm: float = 0.0
     """Global gradient norm above which gradients are scaled down; 0 = off."""
     nan_policy: str = "stop"
     """"stop" the job at a NaN, or "skip" the step."""
 
     def __post_init__(self) -> None:
-        if self.mode not in ("sync", "async"):
-            raise JobError(f"consistency is {self.mode!r}; it must be 'sync' or 'async'")
         if self.nan_policy not in ("stop", "skip"):
             raise JobError(f"nan_policy is {self.nan_policy!r}; it must be 'stop' or 'skip'")
         if not (self.clip_norm >= 0.0 and self.clip_norm < float("inf")):
@@ -149,28 +150,17 @@ class ConsistencySpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSpec:
-    """A job's identity: two tasks train the same job where these are equal."""
+class JobSpec(Settings):
+    """A job's identity: two tasks train the same job where these are equal.
+
+    `replicas` is 1 in a mode whose updates are made of one worker's gradients.
+    """
 
     name: str
     tensors: tuple[TensorSpec, ...]
     rule: RuleSpec
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     consistency: ConsistencySpec = field(default_factory=ConsistencySpec)
-    replicas: int = 1
-    """Logical replicas R. In asynchronous mode a batch is one replica's, whatever the number of workers: 1."""
-    batch_size: int = 1
-    """Samples of one microbatch of one replica."""
-    accumulate: int = 1
-    """Microbatches whose gradients one replica averages in a step."""
-    seed: int = 0
-    steps: int = 0
-    """Steps to train; in asynchronous mode, pushes of all workers together. 0: a script ends the job by itself."""
-    checkpoint_every: int = 0
-    checkpoint_keep: int = 3
-    threads: int = 1
-    """Intra-op threads of one replica; part of the identity, since gradients' last bits depend on it."""
-    codec: str = "raw"
     best_metric: str = ""
     best_is_lowest: bool = False
     samples: int = 0

@@ -32,8 +32,9 @@ class RunLock:
     def take(cls, folder: Path) -> RunLock:
         """Take the lock of `folder`, OUT/chief, which is made where it is not there.
 
-        Raises UsageError where another run holds it, or its disk has no room for the beginning of a run; nothing is
-        changed then. Also where the folder can't be written at all.
+        Raises UsageError where another run holds it, or its disk has no room for the beginning of a run: of an earlier
+        run nothing is changed then, and a new folder holds an empty lock and nothing else. Also where the folder can't
+        be written at all.
         """
         try:
             lock = cls(_opened(folder))

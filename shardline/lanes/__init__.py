@@ -1,0 +1,31 @@
+"""Lanes: how the bytes of pushes and pulls travel; the table of what exists. See docs/lanes.md."""
+
+from __future__ import annotations
+
+from shardline.lanes.grpc.lane import Grpc
+from shardline.lanes.kind import LaneKind
+from shardline.lanes.shm.lane import Shm
+from shardline.lanes.tcp.lane import Tcp
+from shardline.seams import Table
+
+LANES: Table[LaneKind] = Table("lane", Grpc, Tcp, Shm)
+"""From the one that always works to the fastest: a lane that can't be used gives way to those before it."""
+AUTO = "auto"
+CHOICES = (AUTO, *LANES.names)
+"""What --lane takes."""
+
+
+def candidates(choice: str, *, local: bool, shared_dir: bool = False) -> tuple[LaneKind, ...]:
+    """Lanes to try for --lane, in order. local: both tasks are on this host; shared_dir: they share a --run-dir."""
+    kinds = [LANES.parse(name) for name in LANES.names]
+    if choice == AUTO:
+        kinds = [kind for kind in kinds if local or shared_dir or not kind.same_host]
+    else:
+        kinds = kinds[: LANES.names.index(choice) + 1]
+    return tuple(reversed(kinds))
+
+
+def offered(choice: str) -> tuple[LaneKind, ...]:
+    """Lanes that a server of this --lane lets workers open."""
+    kinds = [LANES.parse(name) for name in LANES.names]
+    return tuple(kind for kind in kinds if kind.opened and choice in (AUTO, kind.name))

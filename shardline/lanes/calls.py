@@ -10,20 +10,10 @@ from typing import Any
 
 import grpc
 
+from shardline.core.exchange import Ack, Arrival, Contribution, End, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError, UnreachableError
-from shardline.lanes.base import (
-    Ack,
-    Arrival,
-    Contribution,
-    End,
-    Exchanged,
-    LaneUnavailable,
-    Sender,
-    Sink,
-    Standing,
-    Want,
-)
+from shardline.lanes.base import LaneUnavailable, SharedMemory
 from shardline.rpc.channel import Peer, end_call
 from shardline.rpc.errors import from_status
 from shardline.rpc.messages.data import (
@@ -73,6 +63,7 @@ class ShardCalls:
     """The calls of one lane to one shard. Used by one thread at a time; cancel() may come from any."""
 
     name = ""
+    by_reference = False
 
     def __init__(self, peer: Peer, shard: int, elements: Sequence[int]) -> None:
         self._peer = peer
@@ -90,6 +81,15 @@ class ShardCalls:
         self._arm()
         request = progress_request(sender, self._shard, replicas)
         return standing_from_proto(self._ask(self._stub.Progress, request, "Progress", timeout_s))
+
+    @property
+    def published(self) -> SharedMemory | None:
+        """See Lane.published: a lane that shares no memory has none."""
+        return None
+
+    def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
+        """See Lane.allocate: a lane that shares no memory has none."""
+        return None
 
     def cancel(self) -> None:
         """End a running exchange early."""

@@ -6,8 +6,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
+from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.errors import UnreachableError
-from shardline.lanes.base import Contribution, Exchanged, Lane, LaneUnavailable, Sender, Sink, Standing, Want
+from shardline.lanes.base import Lane, LaneUnavailable, SharedMemory
 
 log = logging.getLogger("shardline.lanes")
 BREAKS = 3
@@ -110,10 +111,19 @@ class NegotiatedLane:
             self._said = True
             log.info("%s: lane %s", self._peer, lane.name)
 
+    @property
+    def by_reference(self) -> bool:
+        """Of the lane in use; see Lane.by_reference."""
+        return self.current.by_reference
+
+    @property
+    def published(self) -> SharedMemory | None:
+        """Of the lane in use; see Lane.published."""
+        return self.current.published
+
     def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
-        """Memory of the lane's own for a bucket's payload, where it has some."""
-        allocate = getattr(self.current, "allocate", None)
-        return allocate(bucket, nbytes) if allocate is not None else None
+        """Of the lane in use; see Lane.allocate."""
+        return self.current.allocate(bucket, nbytes)
 
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
         """What the shard has counted; see Lane.progress."""

@@ -1,18 +1,15 @@
-"""Which lanes a pair of tasks may use, best first."""
+"""Opens the best lane that a pair of tasks can use."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 
 from shardline.cluster import parse_address
 from shardline.config import RoleConfig
 from shardline.core.plan import ShardSpec
+from shardline.lanes import candidates
 from shardline.lanes.base import Lane
-from shardline.lanes.grpc.client import GrpcLane
 from shardline.lanes.negotiated import Fallback, NegotiatedLane
-from shardline.lanes.shm.client import ShmLane
-from shardline.lanes.tcp.client import TcpLane
 from shardline.rpc.channel import Peer
 
 
@@ -28,29 +25,9 @@ def open_lane(
 
     on_fallback: told (lane, reason) of a lane that was to be used and can't be.
     """
-    elements = [bucket.elements for bucket in spec.buckets]
-    names = candidates(config.lane, local=on_this_host(peer.address), shared_dir=config.run_dir is not None)
-    lanes: list[Lane] = []
-    for name in names:
-        if name == "tcp":
-            tls = config.security.client_context()
-            lanes.append(TcpLane(peer, shard, elements, timeouts=config.timeouts, tls=tls))
-        elif name == "shm":
-            lanes.append(ShmLane(peer, shard, spec, timeout_s=config.timeouts.rpc_s))
-        elif name == "grpc":
-            lanes.append(GrpcLane(peer, shard, elements))
-    return NegotiatedLane(lanes, peer=str(peer), expected=names, on_fallback=on_fallback)
-
-
-def candidates(choice: str, *, local: bool, shared_dir: bool) -> Sequence[str]:
-    """Lanes to try for --lane, in order. local: both tasks are on this host; shared_dir: they share a --run-dir."""
-    if choice == "grpc":
-        return ("grpc",)
-    if choice == "tcp":
-        return ("tcp", "grpc")
-    if choice == "shm" or local or shared_dir:
-        return ("shm", "tcp", "grpc")
-    return ("tcp", "grpc")
+    kinds = candidates(config.lane, local=on_this_host(peer.address), shared_dir=config.run_dir is not None)
+    lanes = [kind.connect(config, peer, shard, spec) for kind in kinds]
+    return NegotiatedLane(lanes, peer=str(peer), expected=[kind.name for kind in kinds], on_fallback=on_fallback)
 
 
 def on_this_host(address: str) -> bool:

@@ -19,16 +19,13 @@ from typing import TextIO
 
 from shardline.errors import UsageError
 from shardline.observability.lossy import lossy_text
+from shardline.printable import printable, printable_lines
 
 LOGGERS = ("shardline", "shardline_ps", "shardline_worker", "shardline_chief", "shardline_evaluator")
 """Package loggers that setup() configures; the roles' packages are named, not imported."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _handlers: list[logging.Handler] = []
-
-
-def _one_line(text: str) -> str:
-    return " | ".join(text.splitlines()) if "\n" in text else text
 
 
 class HumanFormatter(logging.Formatter):
@@ -46,10 +43,10 @@ class HumanFormatter(logging.Formatter):
             parts.append(f"step {step}")
         if record.levelno != logging.INFO:
             parts.append(record.levelname)
-        parts.append(_one_line(record.getMessage()))
+        parts.append(printable(record.getMessage()))
         line = " ".join(parts)
         if record.exc_info:
-            line = f"{line}\n{self.formatException(record.exc_info)}"
+            line = f"{line}\n{printable_lines(self.formatException(record.exc_info))}"
         return line
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline.cluster import ROLES, parse_task
-from shardline.rpc.messages.status import ChiefStatus, TaskStatus
+from shardline.core.status import ChiefStatus, TaskStatus
 
 MISSING = "missing"
 """State of a task that is in the cluster spec and has never joined; the others are the chief's: alive, suspect, dead,

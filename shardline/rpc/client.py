@@ -12,13 +12,15 @@ import torch
 from shardline.config import Timeouts
 from shardline.core.identity import Identity
 from shardline.core.image import BucketImage, WorkerSequence
-from shardline.core.plan import Plan
-from shardline.core.spec import DTYPES, JobSpec
+from shardline.core.orders import JobView
+from shardline.core.placement import Placement
+from shardline.core.spec import DTYPES
+from shardline.core.status import PsStatus
 from shardline.core.tensor_bytes import tensor_from_bytes
 from shardline.errors import CheckpointError, FencedError, ProtocolError
 from shardline.rpc.channel import Peer, end_call
 from shardline.rpc.errors import from_status
-from shardline.rpc.messages.configuration import Configuration, Placement, configuration_to_proto, placement_to_proto
+from shardline.rpc.messages.configuration import Configuration, configuration_to_proto, placement_to_proto
 from shardline.rpc.messages.convert import (
     ImageAssembler,
     dtype_from_proto,
@@ -28,7 +30,7 @@ from shardline.rpc.messages.convert import (
     sequences_from_proto,
     sequences_to_proto,
 )
-from shardline.rpc.messages.status import PsStatus
+from shardline.rpc.messages.status import ps_status_from_proto
 from shardline.rpc.v1 import (
     access_pb2_grpc,
     chief_pb2,
@@ -236,21 +238,11 @@ class PsControl:
     def status(self) -> PsStatus:
         """Steps, versions, held cuts and traffic of the ps."""
         reply = self.peer.call(self._stub.Status, parameter_server_pb2.PsStatusRequest(), what="Status")
-        return PsStatus.from_proto(reply)
+        return ps_status_from_proto(reply)
 
     def close(self) -> None:
         """Close the channel."""
         self.peer.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobView:
-    """What the chief tells a task about the job."""
-
-    job: JobSpec
-    plan: Plan
-    placement: tuple[Placement, ...]
-    timeline: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,12 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from shardline.errors import InternalError, ProtocolError, ShardlineError, UnreachableError, UsageError
+from shardline.printable import printable
 
 log = logging.getLogger("shardline.rpc")
 F = TypeVar("F", bound=Callable[..., Any])
+SENTENCE = 4000
+"""Characters of an error that travel: gRPC takes one that is longer than its metadata for another error."""
 
 
 async def _abort(servicer: Any, method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
@@ -27,7 +30,7 @@ async def _abort(servicer: Any, method: str, context: grpc.aio.ServicerContext[A
     # gRPC keeps what ended a call for a while; with its frames it would keep all that the call worked on.
     error.__traceback__ = error.__context__ = error.__cause__ = None
     if isinstance(error, ShardlineError):
-        await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error))
+        await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error)[:SENTENCE])
     await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__} in this call; see the log of the task asked")
     raise AssertionError("abort always raises")
 
@@ -78,7 +81,7 @@ def writer(method: Callable[[Any, Any, Any], Awaitable[None]]) -> Any:
 def from_status(error: grpc.RpcError, *, peer: str, what: str, waited_s: float) -> ShardlineError:
     """The Shardline error for a failed call; `peer` is "ps/0 at host:port"."""
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    details = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
+    details = printable((error.details() or "") if isinstance(error, grpc.Call) else str(error))
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return UnreachableError(
             f"{peer} did not answer {what} within {waited_s:.1f} s ({code.name.lower()}: {details}); "

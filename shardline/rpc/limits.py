@@ -20,6 +20,11 @@ from shardline.rpc.auth.handlers import behavior_of, same_kind
 
 KB, MB = 1 << 10, 1 << 20
 
+RECORD_CHUNK_BYTES = 2 * MB
+"""Of a record for a standby, in one message."""
+IMAGE_CHUNK_BYTES = 1 * MB
+"""Of a bucket's image or a checkpoint's tensor, in one message."""
+
 MAX_MESSAGE_BYTES = 64 * MB
 """Of one message of any call, refused before memory is taken. Tensor bytes travel in chunks of a few MB."""
 DEFAULT_BYTES = 1 * MB

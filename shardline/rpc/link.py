@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import platform
 import random
@@ -11,7 +10,6 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -20,12 +18,14 @@ import torch
 from shardline.codecs import CODECS
 from shardline.config import Timeouts
 from shardline.core.identity import Identity
+from shardline.core.orders import BarrierPlace, Orders, Phase, StepReport
+from shardline.core.protocol import FEATURES, PROTOCOL_MINOR
 from shardline.core.spec import JobSpec
 from shardline.core.waiting import Waiting
 from shardline.errors import FencedError, InternalError, MismatchError, ShardlineError, UnreachableError
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
-from shardline.rpc.messages.barrier import BarrierPlace, BarrierState
+from shardline.rpc.messages.barrier import barrier_place_to_proto, barrier_state_from_proto
 from shardline.rpc.messages.convert import job_to_proto
 from shardline.rpc.v1 import access_pb2, chief_pb2, common_pb2, parameter_server_pb2
 from shardline.security import PLAIN, Security
@@ -33,64 +33,12 @@ from shardline.security import PLAIN, Security
 log = logging.getLogger("shardline.link")
 T = TypeVar("T")
 
-PROTOCOL_MINOR = 1
 STREAM_S = 3600.0
 """Deadline of one heartbeat stream; the next one follows at once."""
-LOST, REPEATED = "lost_updates", "repeated_batches"
-"""Figures of a worker's life in asynchronous mode: acknowledged updates that a restored shard has no more, and batches
-that were sent and computed again."""
-FEATURES = ("sync", "async", "voted", "cut", "restore")
 MAX_REPORTS = 4096
 """Finished steps that wait for the chief, at most; of more the oldest are not told."""
 GOODBYE_S = 2.0
 """How long a task that ends waits for the chief to take its last beat."""
-
-
-class Phase(enum.Enum):
-    """Where the job is; names of proto Phase."""
-
-    WAITING = 1
-    INIT = 2
-    RUNNING = 3
-    STOPPING = 4
-    ENDED = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Orders:
-    """What the chief wants of this task now."""
-
-    version: int = 0
-    phase: Phase = Phase.WAITING
-    timeline: int = 0
-    replicas: tuple[int, ...] = ()
-    init: bool = False
-    stop_step: int = 0
-    """Nothing goes past this step; 0 = not decided."""
-    exit_code: int = 0
-    reason: str = ""
-    checkpoint_step: int = -1
-    final_step: int = -1
-    workers: int = 0
-    first_step: int = 0
-    fenced: bool = False
-    awaited: tuple[str, ...] = ()
-    """Before training begins: tasks that it waits for."""
-    barrier: BarrierState | None = None
-    """How it stands with the barrier that this task told last."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """One finished step of one replica."""
-
-    step: int
-    replica: int
-    loss: float
-    samples: int
-    compute_s: float = 0.0
-    exchange_s: float = 0.0
-    staleness: int = 0
 
 
 def machine_fingerprint(threads: int, device: str) -> dict[str, str]:
@@ -463,7 +411,7 @@ class ChiefLink:
             suspects=suspects if timeline == self._orders.timeline else (),
         )
         if self._barrier is not None:
-            beat.barrier.CopyFrom(self._barrier.to_proto())
+            beat.barrier.CopyFrom(barrier_place_to_proto(self._barrier))
         if self._failure is not None:
             beat.failure, beat.failure_code = self._failure
         if self._ps_status is not None:
@@ -600,5 +548,5 @@ def _orders_from_proto(message: chief_pb2.Orders) -> Orders:
         first_step=message.first_step,
         fenced=message.fenced,
         awaited=tuple(message.awaited),
-        barrier=BarrierState.from_proto(message.barrier) if message.HasField("barrier") else None,
+        barrier=barrier_state_from_proto(message.barrier) if message.HasField("barrier") else None,
     )

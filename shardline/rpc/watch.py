@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from shardline.config import Timeouts
+from shardline.core.status import ChiefStatus
 from shardline.rpc.channel import Peer
-from shardline.rpc.messages.status import ChiefStatus
+from shardline.rpc.messages.status import chief_status_from_proto
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
 from shardline.security import PLAIN, Security
 
@@ -21,7 +22,7 @@ class ChiefWatch:
         """Job, tasks, rates."""
         request = chief_pb2.ChiefStatusRequest()
         reply = self.peer.call(self.stub.Status, request, what="Status", timeout_s=timeout_s)
-        return ChiefStatus.from_proto(reply)
+        return chief_status_from_proto(reply)
 
     def stop(self, reason: str) -> int:
         """Ask the chief to end the job with a checkpoint; returns the step it will stop at, 0 while not known."""

@@ -1,29 +1,90 @@
-"""UpdateRule: what an admitted gradient does to the parameters. torch.optim does the arithmetic (DESIGN 4)."""
+"""Update rules: what an admitted push does to the parameters. RULES lists them; base.py is their interface."""
 
-from shardline.update.bucket import BucketRule
-from shardline.update.layout import flat_elements, state_elements, state_spans
-from shardline.update.rules import (
-    ALLOWED,
-    REFUSED,
-    check_tensors,
-    hyper_numbers,
-    is_elementwise,
-    rule,
-    rule_from_optimizer,
-    wants_whole,
-)
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardline.core.plan import BucketSpec
+from shardline.core.spec import RuleSpec, ScheduleSpec, TensorSpec
+from shardline.errors import JobError
+from shardline.seams import Table
+from shardline.update.arguments import ALLOWED, REFUSED, hyper_numbers, rule, rule_from_optimizer
+from shardline.update.base import BucketRule, Need, Site, Takes, UpdateRule, parse_state_key, state_key
+from shardline.update.torch_optim.rule import Torch
 
 __all__ = [
     "ALLOWED",
     "REFUSED",
+    "RULES",
     "BucketRule",
+    "Need",
+    "Site",
+    "Takes",
+    "Torch",
+    "UpdateRule",
+    "bucket_rule",
+    "check_pushes",
+    "check_rule",
     "check_tensors",
-    "flat_elements",
+    "chosen",
     "hyper_numbers",
-    "is_elementwise",
+    "parse_state_key",
     "rule",
     "rule_from_optimizer",
-    "state_elements",
-    "state_spans",
+    "state_key",
     "wants_whole",
 ]
+
+RULES: Table[UpdateRule] = Table("rule", Torch)
+"""What a job's `rule` and --rule choose from."""
+
+
+def chosen(spec: RuleSpec) -> UpdateRule:
+    """The rule that a job has chosen. Raises JobError for one that does not exist."""
+    return RULES.parse(spec.method)
+
+
+def check_rule(spec: RuleSpec) -> None:
+    """Raise JobError for a rule that does not exist, or can't run with the job's optimizer and its arguments."""
+    chosen(spec).check(spec)
+
+
+def check_tensors(spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
+    """Raise JobError where the rule can't update a parameter, naming it."""
+    chosen(spec).check_tensors(spec, tensors)
+
+
+def check_pushes(spec: RuleSpec, *, single: bool) -> None:
+    """Raise JobError where the rule needs to know of every push by itself and the job's consistency can't tell.
+
+    single: each update is one worker's push, and workers pull whatever is newest.
+    """
+    resident = chosen(spec)
+    if single or not (resident.needs or resident.looks_ahead):
+        return
+    wants = sorted(need.value for need in resident.needs) or ["to answer pulls with a point ahead of the parameters"]
+    raise JobError(
+        f"rule {resident} needs {', '.join(wants)}, and this consistency makes one update of several workers' pushes; "
+        "choose consistency='async', or another rule"
+    )
+
+
+def wants_whole(spec: RuleSpec, shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape must not be cut: TensorSpec.whole."""
+    return chosen(spec).wants_whole(spec, shape)
+
+
+def bucket_rule(
+    spec: RuleSpec, schedule: ScheduleSpec, bucket: BucketSpec, tensors: Sequence[TensorSpec], device: torch.device
+) -> BucketRule:
+    """The rule and its state for one bucket of parameters.
+
+    spec: canonical or not; it is checked and completed here. tensors: the plan's, which the bucket's slices number.
+    Raises JobError for a rule, schedule, dtype, shape or device that can't work, naming it.
+    """
+    whole = rule(spec.name, spec.groups, method=spec.method)
+    resident = chosen(whole)
+    resident.check(whole)
+    return resident.make(Site(spec=whole, schedule=schedule, bucket=bucket, tensors=tensors, device=device))

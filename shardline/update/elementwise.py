@@ -1,238 +1,264 @@
-"""Element-wise rules: one optimizer call for each run of neighbouring slices whose per-slice state is equal.
+"""What rules that compute each element by itself share: their states by declaration, and slices put together in runs.
 
-In the steady state all slices have a gradient and equal counters, so a bucket is one run and one call. Where a tensor
-has no gradient torch leaves it alone (no decay, no count), so counters drift apart and the bucket falls into more runs.
-Element-shaped states lie in flat tensors in the bucket's layout, of which a run's optimizer holds views; its 0-d states
-are numbers of its own, written back to the per-slice lists only when runs change or somebody exports.
+A rule in a file of its own:
+
+    @RULES.add
+    @dataclass(frozen=True)
+    class HeavyBall(ElementwiseRule):
+        \"""Momentum of each worker's own gradients.\"""
+
+        name: ClassVar[str] = "heavy-ball"
+        needs: ClassVar[frozenset[Need]] = frozenset({Need.WORKER})
+        momentum: float = 0.9
+
+        def states(self, spec, group, dtype, device):
+            return {"velocity": StateSpec(dtype=dtype, device=device, per_worker=True)}
+
+        def make(self, site):
+            return HeavyBallBucket(self, site, self.momentum)
+
+    class HeavyBallBucket(ElementwiseBucketRule):
+        def __init__(self, rule, site, momentum):
+            super().__init__(rule, site)
+            self._momentum = momentum
+
+        def update(self, run, arguments, context):
+            velocity = run.state("velocity")
+            velocity.mul_(self._momentum).add_(run.gradient)
+            run.values.sub_(velocity, alpha=arguments["lr"])
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardline.core.plan import BucketSpec, padded
-from shardline.update import sgd
-from shardline.update.layout import StateKind
-
-_CACHED_RUNS = 64
-"""Optimizer objects kept per bucket for runs that may come back (mixtures of experts alternate)."""
-
-
-class _Run:
-    """Slices [start, stop), elements [begin, end) of the bucket, and the optimizer that updates them in one call."""
-
-    def __init__(self, start: int, stop: int, parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
-        self.start, self.stop = start, stop
-        self.parameter = parameter
-        self.optimizer = optimizer
-        self.nothing = parameter.detach()[:0].clone()
-        # Between steps the bucket's buffers are nobody's here.
-        parameter.data = self.nothing
-
-    def step(self, values: Tensor, gradient: Tensor, source: Tensor, arguments: Mapping[str, Any]) -> None:
-        """One optimizer step on this run's part of the bucket; no reference to the three tensors is kept.
-
-        source: the values before, which may be `values`.
-        """
-        if sgd.is_plain(type(self.optimizer), arguments):
-            self._step_beside(values, gradient, source, arguments)
-            return
-        if source is not values:
-            values.copy_(source)
-        # values alternates between two buffers from call to call, so the parameter is pointed at it anew each time.
-        self.parameter.data = values
-        self.parameter.grad = gradient
-        self.optimizer.param_groups[0].update(arguments)
-        try:
-            self.optimizer.step()
-        finally:
-            self.parameter.grad = None
-            self.parameter.data = self.nothing
-
-    @torch.no_grad()
-    def _step_beside(self, values: Tensor, gradient: Tensor, source: Tensor, arguments: Mapping[str, Any]) -> None:
-        before = self.state().get("momentum_buffer")
-        after = sgd.step(source, gradient, values, before, arguments)
-        if after is not before and after is not None:
-            self.set_state({"momentum_buffer": after})
-
-    def state(self) -> dict[str, Tensor]:
-        """Torch's own state of the run, without entries that are None."""
-        held: Mapping[str, Tensor | None] = self.optimizer.state.get(self.parameter, {})
-        return {name: value for name, value in held.items() if value is not None}
-
-    def set_state(self, state: dict[str, Tensor]) -> None:
-        """Replace torch's state of the run."""
-        self.optimizer.state[self.parameter] = state
+from shardline.core.plan import padded
+from shardline.core.push_context import TOGETHER, PushContext
+from shardline.core.spec import DTYPES, RuleSpec, TensorKind, TensorSpec
+from shardline.errors import JobError
+from shardline.update.base import (
+    BucketRule,
+    RuleState,
+    Site,
+    UpdateRule,
+    padding_positions,
+    parse_state_key,
+    state_key,
+    without_values,
+)
 
 
-class ElementwiseStates:
-    """Optimizer state of one bucket under an element-wise rule. Used by one thread at a time.
+@dataclass(frozen=True)
+class ElementwiseRule(UpdateRule):
+    """Base of residents whose BucketRule is an ElementwiseBucketRule: real floating-point tensors, cut anywhere."""
 
-    flat: states by name, each as long as the bucket; zeros where a slice has none yet. Exact only after collect():
-    scalars, per name one number per slice, and initialized, per slice whether torch keeps a state for it.
+    def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
+        """See UpdateRule."""
+        for tensor in tensors:
+            if tensor.kind is not TensorKind.PARAM:
+                continue
+            if not 0 <= tensor.group < len(spec.groups):
+                raise JobError(
+                    f"{tensor.name!r} is in parameter group {tensor.group}, but the job has {len(spec.groups)}"
+                )
+            if not DTYPES[tensor.dtype].is_floating_point:
+                raise JobError(f"{tensor.name!r} has dtype {tensor.dtype}; {self} updates floating-point tensors only")
+
+
+class States:
+    """States of one bucket by declaration: flat tensors and numbers per slice, zeros until they are written.
+
+    Used by one thread at a time. Keys: see state_key().
+    """
+
+    def __init__(self, owner: BucketRule, declared: Sequence[str]) -> None:
+        """declared: names among owner.states that are kept here."""
+        self._owner = owner
+        self._declared = frozenset(declared)
+        self._tensors: dict[str, Tensor] = {}
+        self._numbers: dict[str, list[float]] = {}
+
+    def tensor(self, name: str, worker: str = "") -> Tensor:
+        """The state itself: flat, the bucket's layout."""
+        state, key = self._owner.states[name], self._key(name, worker)
+        if key not in self._tensors:
+            length = self._owner.length_of(key)
+            self._tensors[key] = torch.zeros(length, dtype=state.dtype, device=state.device)
+        return self._tensors[key]
+
+    def numbers(self, name: str, worker: str = "") -> list[float]:
+        """The numbers themselves, one per slice."""
+        key = self._key(name, worker)
+        return self._numbers.setdefault(key, [0.0] * len(self._owner.site.bucket.slices))
+
+    def _key(self, name: str, worker: str) -> str:
+        # A state that all share is found whoever pushed.
+        return state_key(name, worker if self._owner.states[name].per_worker else "")
+
+    def workers(self) -> frozenset[str]:
+        """Workers for which something is kept."""
+        return frozenset(parse_state_key(key)[1] for key in (*self._tensors, *self._numbers)) - {""}
+
+    def drop(self, worker: str) -> None:
+        """Forget what is kept for one worker."""
+        for held in (self._tensors, self._numbers):
+            for key in [key for key in held if parse_state_key(key)[1] == worker]:
+                del held[key]
+
+    def all_numbers(self) -> list[list[float]]:
+        """What has to be equal for slices to be updated in one run."""
+        return list(self._numbers.values())
+
+    def owns(self, key: str) -> bool:
+        """Whether a key of an image belongs here."""
+        return parse_state_key(key)[0] in self._declared
+
+    def complete(self) -> None:
+        """Make what is not per worker, where it isn't there yet."""
+        for name in self._declared:
+            state = self._owner.states[name]
+            if not state.per_worker:
+                _ = self.numbers(name) if state.scalar else self.tensor(name)
+
+    def export(self, padding: Tensor) -> tuple[dict[str, Tensor], dict[str, tuple[float, ...]]]:
+        """Copies on the CPU. padding: positions to be zeros."""
+        tensors = {key: tensor.to("cpu", copy=True).index_fill_(0, padding, 0) for key, tensor in self._tensors.items()}
+        return tensors, {key: tuple(numbers) for key, numbers in self._numbers.items()}
+
+    def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]]) -> None:
+        """Replace everything by copies of what belongs here; it was checked before."""
+        device = self._owner.site.device
+        self._tensors = {
+            key: tensor.detach().to(device, copy=True) for key, tensor in tensors.items() if self.owns(key)
+        }
+        self._numbers = {key: [float(n) for n in numbers] for key, numbers in scalars.items() if self.owns(key)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+
+class Run:
+    """Neighbouring slices that are updated in one call: all have a gradient, and equal numbers.
+
+    values: the parameters, to be changed in place; gradient: left as it is. Flat, padding included.
     """
 
     def __init__(
-        self,
-        cls: type[torch.optim.Optimizer],
-        arguments: Mapping[str, Any],
-        bucket: BucketSpec,
-        kinds: Mapping[str, StateKind],
-        device: torch.device,
+        self, states: States, slices: range, span: slice, values: Tensor, gradient: Tensor, worker: str
     ) -> None:
-        self._cls = cls
-        self._arguments = dict(arguments)
-        self._bucket = bucket
-        self._kinds = kinds
-        self._device = device
-        self._ends = [min(piece.offset + padded(piece.elements), bucket.elements) for piece in bucket.slices]
-        self.padding = _padding(bucket, device)
-        """Positions of the padding, int64."""
-        self.clear()
+        self._states = states
+        self._slices = slices
+        self._span = span
+        self._worker = worker
+        self.values = values[span]
+        self.gradient = gradient[span]
 
-    def clear(self) -> None:
-        """Forget all state."""
-        count = len(self._bucket.slices)
-        self.flat: dict[str, Tensor] = {}
-        self.scalars: dict[str, list[float]] = {}
-        self.initialized: list[bool] = [False] * count
-        self._runs: list[_Run] = []
-        self._present: tuple[bool, ...] | None = None
-        self._settled = False
-        self._cache: dict[tuple[int, int], _Run] = {}
+    def state(self, name: str) -> Tensor:
+        """The run's part of a state, to be changed in place; of one that is kept per worker, the pusher's."""
+        return self._states.tensor(name, self._worker)[self._span]
+
+    def number(self, name: str) -> float:
+        """The number that all slices of the run have."""
+        return self._states.numbers(name, self._worker)[self._slices.start]
+
+    def set_number(self, name: str, value: float) -> None:
+        """Replace it."""
+        numbers = self._states.numbers(name, self._worker)
+        numbers[self._slices.start : self._slices.stop] = [value] * len(self._slices)
+
+
+class ElementwiseBucketRule(BucketRule):
+    """Base of bucket rules that compute each element by itself."""
+
+    def __init__(self, rule: UpdateRule, site: Site) -> None:
+        super().__init__(rule, site)
+        self.kept = States(self, tuple(self.states))
+        self._begun = [False] * len(site.bucket.slices)
+        self._padding = padding_positions(site.bucket, site.device)
+        self._ends = [min(piece.offset + padded(piece.elements), site.bucket.elements) for piece in site.bucket.slices]
+
+    @abstractmethod
+    def update(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> None:
+        """Change run.values and the run's states in place. arguments: of the group, with the rate of this push."""
 
     def apply(
         self,
         values: Tensor,
         gradient: Tensor,
-        present: tuple[bool, ...] | None,
-        arguments: Mapping[str, Any],
+        *,
+        clock: int,
         source: Tensor | None = None,
-    ) -> None:
-        """Update the slices that are present (None: all); arguments are those in force for this call.
-
-        source: the values before; None = they are in `values`.
-        """
-        if not self._settled or present != self._present:
-            self.collect()
-            self._runs = self._cut_into_runs(values, present)
-            self._present = present
-            # Runs stay as they are while the same slices are present: equal states advance equally.
-            self._settled = True
-        if source is not None and not (present is None and len(self._runs) == 1):
-            # Only one run over all slices leaves nothing of the bucket out.
+        present: Sequence[bool] | None = None,
+        hyper: Mapping[str, float] | None = None,
+        context: PushContext = TOGETHER,
+    ) -> bool:
+        """See BucketRule."""
+        self.check_flat(values=values, gradient=gradient, source=source)
+        pattern = self.pattern(present)
+        arguments = self.arguments(clock, hyper)
+        if pattern is not None and not any(pattern):
+            return False
+        if source is not None:
             values.copy_(source)
-            source = None
-        for run in self._runs:
-            begin, end = self._span(run.start, run.stop)
-            after = values[begin:end]
-            run.step(after, gradient[begin:end], after if source is None else source[begin:end], arguments)
-            if not self.initialized[run.start]:
-                self._adopt(run)
-        if self.padding.numel():
-            # eps=0 divides zero by zero there.
-            values.index_fill_(0, self.padding, 0)
+        with torch.no_grad():
+            for slices in list(self._runs(pattern)):
+                span = slice(self.site.bucket.slices[slices.start].offset, self._ends[slices.stop - 1])
+                self.update(Run(self.kept, slices, span, values, gradient, context.task), arguments, context)
+                self._begun[slices.start : slices.stop] = [True] * len(slices)
+        if self._padding.numel():
+            values.index_fill_(0, self._padding, 0)
+        return True
 
-    def collect(self) -> None:
-        """Write the numbers that torch advanced in the current runs back to the per-slice lists."""
-        for run in self._runs:
-            for name, state in run.state().items():
-                if self._kinds[name].scalar:
-                    number = float(state)
-                    self.scalars[name][run.start : run.stop] = [number] * (run.stop - run.start)
-
-    def _span(self, start: int, stop: int) -> tuple[int, int]:
-        return self._bucket.slices[start].offset, self._ends[stop - 1]
-
-    def _cut_into_runs(self, values: Tensor, present: Sequence[bool] | None) -> list[_Run]:
-        """Longest runs of neighbours that are present and have equal state, with their optimizers ready."""
-        runs: list[_Run] = []
-        start, key = 0, None
-        count = len(self._bucket.slices)
-        for number in range(count + 1):
-            here = None
-            if number < count and (present is None or present[number]):
-                here = self._equal_state_key(number)
-            if here != key:
-                if key is not None:
-                    runs.append(self._run(start, number, values))
+    def _runs(self, present: Sequence[bool] | None) -> Iterator[range]:
+        """Longest runs of neighbours that are present and have equal numbers."""
+        start: int | None = None
+        key: tuple[float, ...] = ()
+        held = self.kept.all_numbers()
+        for number in range(len(self.site.bucket.slices)):
+            here = tuple(numbers[number] for numbers in held)
+            there = present is None or present[number]
+            if start is not None and (not there or here != key):
+                yield range(start, number)
+                start = None
+            if there and start is None:
                 start, key = number, here
-        return runs
+        if start is not None:
+            yield range(start, len(self.site.bucket.slices))
 
-    def _equal_state_key(self, number: int) -> tuple[float, ...]:
-        if not self.initialized[number]:
-            return (0.0,)
-        return (1.0, *(numbers[number] for numbers in self.scalars.values()))
+    @property
+    def workers(self) -> frozenset[str]:
+        """See BucketRule."""
+        return self.kept.workers()
 
-    def _run(self, start: int, stop: int, values: Tensor) -> _Run:
-        run = self._cache.get((start, stop))
-        begin, end = self._span(start, stop)
-        fresh = not self.initialized[start]
-        if run is None or (fresh and run.state()):
-            # Some classes fill their state in the constructor, so the parameter has its true size there.
-            parameter = torch.nn.Parameter(values[begin:end])
-            run = _Run(start, stop, parameter, self._cls([parameter], **self._arguments))
-            if len(self._cache) >= _CACHED_RUNS:
-                self._cache.clear()
-            self._cache[start, stop] = run
-        if not fresh:
-            state = {name: flat[begin:end] for name, flat in self.flat.items()}
-            for name, numbers in self.scalars.items():
-                kind = self._kinds[name]
-                state[name] = torch.tensor(numbers[start], dtype=kind.dtype, device=kind.device)
-            run.set_state(state)
-        return run
+    def left(self, worker: str) -> None:
+        """See BucketRule. A rule whose shared states hold the worker's part takes it out first."""
+        self.kept.drop(worker)
 
-    def _adopt(self, run: _Run) -> None:
-        """Let the state that torch created on these slices' first gradient be the flat tensors, or a part of them."""
-        state = run.state()
-        if not state:
-            return
-        begin, end = self._span(run.start, run.stop)
-        count = len(self._bucket.slices)
-        for name, value in state.items():
-            if self._kinds[name].scalar:
-                self.scalars.setdefault(name, [0.0] * count)
-                continue
-            if name not in self.flat and value.numel() == self._bucket.elements:
-                # No slice shares it with another run: a copy would leave a hole of its size in the heap.
-                self.flat[name] = value
-                continue
-            if name not in self.flat:
-                self.flat[name] = torch.zeros(self._bucket.elements, dtype=value.dtype, device=self._device)
-            view = self.flat[name][begin:end]
-            view.copy_(value)
-            state[name] = view
-        run.set_state(state)
-        self.initialized[run.start : run.stop] = [True] * (run.stop - run.start)
-        # Slices whose state just began may now have the state of their neighbours.
-        self._settled = False
+    def export(self) -> RuleState:
+        """See BucketRule."""
+        if any(self._begun):
+            self.kept.complete()
+        return RuleState(*self.kept.export(self._padding.cpu()), tuple(self._begun))
 
-    def set_state(self, flat: dict[str, Tensor], scalars: dict[str, list[float]], initialized: Sequence[bool]) -> None:
-        """Replace all state; flat tensors become this object's own."""
-        self.clear()
-        self.flat, self.scalars, self.initialized = flat, scalars, list(initialized)
+    def load(
+        self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
+    ) -> None:
+        """See BucketRule."""
+        begun = list(initialized) or [False] * len(self.site.bucket.slices)
+        given = without_values(tensors)
+        self.check_state(given, scalars, begun)
+        self.kept.load(given, scalars)
+        self._begun = begun
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the flat states."""
-        return sum(flat.nbytes for flat in self.flat.values())
-
-
-def _padding(bucket: BucketSpec, device: torch.device) -> Tensor:
-    """Positions of what lies between the slices and behind the last, int64, ascending.
-
-    Made of the gaps alone: a mark for each element would be a quarter of float32 values, and is needed for a moment
-    only. Bucket after bucket, that leaves the allocator with holes of which none fits what comes next.
-    """
-    begins = torch.tensor([piece.end for piece in bucket.slices])
-    ends = torch.tensor([*(piece.offset for piece in bucket.slices[1:]), bucket.elements])
-    lengths = ends - begins
-    # Each gap's begin, less the positions in the gaps before it, as often as the gap is long.
-    first = (begins - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
-    return (first + torch.arange(len(first))).to(device)
+        """See BucketRule."""
+        return self.kept.nbytes

@@ -25,6 +25,8 @@ MAX_REFERENCES = 1 << 16
 """In one frame; a shard of 64 GB has a quarter of that in buckets."""
 MAX_FIELDS = 2 * MAX_REFERENCES
 """In one message: unknown ones are passed over, but each takes its time, and nobody else is served meanwhile."""
+PART_BYTES = 4 << 20
+"""Of a part of a frame that is no payload, before it is parsed: all names and bitmaps of a shard fit."""
 MAX_NUMBER = (1 << 64) - 1
 MAX_TAG = MAX_BUCKET = (1 << 32) - 1
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
@@ -226,6 +228,8 @@ def _read_chunk(data: memoryview) -> ChunkView:
 def _message(cls: Any, value: int | memoryview | None, what: str) -> Any:
     if not isinstance(value, memoryview):
         raise ProtocolError(f"frame whose {what} is no message")
+    if len(value) > PART_BYTES:
+        raise ProtocolError(f"frame whose {what} has {len(value)} bytes; the limit is {PART_BYTES}")
     try:
         return cls.FromString(bytes(value))
     except DecodeError as error:

@@ -300,7 +300,7 @@ def test_random_numbers_depend_on_seed_step_replica_and_tensor() -> None:
 
 
 @EACH
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_malformed_payload_is_refused_or_stays_within_the_bucket(codec: Codec, data: st.DataObject) -> None:
     written = first(codec, model())

@@ -87,12 +87,12 @@ def kill(container: str) -> None:
 
 
 class Stack:
-    """One compose project. files: compose files on top of compose.yaml; knobs: what .env may set."""
+    """One compose project. files: compose files on top of docker-compose.yml; knobs: what .env may set."""
 
     def __init__(self, name: str, *files: str | Path, **knobs: str) -> None:
         self.project = f"shardline-e2e-{name}-{os.getpid()}"
         self.prometheus_port = free_port()
-        self._files = ["compose.yaml", *map(str, files)]
+        self._files = ["docker-compose.yml", *map(str, files)]
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("SHARDLINE_", "COMPOSE_"))}
         self._env = {
             **kept,

@@ -82,7 +82,7 @@ def test_commands_of_the_image_are_those_of_shardline() -> None:
 
 
 def test_every_knob_is_in_the_example_of_env() -> None:
-    files = [ROOT / "compose.yaml", *sorted((ROOT / "deploy" / "compose").glob("*.yaml"))]
+    files = [ROOT / "docker-compose.yml", *sorted((ROOT / "deploy" / "compose").glob("*.yaml"))]
     text = "".join(path.read_text() for path in files)
     used = {*re.findall(r"\$\{([A-Z_]+)", text), *re.findall(r"^ +(PIP_[A-Z_]+):", text, re.MULTILINE)}
     shown = set(re.findall(r"^#([A-Z_]+)=", (ROOT / ".env.example").read_text(), re.MULTILINE))
@@ -95,7 +95,7 @@ def test_defaults_in_the_example_of_env_are_those_of_the_compose_files(tmp_path:
     # Set to nothing is another thing than not set, to pip.
     env.write_text("\n".join(knob for knob in knobs if not knob.startswith("PIP_")))
     shown = [
-        run("docker", "compose", "--env-file", str(file), "-f", "compose.yaml", "config", "--format", "json")
+        run("docker", "compose", "--env-file", str(file), "-f", "docker-compose.yml", "config", "--format", "json")
         for file in (env, Path("/dev/null"))
     ]
     assert json.loads(shown[0])["services"] == json.loads(shown[1])["services"]

@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from shardline.config import Timeouts
+from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.plan import ShardSpec
 from shardline.core.reduce import Block
 from shardline.core.tensor_bytes import Buffer, digest
 from shardline.host import segments
-from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, Lane, Sender, Want, Whole
+from shardline.lanes.base import Lane
 from shardline.lanes.shm.client import ShmLane
+from shardline.lanes.shm.server import ShmOffer
 from shardline.lanes.tcp.client import TcpLane
+from shardline.lanes.tcp.server import TcpOffer
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import plan_from_proto
-from shardline_ps.data.shm_server import ShmOffer
-from shardline_ps.data.tcp_server import TcpOffer
 from tests.contract.plain_client import ELEMENTS, FIRST_W, FROZEN, STATS, TIMELINE, W, floats, plan, plan_id
 from tests.integration.cluster import Ps
 
@@ -103,7 +104,8 @@ class Bench(Generic[L]):
     def __init__(self, ps: Ps, offer: Any, lane: Callable[[Peer], L]) -> None:
         self.ps = ps
         self.offer = offer
-        ps.attachments.offer(offer)
+        if offer is not None:
+            ps.attachments.offer(offer)
         self.peer = Peer(ps.task, ps.address, TIMEOUTS)
         self.lane = lane(self.peer)
 
@@ -145,7 +147,7 @@ class ShmBench(Bench[ShmLane]):
     sink = Mapping
 
     def __init__(self, ps: Ps, run_dir: Path | None = None) -> None:
-        offer = ShmOffer(lambda: True, run_dir=run_dir, timeout_s=TIMEOUTS.rpc_s)
+        offer = ShmOffer(run_dir=run_dir, timeout_s=TIMEOUTS.rpc_s)
         super().__init__(ps, offer, lambda peer: ShmLane(peer, 0, spec(), timeout_s=TIMEOUTS.rpc_s))
 
     def knock(self, message: bytes, fds: Sequence[int]) -> int:

@@ -86,8 +86,9 @@ class PlainClient:
             "shards": [0],
             "rule": plan_pb2.RuleSpec(name="SGD", groups=[plan_pb2.ParamGroup(arguments={"lr": number})]),
             "consistency": plan_pb2.ConsistencySpec(mode="sync"),
-            "replicas": 1,
         }
+        if "replicas" in changes:
+            changes["settings"] = {"replicas": plan_pb2.Argument(integer=changes.pop("replicas"))}
         return parameter_server_pb2.ConfigureRequest(**{**settings, **changes})
 
     def start(self, **changes: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -336,6 +338,41 @@ def test_a_nan_from_any_client_is_skipped_where_the_job_skips(client: PlainClien
     assert client.push(client.gradient(NAN, seq=1)).outcome == common_pb2.OUTCOME_SKIPPED
     assert client.weights() == FIRST_W
     assert client.push(client.gradient(seq=2)).outcome == common_pb2.OUTCOME_APPLIED
+
+
+HUGE = 5_000_000
+HUGE_HEADS: dict[str, tuple[Callable[[Frames], Frames], str]] = {
+    "a task": (edit(HEADER, data__task="w" * HUGE), "header has .* bytes; the limit is"),
+    "a codec": (edit(HEADER, codec="w" * HUGE), "header has .* bytes; the limit is"),
+    "millions of empty buckets": (
+        edit(HEADER, empty_buckets=[300] * (HUGE // 2)),
+        "header has .* bytes; the limit is",
+    ),
+    "a bitmap": (edit(BUCKET, present=b"\1" * HUGE), "bucket has .* bytes; the limit is"),
+    "a name of a page": (edit(HEADER, data__task="w" * 2000), "head of a message has 2000 characters"),
+    "a feature of a page": (
+        edit(HEADER, data__required_features=["w" * 2000]),
+        "head of a message has 2000 characters",
+    ),
+    "a long codec": (edit(HEADER, codec="w" * 100_000), "codec 'www.*"),
+}
+
+
+@pytest.mark.parametrize("case", HUGE_HEADS)
+def test_a_head_of_absurd_size_is_refused_before_it_is_parsed(ready: PlainClient, case: str) -> None:
+    change, says = HUGE_HEADS[case]
+    refused(BAD, says, lambda: ready.push(change(ready.gradient())))
+    unchanged(ready)
+
+
+def test_four_billion_replicas_cost_neither_memory_nor_time(ready: PlainClient) -> None:
+    frames = ready.gradient(block=(0, 2**32 - 1))
+    began_s, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ack = ready.push(frames)
+    assert "outside the job's 1 replicas" in ack.reason
+    # A bitmap of them would take 512 MB, and seconds in which the ps does nothing else.
+    assert time.monotonic() - began_s < 5.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000
 
 
 def test_an_oversized_message_is_refused_before_it_is_held(ready: PlainClient) -> None:

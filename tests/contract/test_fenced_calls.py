@@ -11,9 +11,9 @@ import grpc
 import pytest
 
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2
+from shardline.server import conversation as push_pull_servicer
+from shardline.server import data_plane
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
-from shardline_ps import servicer
-from shardline_ps.data import conversation as push_pull_servicer
 from tests.contract.plain_client import DEADLINE_S, FIRST_W, PlainClient
 from tests.contract.refusals import refused, says
 from tests.integration.cluster import Ps
@@ -97,7 +97,7 @@ def test_a_fence_ends_half_a_push_and_gives_its_room_back_while_others_go_on(
     acks = [reply.ack.outcome for reply in other.replies() if method == "Push" or reply.HasField("ack")]
     assert acks == [common_pb2.OUTCOME_COUNTED]
     assert two.weights() == tuple(value - 0.5 for value in FIRST_W)
-    wait_for(lambda: staging._leased == 0 and not ps.servicer._calls.open, "all calls to be over")
+    wait_for(lambda: staging._leased == 0 and not ps.servicer.calls.open, "all calls to be over")
     zombie.close()
     other.close()
 
@@ -106,12 +106,12 @@ def test_a_fence_ends_a_pull_that_waits(two: PlainClient, ps: Ps) -> None:
     other = two.stub.Pull(two.pull_request(exact_step=1, wait_s=15.0), timeout=DEADLINE_S)
     two.task = "worker/1"
     zombie = two.stub.Pull(two.pull_request(exact_step=1, wait_s=15.0), timeout=DEADLINE_S)
-    wait_for(lambda: len(ps.servicer._calls.open) == 2, "both pulls to wait")
+    wait_for(lambda: len(ps.servicer.calls.open) == 2, "both pulls to wait")
     member(two, worker_0=1, worker_1=2)
     ended(lambda: list(zombie))
-    assert len(ps.servicer._calls.open) == 1
+    assert len(ps.servicer.calls.open) == 1
     other.cancel()
-    wait_for(lambda: not ps.servicer._calls.open, "the other pull to be over")
+    wait_for(lambda: not ps.servicer.calls.open, "the other pull to be over")
 
 
 @pytest.mark.parametrize("method", ["Pull", "PushPull"])
@@ -125,7 +125,7 @@ def test_a_fence_is_told_to_one_that_reads_too_slowly_to_be_sent_more(
             made.append(time.monotonic())
             yield write_pull(PullFrameView(chunk=ChunkView(0, 0, memoryview(bytes(1 << 20)))), outer=outer)
 
-    monkeypatch.setattr(servicer, "pull", endless)
+    monkeypatch.setattr(data_plane, "pull", endless)
     monkeypatch.setattr(push_pull_servicer, "pull", endless)
     two.task = "worker/1"
     zombie: Any
@@ -136,7 +136,7 @@ def test_a_fence_is_told_to_one_that_reads_too_slowly_to_be_sent_more(
         zombie = two.stub.PushPull(iter([pull]), timeout=DEADLINE_S)
     wait_for(lambda: bool(made) and time.monotonic() - made[-1] > 0.5, "the reader to hold back what is sent")
     member(two, worker_0=1, worker_1=2)
-    wait_for(lambda: not ps.servicer._calls.open, "the call to be over")
+    wait_for(lambda: not ps.servicer.calls.open, "the call to be over")
     ended(lambda: list(zombie))
 
 

@@ -15,8 +15,8 @@ import pytest
 from shardline.core.plan import ShardSpec
 from shardline.errors import UsageError
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2
+from shardline.storage.publication import Publication
 from shardline_ps import servicer
-from shardline_ps.shard.publication import Publication
 from tests.contract.plain_client import FIRST_W, TIMELINE, PlainClient, W
 from tests.contract.refusals import refused, unchanged
 from tests.contract.test_fenced_calls import Half
@@ -93,7 +93,7 @@ def test_a_pull_that_waits_is_woken_and_holds_no_shard_while_new_ones_are_made(
     client: PlainClient, ps: Ps, no_collection: None, beside: ThreadPoolExecutor
 ) -> None:
     client.start(replicas=2)
-    calls = ps.servicer._calls.open
+    calls = ps.servicer.calls.open
     pull = beside.submit(client.pull, exact_step=1, wait_s=15.0)
     wait_for(lambda: len(calls) == 1, "the pull to wait")
     watch = Watch(ps)
@@ -172,7 +172,7 @@ def test_a_refused_configuration_leaves_the_old_shards_and_their_waiting_pulls_a
 ) -> None:
     client.start(replicas=2)
     pull = beside.submit(client.pull, exact_step=1, wait_s=15.0)
-    wait_for(lambda: len(ps.servicer._calls.open) == 1, "the pull to wait")
+    wait_for(lambda: len(ps.servicer.calls.open) == 1, "the pull to wait")
     watch, before = Watch(ps), watch_of(ps)
     for changes, sentence in (
         ({"shards": [0, 7]}, "places shard 7 here"),

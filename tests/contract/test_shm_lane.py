@@ -18,17 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.exchange.shard_exchange import Interrupted
+from shardline.client.exchange.outcomes import Interrupted
 from shardline.config import Timeouts
+from shardline.core.exchange import Arrival, BucketPayload, Contribution, Want, Whole
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import ProtocolError, ShardlineError, UnreachableError, UsageError
 from shardline.host import segments
-from shardline.lanes.base import Arrival, BucketPayload, Contribution, LaneUnavailable, Want, Whole
+from shardline.lanes.base import LaneUnavailable
+from shardline.lanes.shm.server import SegmentPublication, ShmOffer, publish
 from shardline.rpc.messages.data import referred_requests
 from shardline.rpc.v1 import common_pb2
 from shardline.testing import reference
-from shardline_ps.data.shm_server import SegmentPublication, ShmOffer, publish
 from tests.contract.lanes import (
     DEADLINE_S,
     GRADIENTS,
@@ -36,11 +37,9 @@ from tests.contract.lanes import (
     Mapping,
     ShmBench,
     a_push_that_does_not_count_ends_the_exchange,
-    a_sender_that_is_not_admitted_is_told_as_on_the_stream,
     gradient,
     on_loop,
     payload,
-    unchanged_buckets_come_without_bytes,
 )
 from tests.contract.plain_client import FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats
 from tests.contract.refusals import OUTCOMES, unchanged
@@ -78,16 +77,6 @@ def test_a_step_in_shared_memory_ends_as_on_the_stream(bench: ShmBench, ready: P
     assert {head.bucket: head.area for head in sink.heads} == {W: 1, FROZEN: 0, STATS: 1}
 
 
-def test_one_pair_of_segments_serves_many_exchanges(bench: ShmBench) -> None:
-    bench.pull(0)
-    first = bench.lane.mapped
-    for step in range(5):
-        done = bench.exchange(gradient(step=step), Want(step=step + 1, have_step=step, wait_s=5.0))
-        assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
-    assert first is not None and bench.lane.mapped is first and bench.open == 1
-    assert bench.pull(5).weights() == tuple(value - 5 * RATE for value in FIRST_W)
-
-
 def test_a_gradient_computed_in_the_lanes_memory_is_read_where_it_lies(bench: ShmBench, ready: PlainClient) -> None:
     assert bench.lane.allocate(W, 256) is None
     bench.pull(0)
@@ -114,20 +103,12 @@ def test_memory_that_the_shard_may_still_read_is_not_given_out_again(bench: ShmB
     assert bench.lane.mapped is not first
 
 
-def test_buckets_that_did_not_change_come_without_bytes(bench: ShmBench) -> None:
-    unchanged_buckets_come_without_bytes(bench)
-
-
 def test_a_push_that_does_not_count_ends_the_exchange_and_its_segments(bench: ShmBench) -> None:
     bench.exchange(gradient(), Want(step=1, wait_s=5.0))
     old = bench.lane.mapped
     a_push_that_does_not_count_ends_the_exchange(bench)
     assert old is not None and bench.lane.mapped is None
     assert bench.exchange(gradient(), Want(step=1)).acks[0].outcome is Outcome.DUPLICATE
-
-
-def test_a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: ShmBench) -> None:
-    a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench)
 
 
 def test_a_gradient_that_is_refused_changes_nothing_and_is_not_read_again(bench: ShmBench, ready: PlainClient) -> None:
@@ -272,19 +253,13 @@ def test_wrong_and_used_tokens_are_refused_and_descriptors_closed(bench: ShmBenc
     assert knock(token[:16] + bytes(16)) == 0
     assert knock(token) == 1
     assert knock(token) == 0
-    assert bench.offer.refused == 3
+    assert bench.offer.acceptor.refused == 3
     on_loop(bench.ps, lambda: bench.ps.attachments.drop_all("a test"))
     gc.collect()
     assert descriptors("shardline-test") == before
     with pytest.raises(UnreachableError):
         bench.pull(0)
     assert bench.pull(0).heads
-
-
-def test_a_token_that_comes_late_is_refused(bench: ShmBench) -> None:
-    bench.offer._tokens._valid_s = 0.0
-    with pytest.raises(LaneUnavailable, match="refused"):
-        bench.pull(0)
 
 
 @pytest.mark.parametrize(
@@ -303,24 +278,8 @@ def test_a_segment_that_is_not_as_agreed_is_refused(bench: ShmBench, seals: int,
     """said, real: bytes more than one push has."""
     fd = unsealed(bench.length + real, seals)
     assert bench.knock(segments._KNOCK.pack(b"shardln1", bench.token(), bench.length + said), [fd]) == 0
-    assert bench.offer.refused == 1
+    assert bench.offer.acceptor.refused == 1
     assert mappings("shardline-test") == set() and descriptors("shardline-test") == 0
-    assert bench.pull(0).heads
-
-
-def test_noise_at_the_socket_is_refused_and_the_next_one_is_served(bench: ShmBench) -> None:
-    assert bench.knock(b"GET / HTTP/1.1\r\n\r\n", []) == 0
-    assert bench.knock(bytes(segments.KNOCK_BYTES), [unsealed(64)]) == 0
-    assert bench.offer.refused == 2 and descriptors("shardline-test") == 0
-    assert bench.pull(0).heads
-
-
-def test_who_says_nothing_does_not_stay(bench: ShmBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardline_ps.data.shm_server._Guest.limit_s", 0.1)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
-        silent.settimeout(5.0)
-        silent.connect(segments.to_kernel(bench.offer.address))
-        assert silent.recv(64)[:1] == b"\0"
     assert bench.pull(0).heads
 
 
@@ -331,7 +290,7 @@ def test_another_user_gets_no_segments(bench: ShmBench, monkeypatch: pytest.Monk
         with pytest.raises(LaneUnavailable, match=f"the process behind the socket is of user {uid}"):
             bench.pull(0)
         assert bench.knock(segments._KNOCK.pack(b"shardln1", bench.token(), bench.length), []) == 0
-        assert bench.offer.refused >= 1
+        assert bench.offer.acceptor.refused >= 1
     assert bench.pull(0).heads
 
 
@@ -364,13 +323,6 @@ def test_a_shard_in_ordinary_memory_offers_no_lane(
     bench.close()
 
 
-def test_a_ps_that_is_gone_is_told_apart_from_one_without_the_lane(bench: ShmBench) -> None:
-    bench.pull(0)
-    bench.ps.close()
-    with pytest.raises(UnreachableError):
-        bench.pull(0)
-
-
 def test_a_socket_in_a_folder_is_this_users_alone_and_goes_with_its_server(
     ps: Ps, ready: PlainClient, folder: Path
 ) -> None:
@@ -388,27 +340,10 @@ def test_a_socket_in_a_folder_is_this_users_alone_and_goes_with_its_server(
 
 def test_a_folder_whose_path_is_too_long_is_refused_with_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"at most 100 bytes; see --run-dir"):
-        ShmOffer(lambda: True, run_dir=tmp_path / ("x" * 100), timeout_s=1.0)
+        ShmOffer(run_dir=tmp_path / ("x" * 100), timeout_s=1.0)
 
 
 # Ends
-
-
-def test_segments_that_the_ps_has_given_back_are_shared_anew(bench: ShmBench) -> None:
-    bench.pull(0)
-    on_loop(bench.ps, lambda: bench.ps.attachments.drop_all("a test"))
-    with pytest.raises(UnreachableError, match="is not open here"):
-        bench.exchange(gradient(), Want(step=1, wait_s=5.0))
-    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
-    assert done.end is not None and done.end.outcome is Outcome.SERVED
-
-
-def test_a_fenced_worker_loses_its_segments(bench: ShmBench) -> None:
-    bench.pull(0)
-    on_loop(bench.ps, lambda: bench.ps.attachments.keep_only({"worker/0": 2}))
-    assert bench.open == 0
-    with pytest.raises(UnreachableError, match="is not open here"):
-        bench.pull(0)
 
 
 def test_an_exchange_is_cancelled_while_it_waits_and_its_segments_are_never_written_again(bench: ShmBench) -> None:
@@ -452,7 +387,7 @@ DYING_WORKER = """
 import sys, threading
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import referred_requests
-from shardline.lanes.base import Contribution
+from shardline.core.exchange import Contribution
 from tests.contract.lanes import *
 
 class Stuck(Whole):
@@ -512,10 +447,10 @@ def test_what_was_counted_and_given_up_is_not_overwritten_by_the_step_that_is_ma
         trainer.exchange.arm()
         trainer.locate([0], cluster.timeline)
         # The step waits for replicas 1 and 2, and then they come to this worker.
-        trainer.exchange.still_ordered = lambda: False
+        worker.orders.stand = lambda: False
         with pytest.raises(Interrupted):
             worker.step([0])
         assert {tuple(bucket.contributions.counted) for bucket in cluster.shards[0].buckets} == {(0,)}
-        trainer.exchange.still_ordered = lambda: True
+        worker.orders.stand = lambda: True
         worker.run([0, 1, 2], job.steps)
         assert_same_end(cluster.state(), reference(job))

@@ -28,19 +28,20 @@ import pytest
 
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.core.exchange import Contribution, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.host import segments
-from shardline.lanes.base import Contribution, LaneUnavailable, Sender, Want, Whole
+from shardline.lanes import token_acceptor
+from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.grpc.client import GrpcLane
 from shardline.lanes.negotiated import NegotiatedLane
+from shardline.lanes.shm import server as shared
 from shardline.lanes.shm.client import ShmLane
+from shardline.lanes.shm.server import SegmentPublication, ShmOffer, publish
 from shardline.rpc.messages.data import Attached, referred_requests
-from shardline_ps.data import shm_server as shared
-from shardline_ps.data import tcp_server as bulk
-from shardline_ps.data.shm_server import SegmentPublication, ShmOffer, publish
 from shardline_ps.service import offers
 from tests.contract.lanes import (
     DEADLINE_S,
@@ -194,7 +195,7 @@ def test_what_is_no_readable_segment_is_refused_whatever_it_is(bench: ShmBench) 
     for count, (kind, fd) in enumerate(kinds.items(), 1):
         message = segments._KNOCK.pack(b"shardln1", bench.token(), bench.length)
         assert bench.knock(message, [fd]) == 0, kind
-        assert bench.offer.refused == count
+        assert bench.offer.acceptor.refused == count
     assert len(kinds) >= 6
     wait_for(lambda: all_descriptors() == before, "all descriptors to be closed")
     with pytest.raises(UnreachableError):
@@ -213,7 +214,7 @@ def test_one_descriptor_comes_with_a_token_neither_none_nor_more(bench: ShmBench
     os.close(whole)
     gc.collect()
     wait_for(lambda: all_descriptors() <= before, "all descriptors to be closed")
-    assert bench.offer.refused == 1 and mappings("shardline-test") == set()
+    assert bench.offer.acceptor.refused == 1 and mappings("shardline-test") == set()
 
 
 # References
@@ -280,7 +281,7 @@ def test_a_worker_with_a_plan_of_another_size_shares_no_memory(bench: ShmBench, 
     with pytest.raises(LaneUnavailable, match="the server refused the token or the segment"):
         bench.pull(0)
     gc.collect()
-    assert bench.offer.refused == 2 and mappings(GRADIENTS) == set()
+    assert bench.offer.acceptor.refused == 2 and mappings(GRADIENTS) == set()
     another = dataclasses.replace(SENDER, plan_id="feed")
     with pytest.raises(LaneUnavailable, match=r"the plan is [0-9a-f]{32}, the message was cut by feed"):
         bench.exchange(want=Want(step=0), sender=another)
@@ -295,7 +296,7 @@ def test_another_users_process_is_sent_away_and_sends_itself_away(bench: ShmBenc
     token = bench.token()
     message = segments._KNOCK.pack(b"shardln1", token, bench.length)
     assert elsewhere(become_nobody, lambda: bench.knock(message, [unsealed(bench.length, segments.FIXED)])) == 0
-    assert bench.offer.refused == 1 and len(bench.offer._tokens) == 1
+    assert bench.offer.acceptor.refused == 1 and len(bench.offer.acceptor.tokens) == 1
     bench.lane._mapped = None
     with pytest.raises(LaneUnavailable, match=rf"is of user {os.geteuid()}, this one of {NOBODY}"):
         elsewhere(become_nobody, lambda: bench.pull(0))
@@ -342,19 +343,19 @@ def test_without_a_common_network_a_socket_in_a_folder_is_within_reach(
 def test_a_crowd_that_says_nothing_keeps_a_worker_waiting_and_no_longer(
     bench: ShmBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardline_ps.data.shm_server._Guest.limit_s", 0.1)
+    monkeypatch.setattr("shardline.lanes.token_acceptor.Guest.limit_s", 0.1)
     bench.token()
     before = all_descriptors()
     crowd: list[socket.socket] = []
     # Those that are let in, those that the kernel keeps before the door, and no room for one more.
-    for _ in range(2 * bulk.MAX_VISITORS + 1):
+    for _ in range(2 * token_acceptor.MAX_GUESTS + 1):
         crowd.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         crowd[-1].connect(segments.to_kernel(bench.offer.address))
     assert bench.pull(0).heads and bench.lane.name == "shm"
-    assert bench.offer.refused >= bulk.MAX_VISITORS
+    assert bench.offer.acceptor.refused >= token_acceptor.MAX_GUESTS
     for one in crowd:
         one.close()
-    wait_for(lambda: not bench.offer._guests, "the crowd to be gone")
+    wait_for(lambda: bench.offer.acceptor.guests == 0, "the crowd to be gone")
     bench.lane._mapped = None
     on_loop(bench.ps, lambda: bench.ps.attachments.drop_all("a test"))
     gc.collect()
@@ -397,7 +398,7 @@ def test_sixty_four_workers_cost_no_thread_each_and_leave_nothing(ps: Ps, client
     for lane in lanes:
         lane.close()
     on_loop(ps, lambda: ps.attachments.keep_only({"worker/0": 1}))
-    assert bench.open == 1 and len(bench.offer._tokens) == 0
+    assert bench.open == 1 and len(bench.offer.acceptor.tokens) == 0
 
     def free() -> bool:
         gc.collect()
@@ -411,7 +412,7 @@ def test_sixty_four_workers_cost_no_thread_each_and_leave_nothing(ps: Ps, client
 
 
 def offer_in(folder: Path) -> ShmOffer:
-    return ShmOffer(lambda: True, run_dir=folder, timeout_s=1.0)
+    return ShmOffer(run_dir=folder, timeout_s=1.0)
 
 
 def test_sockets_of_living_neighbours_are_left_alone_and_dead_ones_removed(folder: Path) -> None:
@@ -433,7 +434,7 @@ def test_sockets_of_living_neighbours_are_left_alone_and_dead_ones_removed(folde
     assert {path.name for path in folder.iterdir()} == {*living, "other.sock", "shardline-notes.txt"}
     second.close()
     # Who only looks whether somebody lives there is no stranger.
-    assert first.refused == 0
+    assert first.acceptor.refused == 0
     first.close()
     assert {path.name for path in folder.iterdir()} == {"other.sock", "shardline-notes.txt"}
 
@@ -590,9 +591,9 @@ def test_an_idle_worker_that_is_killed_leaves_nothing_once_it_is_fenced(bench: S
 
 def test_a_token_that_nobody_used_goes_with_its_worker(bench: ShmBench) -> None:
     token = bench.token()
-    assert bench.open == 1 and len(bench.offer._tokens) == 1
+    assert bench.open == 1 and len(bench.offer.acceptor.tokens) == 1
     on_loop(bench.ps, lambda: bench.ps.attachments.keep_only({"worker/0": 2}))
-    assert bench.open == 0 and len(bench.offer._tokens) == 0
+    assert bench.open == 0 and len(bench.offer.acceptor.tokens) == 0
     message = segments._KNOCK.pack(b"shardln1", token, bench.length)
     assert bench.knock(message, [unsealed(bench.length, segments.FIXED)]) == 0
     assert mappings("shardline-test") == set() and descriptors("shardline-test") == 0

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from shardline.core.exchange import BucketPayload, Contribution, Want, Whole
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import UnreachableError
-from shardline.lanes.base import BucketPayload, Contribution, Want, Whole
 from shardline.lanes.grpc.client import GrpcLane
+from shardline.lanes.shm.server import publish
 from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import common_pb2, data_pb2
-from shardline_ps.data.shm_server import publish
 from tests.contract.lanes import TIMEOUTS, Bench, ShmBench, TcpBench, floats, gradient, payload
 from tests.contract.plain_client import DEADLINE_S, ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient
 from tests.integration.cluster import Ps

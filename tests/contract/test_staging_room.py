@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardline.rpc.v1 import common_pb2
-from shardline_ps.memory.staging import Lease
+from shardline.server.staging import Lease
 from tests.contract.plain_client import FIRST_W, RATE, PlainClient
 from tests.contract.refusals import says
 from tests.integration.cluster import Ps

@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from shardline.core.exchange import BucketPayload, Sender, Want
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
-from shardline.core.reduce import Block
-from shardline.errors import ProtocolError, UnreachableError
-from shardline.lanes.base import BucketPayload, Contribution, LaneUnavailable, Sender, Want, Whole
+from shardline.errors import UnreachableError
+from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.tcp import client as tcp
 from shardline.lanes.tcp import frames as bulk
-from shardline.lanes.tcp.client import TcpLane
-from shardline.rpc.channel import Peer
+from shardline.lanes.tcp.server import TcpOffer
 from shardline.rpc.messages.data import Attached, referred_requests
 from tests.contract.lanes import (
     DEADLINE_S,
     SENDER,
-    TIMEOUTS,
     Taken,
     TcpBench,
     a_push_that_does_not_count_ends_the_exchange,
-    a_sender_that_is_not_admitted_is_told_as_on_the_stream,
     gradient,
-    on_loop,
-    payload,
-    unchanged_buckets_come_without_bytes,
 )
-from tests.contract.plain_client import (
-    ELEMENTS,
-    FIRST_W,
-    FROZEN,
-    RATE,
-    STATS,
-    TIMELINE,
-    PlainClient,
-    W,
-    floats,
-    plan_id,
-)
+from tests.contract.plain_client import FIRST_W, RATE, TIMELINE, PlainClient, floats, plan_id
 from tests.contract.refusals import unchanged
 from tests.integration.cluster import Ps
 from tests.integration.test_deaths import wait_for
@@ -57,60 +41,12 @@ def bench(ps: Ps, ready: PlainClient) -> Iterator[TcpBench]:
     made.close()
 
 
-def test_a_step_over_bulk_sockets_ends_as_on_the_stream(bench: TcpBench, ready: PlainClient) -> None:
-    sink = Taken()
-    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0), sink=sink)
-    assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
-    assert done.end is not None and (done.end.outcome, done.end.step) == (Outcome.SERVED, 1)
-    assert sink.weights() == tuple(value - RATE for value in FIRST_W) == ready.weights()
-    assert sorted(head.bucket for head in sink.heads) == [0, 1, 2]
-
-
-def test_sockets_serve_many_exchanges(bench: TcpBench) -> None:
-    for step in range(5):
-        done = bench.exchange(gradient(step=step), Want(step=step + 1, have_step=step, wait_s=5.0))
-        assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
-    sockets = bench.lane._sockets
-    assert sockets is not None and bench.open == 1
-    assert bench.pull(5).weights() == tuple(value - 5 * RATE for value in FIRST_W)
-    assert bench.lane._sockets is sockets
-
-
-def test_buckets_that_did_not_change_come_without_bytes(bench: TcpBench) -> None:
-    unchanged_buckets_come_without_bytes(bench)
-
-
 def test_a_push_that_does_not_count_ends_the_exchange_and_its_sockets(bench: TcpBench, ready: PlainClient) -> None:
     bench.exchange(gradient())
     old = bench.lane._sockets
     a_push_that_does_not_count_ends_the_exchange(bench)
     assert old is not None and not old.alive and bench.lane._sockets is None
     assert bench.exchange(gradient(), Want(step=1)).acks[0].outcome is Outcome.DUPLICATE
-
-
-def test_the_shards_own_words_come_before_a_broken_socket(bench: TcpBench, ready: PlainClient) -> None:
-    # Far more than the kernels hold, so that the socket breaks while it is sent.
-    with pytest.raises(ProtocolError, match=r"payload of 67108864 bytes announced, codec raw makes 256"):
-        bench.exchange(gradient(items=[payload(bytes(64 << 20))]), Want(step=1, wait_s=5.0))
-    unchanged(ready)
-    bench.exchange(gradient(), Want(step=1, wait_s=5.0))
-    ready_weights = ready.weights()
-    assert ready_weights == tuple(value - RATE for value in FIRST_W)
-
-
-def test_a_wrong_digest_is_refused_with_its_bucket(bench: TcpBench, ready: PlainClient) -> None:
-    data = floats([1.0] * 12)
-    lying = BucketPayload(
-        bucket=W, dtype="float32", elements=ELEMENTS, present=b"", data=data, raw_bytes=len(data), digest=1
-    )
-    with pytest.raises(ProtocolError, match="bucket 0: the digest of the received bytes differs"):
-        bench.exchange(gradient(items=[lying]))
-    unchanged(ready)
-    ready.complete()
-
-
-def test_a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: TcpBench) -> None:
-    a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench)
 
 
 def test_another_life_of_the_worker_opens_sockets_of_its_own(bench: TcpBench) -> None:
@@ -120,17 +56,6 @@ def test_another_life_of_the_worker_opens_sockets_of_its_own(bench: TcpBench) ->
     done = bench.exchange(want=Want(step=0), sender=later)
     assert done.end is not None and done.end.outcome is Outcome.SERVED
     assert first is not None and not first.alive and bench.open == 1
-
-
-def test_a_ps_without_the_lane_is_told_apart_from_one_that_is_gone(ps: Ps, ready: PlainClient) -> None:
-    peer = Peer(ps.task, ps.address, TIMEOUTS)
-    lane = TcpLane(peer, 0, [ELEMENTS] * 3, timeouts=TIMEOUTS)
-    with pytest.raises(LaneUnavailable, match="opens no tcp lane: this ps offers the lanes grpc"):
-        lane.exchange(SENDER, [], Want(step=0), Taken(), timeout_s=DEADLINE_S)
-    ps.close()
-    with pytest.raises(UnreachableError):
-        lane.exchange(SENDER, [], Want(step=0), Taken(), timeout_s=DEADLINE_S)
-    peer.close()
 
 
 def test_a_worker_of_another_plan_is_told_so_and_not_that_there_is_no_such_lane(bench: TcpBench) -> None:
@@ -154,19 +79,65 @@ def test_a_port_that_is_blocked_makes_the_lane_unavailable(bench: TcpBench, monk
             bench.pull(0)
 
 
-def test_a_refused_token_makes_the_lane_unavailable(bench: TcpBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.offer._tokens._valid_s = 0.0
-    with pytest.raises(LaneUnavailable, match="the token was refused"):
-        bench.pull(0)
+@pytest.mark.parametrize("stolen", ["up_token", "down_token"])
+def test_a_thief_who_shows_a_token_first_costs_the_worker_this_lane_and_learns_nothing(
+    bench: TcpBench, ready: PlainClient, monkeypatch: pytest.MonkeyPatch, stolen: str
+) -> None:
+    opens = bench.lane._open
+    thieves: list[socket.socket] = []
 
+    def overheard(sender: Sender, *, timeout_s: float) -> Any:
+        opened = opens(sender, timeout_s=timeout_s)
+        thief = bulk.dial("127.0.0.1", opened.port, getattr(opened, stolen), timeout_s=5.0, stall_s=5.0)
+        thieves.append(thief)
+        # Bytes that no push refers to.
+        thief.sendall(floats([9.0] * 12))
+        return opened
 
-def test_sockets_that_broke_between_exchanges_are_opened_anew(bench: TcpBench) -> None:
-    bench.pull(0)
-    bench.drop()
-    with pytest.raises(UnreachableError):
-        bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.lane, "_open", overheard)
+        with pytest.raises(LaneUnavailable, match="the token was refused"):
+            bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    unchanged(ready)
+    # The worker's next pair ends what the thief holds, and counts as ever.
     done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
-    assert done.end is not None and done.end.outcome is Outcome.SERVED
+    assert done.end is not None and done.end.outcome is Outcome.SERVED and bench.open == 1
+    assert ready.weights() == tuple(value - RATE for value in FIRST_W)
+    (thief,) = thieves
+    thief.settimeout(5.0)
+    with contextlib.suppress(ConnectionError):
+        assert thief.recv(1) == b""
+    thief.close()
+
+
+def test_bytes_are_referred_to_only_by_who_opened_their_sockets(bench: TcpBench, ready: PlainClient) -> None:
+    bench.pull(0)
+    assert bench.lane._sockets is not None
+    ours = bench.lane._sockets.attached
+    other = dataclasses.replace(SENDER, who=Identity("worker/1", 1))
+    for sender, attached in ((other, ours), (SENDER, Attached("tcp", ours.number + 1)), (SENDER, Attached("tcp", 0))):
+        requests = referred_requests(sender, 0, [gradient()], None, attached, place=lambda item: 0)
+        with pytest.raises(UnreachableError, match=rf"attachment {attached.number:#x} .* is not open here"):
+            bench.lane._converse(requests, [gradient()], None, Taken(), timeout_s=DEADLINE_S)
+    unchanged(ready)
+    # None of this cost the worker its sockets.
+    sockets = bench.lane._sockets
+    bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert bench.lane._sockets is sockets
+
+
+def test_a_used_token_is_of_no_use_from_another_connection_or_at_another_server(bench: TcpBench) -> None:
+    opened = bench.lane._open(SENDER, timeout_s=DEADLINE_S)
+    other = TcpOffer("127.0.0.1", timeout_s=5.0, take=bench.ps.store.buffers.take)
+    try:
+        for port in (other.port, opened.port):
+            for token in (opened.up_token, opened.down_token):
+                if port == opened.port:
+                    bulk.dial("127.0.0.1", port, token, timeout_s=5.0, stall_s=5.0).close()
+                with pytest.raises(bulk.RefusedError):
+                    bulk.dial("127.0.0.1", port, token, timeout_s=5.0, stall_s=5.0)
+    finally:
+        other.close()
 
 
 @pytest.mark.parametrize("sent", [0, 1, 255])
@@ -191,26 +162,6 @@ def test_a_push_cut_within_its_bytes_counts_no_bucket_and_a_retry_completes_the_
     assert ready.weights() == tuple(value - RATE for value in FIRST_W)
 
 
-def test_an_exchange_is_cancelled_wherever_it_waits(bench: TcpBench) -> None:
-    waiting = threading.Event()
-
-    class Payloads(Whole):
-        def batches(self) -> Iterator[Sequence[BucketPayload]]:
-            waiting.set()
-            yield from super().batches()
-
-    bench.pull(0)
-    push = Contribution(payloads=Payloads((), (W, FROZEN, STATS)), step=0, block=Block(0, 1))
-    with ThreadPoolExecutor(1) as pool:
-        # Waits for a step that nobody completes.
-        running = pool.submit(bench.exchange, push, Want(step=9, wait_s=15.0))
-        assert waiting.wait(5.0)
-        bench.lane.cancel()
-        with pytest.raises(UnreachableError):
-            running.result(5.0)
-    assert bench.pull(0).heads
-
-
 def test_opening_sockets_is_cancelled_too(bench: TcpBench) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
         bench.offer.port, port = silent.getsockname()[1], bench.offer.port
@@ -221,11 +172,3 @@ def test_opening_sockets_is_cancelled_too(bench: TcpBench) -> None:
             running.result(5.0)
     bench.offer.port = port
     assert bench.pull(0).heads
-
-
-def test_a_fenced_worker_loses_its_sockets(bench: TcpBench, ready: PlainClient) -> None:
-    bench.pull(0)
-    on_loop(bench.ps, lambda: bench.ps.attachments.keep_only({"worker/0": 2}))
-    assert bench.open == 0
-    with pytest.raises(UnreachableError, match="is not open here"):
-        bench.pull(0)

@@ -1,4 +1,4 @@
-"""What compose itself makes of compose.yaml: no engine is needed, only the command."""
+"""What compose itself makes of docker-compose.yml: no engine is needed, only the command."""
 
 from __future__ import annotations
 

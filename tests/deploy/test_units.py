@@ -172,7 +172,7 @@ def test_instances_of_one_machine_take_metrics_ports_of_their_own() -> None:
 
 def compose_file() -> dict[str, Any]:
     """The compose file with anchors resolved, by the YAML merge key."""
-    found: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+    found: dict[str, Any] = yaml.safe_load((COMPOSE / "docker-compose.yml").read_text())
     return found
 
 
@@ -215,7 +215,7 @@ def test_profile_starts_one_task_in_the_machines_network(
 
 
 def test_example_settings_name_every_variable_of_the_compose_file() -> None:
-    text = (COMPOSE / "compose.yaml").read_text()
+    text = (COMPOSE / "docker-compose.yml").read_text()
     used = {part.split("}")[0].split(":")[0] for part in text.split("${")[1:]}
     lines = (COMPOSE / ".env.example").read_text().splitlines()
     named = {line.lstrip("#").split("=")[0] for line in lines if "=" in line and not line.startswith("# ")}

@@ -21,10 +21,11 @@ from shardline.checkpoint import CheckpointStore
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.core.image import BucketImage
+from shardline.core.orders import Phase
 from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
 from shardline.core.tensor_bytes import tensor_bytes
 from shardline.host.process import Termination
-from shardline.rpc.link import ChiefLink, Phase
+from shardline.rpc.link import ChiefLink
 from shardline.rpc.messages.convert import job_to_proto
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import (

@@ -29,7 +29,7 @@ from shardline.core.spec_json import job_from_json, job_to_json
 from shardline.errors import CheckpointError, ClusterSpecError, JobError, ShardlineError
 from shardline.rpc.messages.convert import job_from_proto, job_to_proto
 from shardline.schedule import check
-from shardline.update import rules
+from shardline.update import arguments, check_tensors
 from tests.checkpoint_cases import cut_of, job_of, spec
 from tests.fuzz.calls import Finding
 from tests.fuzz.messages import Draw, damaged, pick
@@ -190,8 +190,8 @@ def _use(job: JobSpec) -> None:
     """What is done with a job that could be read."""
     # First, as everywhere: names and dtypes. Without the sizes, which anything may follow from.
     make_plan([dataclasses.replace(tensor, shape=()) for tensor in job.tensors], 2)
-    rules.rule(job.rule.name, job.rule.groups)
-    rules.check_tensors(job.rule, job.tensors)
+    arguments.rule(job.rule.name, job.rule.groups)
+    check_tensors(job.rule, job.tensors)
     check(job.schedule)
     try:
         sent = job_to_proto(job)
@@ -207,11 +207,11 @@ def _load_rule(files: Mapping[str, bytes], folder: Path) -> None:
     fields = job_to_json(_job())
     fields["rule"] = value
     rule: RuleSpec = job_from_json(fields).rule
-    made = rules.rule(rule.name, rule.groups)
+    made = arguments.rule(rule.name, rule.groups)
     for group in made.groups:
-        rules.torch_arguments(made.name, group)
-        numbers = rules.hyper_numbers(made.name, group)
-        rules.with_hyper(made.name, group, dict.fromkeys(numbers, 0.5))
+        arguments.torch_arguments(made.name, group)
+        numbers = arguments.hyper_numbers(made.name, group)
+        arguments.with_hyper(made.name, group, dict.fromkeys(numbers, 0.5))
 
 
 def _load_checkpoint(files: Mapping[str, bytes], folder: Path) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from shardline.cluster import parse_address
 from shardline.host import segments
 from shardline.lanes.tcp import frames as bulk
+from shardline.lanes.token_acceptor import TOKEN_BYTES
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2
 from tests.fuzz.calls import Finding, LogWatch
 from tests.fuzz.hosts import PsHost
@@ -68,7 +69,7 @@ def draw_visit(draw: Draw) -> Visit:
         data = damaged(draw, data) if how == "damaged" else data
     elif how == "damaged":
         size = bulk.PREAMBLE_BYTES if kind == "bulk" else segments.KNOCK_BYTES
-        right = bulk.preamble(bytes(bulk.TOKEN_BYTES)) if kind == "bulk" else b"shardln1" + bytes(size - 8)
+        right = bulk.preamble(bytes(TOKEN_BYTES)) if kind == "bulk" else b"shardln1" + bytes(size - 8)
         data = damaged(draw, right)
     elif how == "raw":
         data = draw(st.binary(min_size=1, max_size=90))

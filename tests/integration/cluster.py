@@ -16,26 +16,32 @@ from typing import Any
 
 import torch
 
-from shardline.client.exchange.shard_exchange import StepFigures
-from shardline.client.step.trainer import Trainer
+from shardline.client.exchange.observer import Observer
+from shardline.client.exchange.outcomes import StepFigures
+from shardline.client.step.course import Course
+from shardline.client.step.factory import Ties, Wishes, make_trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.core.identity import Identity
 from shardline.core.image import VALUE, BucketImage
+from shardline.core.orders import JobView
+from shardline.core.placement import Placement
 from shardline.core.plan import Plan, Slice, make_plan
 from shardline.core.spec import TensorKind
 from shardline.data import BatchSource, replica_gradients
 from shardline.job import Job
+from shardline.lanes.attachments import Attachments
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
 from shardline.model import named_values
 from shardline.rpc.channel import Peer
-from shardline.rpc.client import JobView, PsControl
-from shardline.rpc.messages.configuration import Configuration, Placement
+from shardline.rpc.client import PsControl
+from shardline.rpc.messages.configuration import Configuration
 from shardline.rpc.server import RpcServer
 from shardline.testing import ReferenceResult
+from shardline.topology import Hop
+from shardline.topology.flat import Direct
 from shardline_ps.control.votes import Voters
-from shardline_ps.data.attachments import Attachments
 from shardline_ps.service import offers
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.shard.shard import Shard
@@ -45,6 +51,7 @@ from shardline_ps.store import ParameterStore
 COMPUTE = threading.Lock()
 """replica_gradients seeds the process's generators, so replicas compute one at a time; exchanges overlap."""
 TIMELINE = 1 << 32 | 1
+PLAIN = Wishes()
 PATIENCE_S = 30.0
 SERVICES = ("shardline.rpc.v1.ParameterServer", "shardline.rpc.v1.Coordinator", "shardline.rpc.v1.Replication")
 
@@ -84,6 +91,20 @@ class Ps:
         self.store.close()
 
 
+class Orders(Observer):
+    """What the chief would want of a worker, as a test has it, and what the worker's exchanges met."""
+
+    def __init__(self) -> None:
+        self.stand: Callable[[], bool] = lambda: True
+        self.nonfinite: list[str] = []
+
+    def still_ordered(self) -> bool:
+        return self.stand()
+
+    def not_finite(self, name: str) -> None:
+        self.nonfinite.append(name)
+
+
 class Worker:
     """One life of a worker: a model of its own and a trainer. Used by one thread."""
 
@@ -95,6 +116,7 @@ class Worker:
         incarnation: int = 1,
         lane: str = "grpc",
         wrap: Callable[[Lane], Lane] = lambda lane: lane,
+        wishes: Wishes = PLAIN,
     ) -> None:
         self.cluster = cluster
         self.index = index
@@ -108,14 +130,18 @@ class Worker:
         for shard, spec in enumerate(cluster.plan.shards):
             peer = self.peers[cluster.host_of(shard)]
             lanes[shard] = wrap(open_lane(cluster.lane_config(lane), peer, shard, spec))
-        self.trainer = Trainer(
-            cluster.view,
-            self.values,
-            lanes,
-            cluster.timeouts,
+        self.orders = Orders()
+        servers = {place.shard: Hop(place.task, place.address) for place in cluster.placement}
+        ties = Ties(
             who=Identity(f"worker/{index}", incarnation),
             index=index,
+            route=Direct(servers),
+            lanes=lanes,
+            timeouts=cluster.timeouts,
+            observer=self.orders,
         )
+        self.trainer = make_trainer(cluster.view, Course(self.cluster.spec, self.values), ties, wishes)
+        self.clips = self.trainer.course.mode.clips_at_worker and self.job.clip_norm > 0.0
         self.figures: list[StepFigures] = []
 
     def run(self, replicas: Sequence[int], steps: int) -> Worker:
@@ -128,17 +154,24 @@ class Worker:
         return self
 
     def step(self, replicas: Sequence[int]) -> None:
-        """One synchronous step."""
+        """One synchronous step: all ticks of it that are left."""
+        while not self.tick(replicas):
+            self.trainer.end_tick()
+        self.figures.append(self.trainer.finish())
+
+    def tick(self, replicas: Sequence[int]) -> bool:
+        """One pass of each replica; returns whether it ends the step."""
+        ticks = self.trainer.course.ticks
         with COMPUTE:
             for replica in replicas:
-                self.compute(self.trainer.step, replica)
-        self.figures.append(self.trainer.finish())
+                self.compute(ticks.number(self.trainer.step), replica)
+        return ticks.last
 
     def compute(self, step: int, replica: int) -> None:
         """Compute one replica's gradients and stage them. COMPUTE held."""
-        self.trainer.begin()
+        self.trainer.begin(replica)
         loss, samples = replica_gradients(self.model, self.job, self.source, step, replica)
-        if not self.trainer.is_sync and self.job.clip_norm > 0.0:
+        if self.clips:
             parameters = [value for value in self.values.values() if value.grad is not None]
             torch.nn.utils.clip_grad_norm_(parameters, self.job.clip_norm)
         gradients = {name: value.grad for name, value in self.values.items() if value.grad is not None}
@@ -239,10 +272,9 @@ class Cluster:
             rule=self.spec.rule,
             schedule=self.spec.schedule,
             consistency=self.spec.consistency,
-            replicas=self.spec.replicas,
+            **self.spec.settings(),
             cut_every=self.cut_every,
             placement=self.placement,
-            codec=self.spec.codec,
         )
 
     def lane_config(self, lane: str) -> RoleConfig:
@@ -257,9 +289,11 @@ class Cluster:
         incarnation: int = 1,
         lane: str | None = None,
         wrap: Callable[[Lane], Lane] = lambda lane: lane,
+        zero_copy: bool = False,
     ) -> Worker:
         """A new life of a worker, closed with the cluster."""
-        worker = Worker(self, index, incarnation=incarnation, lane=lane or self.lane, wrap=wrap)
+        wishes = Wishes(zero_copy=zero_copy)
+        worker = Worker(self, index, incarnation=incarnation, lane=lane or self.lane, wrap=wrap, wishes=wishes)
         self._workers.append(worker)
         return worker
 
@@ -360,7 +394,7 @@ def _gather_slice(plan: Plan, target: dict[str, torch.Tensor], piece: Slice, num
         whole[start : start + piece.elements] = flat[piece.offset : piece.end]
     for name, values in image.scalars.items():
         if image.initialized[number]:
-            before = target.setdefault(name, torch.tensor(values[number]))
+            before = target.setdefault(name, torch.tensor(values[number], dtype=torch.float64))
             assert float(before) == values[number], f"{spec.name}: {name} differs between its slices"
 
 

@@ -11,14 +11,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from shardline.client.exchange.watching import StepWatch
 from shardline.client.overlap.gate import Gate
-from shardline.client.overlap.scheduler import Expected
-from shardline.client.step.trainer import Trainer
-from shardline.core.identity import Identity
+from shardline.client.overlap.watching import StepWatch
+from shardline.client.step.expected import Expected
+from shardline.client.step.factory import Wishes
+from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.data import replica_gradients
 from shardline.errors import UnreachableError
-from shardline.lanes.base import Contribution, Exchanged, Lane, Sender, Sink, Standing, Want
+from shardline.lanes.base import Lane
 from tests.integration.cluster import COMPUTE, Cluster, Worker
 
 T = TypeVar("T")
@@ -41,25 +41,14 @@ class OverlapWorker(Worker):
         per_layer: bool = True,
         **settings: Any,
     ) -> None:
-        super().__init__(cluster, index, incarnation=incarnation, lane=cluster.lane, wrap=wrap)
-        plain = self.trainer
-        plain.close()
-        self.trainer = Trainer(
-            cluster.view,
-            self.values,
-            plain._lanes,
-            cluster.timeouts,
-            who=Identity(f"worker/{index}", incarnation),
-            index=index,
-            overlap=True,
-            **settings,
-        )
+        wishes = Wishes(overlap=True, **settings)
+        super().__init__(cluster, index, incarnation=incarnation, lane=cluster.lane, wrap=wrap, wishes=wishes)
         self.early_steps = 0
         self.per_layer = per_layer
         trainer = self.trainer
         self.gate = Gate(
             self.model,
-            {id(tensor): number for number, tensor in enumerate(trainer.layout.tensors)},
+            {id(tensor): number for number, tensor in enumerate(trainer.weights.layout.tensors)},
             wait_for=self._wait_for,
             waiting=lambda: trainer.waiting,
         )
@@ -96,11 +85,11 @@ class OverlapWorker(Worker):
             self.yielding(self.settle)
             trainer.expect(Expected(replica=replica, owned=owned, samples=samples, loss=loss()))
 
-        self.yielding(trainer.begin)
-        watch = StepWatch(self.gate, lambda: trainer.uses if trainer.starting else None, expect)
+        self.yielding(lambda: trainer.begin(replica))
+        watch = StepWatch(self.gate, lambda: trainer.uses, expect)
         loss, samples = replica_gradients(self.model, self.job, self.source, step, replica, watch)
-        self.early_steps += trainer._early is not None
-        if not trainer.is_sync and self.job.clip_norm > 0.0:
+        self.early_steps += trainer.leaves_early
+        if self.clips:
             torch.nn.utils.clip_grad_norm_([v for v in self.values.values() if v.grad is not None], self.job.clip_norm)
         gradients = {name: value.grad for name, value in self.values.items() if value.grad is not None}
         trainer.contribute(replica, gradients, samples=samples, loss=loss, keep=True)
@@ -173,7 +162,7 @@ class Layers(nn.Module):
         return cast(torch.Tensor, self.out(x))
 
 
-class LosingLane:
+class LosingLane(Lane):
     """Breaks every exchange of one step a few times, after some of its payloads or with the reply lost."""
 
     name = "losing"

@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardline.client.exchange.shard_exchange import Interrupted, Restart
+from shardline.client.exchange.outcomes import Interrupted, Restart
+from shardline.core.placement import Placement
+from shardline.core.status import ShardStatus
 from shardline.errors import UnreachableError
 from shardline.job import Job
-from shardline.rpc.messages.configuration import Configuration, Placement
-from shardline.rpc.messages.status import ShardStatus
+from shardline.rpc.messages.configuration import Configuration
 from tests.integration.cluster import PATIENCE_S, Cluster, Worker
 
 MEMBERS = {f"worker/{index}": 1 for index in range(8)}

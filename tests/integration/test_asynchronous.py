@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from shardline import schedule
-from shardline.client.exchange.shard_exchange import Restart, Stopped
+from shardline.client.exchange.outcomes import Restart, Stopped
+from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.image import WorkerSequence
 from shardline.core.outcome import Outcome
 from shardline.data import BatchSource, derive, seed_everything
 from shardline.errors import NonFiniteError, UnreachableError
 from shardline.job import Job
-from shardline.lanes.base import Contribution, Exchanged, Lane, Sender, Sink, Standing, Want
+from shardline.lanes.base import Lane
 from shardline.model import named_values
 from tests.integration.cluster import PATIENCE_S, Cluster, Worker
 from tests.integration.jobs import OPTIMIZERS, Rich, make_job, mse
@@ -98,7 +99,7 @@ def test_the_staleness_of_workers_in_lockstep_is_their_number_less_one_but_for_t
         assert abs(mean - (workers - 1)) < 0.2
 
 
-class LossyLane:
+class LossyLane(Lane):
     """Loses requests and replies: the push may or may not have arrived."""
 
     name = "lossy"
@@ -177,11 +178,11 @@ def test_a_repeated_push_after_a_broken_exchange_tells_the_base_it_was_computed_
             first.trainer.contribute(0, {})
             first.trainer.finish()
         second.trainer.contribute(0, {})
-        second.trainer.sinks[0].begin()  # as after an exchange that broke before its first bucket
+        second.trainer.weights.sinks[0].begin()  # as after an exchange that broke before its first bucket
         second.trainer.finish()
-        assert second.trainer.sinks[0].base_version == 4
+        assert second.trainer.weights.sinks[0].base_version == 4
         second.trainer.contribute(0, {})
-        second.trainer.sinks[0].begin()
+        second.trainer.weights.sinks[0].begin()
         assert second.trainer.finish().staleness == 0
 
 
@@ -252,8 +253,7 @@ def test_a_restored_shard_expects_the_push_after_the_last_one_in_its_cut() -> No
         assert pushes == {"worker/0": WorkerSequence(1, 3)}
         assert {image.version for image in images} == {3}
         control.restore(cluster.timeline, 0, 3, 3, images, pushes)
-        record = cluster.shards[0].sequences["worker/0"]
-        assert (record.incarnation, record.last_seq) == (1, 3)
+        assert cluster.shards[0].mode.sequences() == {"worker/0": WorkerSequence(1, 3)}
         assert float(cluster.state().params["b"]) == -3.0
 
 

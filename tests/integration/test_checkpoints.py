@@ -12,8 +12,8 @@ import pytest
 
 from shardline.checkpoint import CheckpointStore
 from shardline.checkpoint.files import Files
+from shardline.core.status import HeldCut
 from shardline.rpc.client import PsControl
-from shardline.rpc.messages.status import HeldCut
 from shardline.testing import reference
 from shardline_chief.io.checkpointer import Checkpointer
 from shardline_chief.rules.actions import Save, Saved

@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardline.client.exchange.shard_exchange import Interrupted, Restart, Stopped
+from shardline.client.exchange.outcomes import Interrupted, Restart, ShardTask, Stopped
+from shardline.core.exchange import BucketPayload, Contribution, Exchanged, Payloads, Sender, Sink, Standing, Want
 from shardline.errors import ProtocolError
 from shardline.job import Job
-from shardline.lanes.base import BucketPayload, Contribution, Exchanged, Lane, Payloads, Sender, Sink, Standing, Want
+from shardline.lanes.base import Lane
 from shardline.testing import ReferenceResult, reference
 from tests.integration.cluster import PATIENCE_S, Cluster, Worker, assert_same_end
 from tests.integration.jobs import Rich, make_job
@@ -53,7 +54,7 @@ class Between:
             self._function()
 
 
-class TrapLane:
+class TrapLane(Lane):
     """A lane that calls a function in the middle of one push: before bucket `at` of the first push of `step`."""
 
     name = "trap"
@@ -302,7 +303,10 @@ def test_the_step_before_a_restore_was_never_published_here() -> None:
         cluster.controls[0].activate(cluster.timeline)
         worker.trainer.locate([0], cluster.timeline)
         with pytest.raises(Restart, match="overtaken: step 1 of bucket 0 is gone; the bucket is at 2"):
-            worker.trainer._pull(1)
+            worker.trainer.exchange.start(
+                worker.trainer._sender,
+                {0: ShardTask(shard=0, contributions=[], want=Want(step=1))},
+            ).wait()
         worker.trainer.exchange.arm()
         worker.trainer.locate([0], cluster.timeline)
         assert worker.trainer.step == 2

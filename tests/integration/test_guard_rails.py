@@ -10,23 +10,31 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.exchange.shard_exchange import Exchange, Interrupted, ShardTask
-from shardline.client.step.layout import BucketSink, ModelLayout, same_bits
+from shardline.client.exchange.outcomes import Interrupted, ShardTask
+from shardline.client.exchange.shard_exchange import Exchange
+from shardline.client.step.layout import ModelLayout, same_bits
+from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of
 from shardline.config import Timeouts
+from shardline.consistency.server import Observers, Push
+from shardline.core.exchange import Contribution, End, Exchanged, Sender, Sink, Standing, Want
+from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
+from shardline.core.orders import Phase
 from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import NonFiniteError, ProtocolError
-from shardline.lanes.base import Contribution, End, Exchanged, Sender, Sink, Standing, Want
+from shardline.lanes.base import Lane
 from shardline.rpc import link as link_module
-from shardline.rpc.link import ChiefLink, Phase
+from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
 from shardline.update import rule
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.settings import ShardSettings
+from shardline_ps.shard.shard import Shard
+from tests.integration.cluster import Orders
 
 TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float16"),)
 
@@ -40,7 +48,7 @@ def make_shard(failures: list[Exception], **consistency: Any) -> Shard:
         replicas=2 if consistency.get("mode", "sync") == "sync" else 1,
         cut_every=0,
     )
-    shard = Shard(0, settings, on_failure=failures.append)
+    shard = Shard(0, settings, observers=Observers(on_failure=failures.append))
     shard.initialize(0, torch.zeros(64, dtype=torch.float16))
     return shard
 
@@ -54,16 +62,17 @@ def test_a_hyper_parameter_the_rule_lacks_is_refused_before_anything_counts() ->
     shard.contribute(0, 0, Block(1, 1), gradient(1.0))
     with pytest.raises(ProtocolError, match="'speed' is no number of SGD"):
         shard.contribute(0, 0, Block(0, 1), gradient(1.0), hyper={0: {"speed": 2.0}})
-    assert shard.waiting_for() == [0]
+    assert shard.mode.waiting_for() == [0]
     assert shard.contribute(0, 0, Block(0, 1), gradient(1.0), hyper={0: {"lr": 0.5}}).outcome is Outcome.COUNTED
     assert shard.buckets[0].values[0] == -0.5
 
 
 def test_an_asynchronous_push_with_a_wrong_hyper_parameter_keeps_its_number() -> None:
     shard = make_shard([], mode="async")
+    first = Push(task="worker/0", incarnation=1, seq=1, base_version=0)
     with pytest.raises(ProtocolError, match="'speed'"):
-        shard.push_async("worker/0", 1, 1, {0: gradient(1.0)}, base_version=0, hyper={0: {"speed": 2.0}})
-    decision, _ = shard.push_async("worker/0", 1, 1, {0: gradient(1.0)}, base_version=0)
+        shard.push(first, {0: gradient(1.0)}, hyper={0: {"speed": 2.0}})
+    decision, _ = shard.push(first, {0: gradient(1.0)})
     assert decision.outcome is Outcome.APPLIED
     assert shard.version == 1
 
@@ -76,7 +85,7 @@ def test_finite_gradients_with_an_infinite_sum_are_never_applied_under_stop() ->
         shard.contribute(0, 0, Block(1, 1), gradient(4e4))
     assert [type(failure) for failure in failures] == [NonFiniteError]
     assert torch.equal(shard.buckets[0].values, torch.zeros(64, dtype=torch.float16))
-    assert (shard.version, shard.step_min, shard.waiting_for()) == (0, 0, [0, 1])
+    assert (shard.version, shard.step_min, shard.mode.waiting_for()) == (0, 0, [0, 1])
 
 
 def test_a_learning_rate_of_a_dropped_step_is_not_used_for_the_next() -> None:
@@ -95,7 +104,7 @@ def test_bits_are_compared_not_values() -> None:
     assert not same_bits(torch.tensor(1), torch.tensor(2))
 
 
-class WaitingLane:
+class WaitingLane(Lane):
     """A shard whose step never completes."""
 
     name = "waiting"
@@ -122,11 +131,11 @@ class WaitingLane:
 def test_a_wait_for_replicas_that_were_moved_here_meanwhile_ends() -> None:
     lane = WaitingLane()
     layout = ModelLayout(make_plan(TENSORS, 1), {"w": torch.zeros(64, dtype=torch.float16)})
-    exchange = Exchange(
-        {0: lane}, {0: BucketSink(layout, 0, coding_of("raw", layout.plan))}, Timeouts(total_s=10.0), index=0
-    )
+    orders = Orders()
     # The interruption itself was lost; the orders are looked at all the same.
-    exchange.still_ordered = lambda: lane.calls < 3
+    orders.stand = lambda: lane.calls < 3
+    sinks = {0: BucketSink(layout, 0, coding_of("raw", layout.plan))}
+    exchange = Exchange({0: lane}, sinks, Timeouts(total_s=10.0), index=0, observer=orders)
     sender = Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1))
     with pytest.raises(Interrupted):
         exchange.run(sender, {0: ShardTask(shard=0, contributions=[], want=Want(step=1))})

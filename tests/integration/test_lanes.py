@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange.shard_exchange import Interrupted
+from shardline.client.exchange.outcomes import Interrupted
 from shardline.config import Timeouts
 from shardline.core.outcome import Outcome
 from shardline.job import Job
@@ -62,7 +62,7 @@ def expected(kind: str) -> ReferenceResult:
 
 
 def lane_names(worker: Worker) -> set[str]:
-    return {lane.name for lane in worker.trainer._lanes.values()}
+    return {lane.name for lane in worker.trainer.exchange.lanes.values()}
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -116,7 +116,7 @@ def test_an_exchange_that_is_interrupted_is_made_again_and_counts_once(lane: str
         worker = cluster.worker(0)
         worker.trainer.exchange.arm()
         worker.trainer.locate(range(job.replicas), cluster.timeline)
-        (held,) = worker.trainer._lanes.values()
+        (held,) = worker.trainer.exchange.lanes.values()
         stop = threading.Event()
 
         def disturb() -> None:
@@ -185,7 +185,7 @@ def test_who_waits_for_room_longer_than_the_timeout_goes_on_when_slow_workers_co
         staging._ledger.limit = staging._ledger.reserved
         late = threading.Event()
         asked: dict[int, float] = {}
-        monkeypatch.setattr("shardline.client.exchange.shard_exchange.time", Hurried)
+        monkeypatch.setattr("shardline.client.exchange.conversation.time", Hurried)
 
         def run(replica: int) -> set[str]:
             worker = cluster.worker(replica)
@@ -197,7 +197,7 @@ def test_who_waits_for_room_longer_than_the_timeout_goes_on_when_slow_workers_co
                     late.set()
                 return True
 
-            exchange.still_ordered = still_ordered
+            worker.orders.stand = still_ordered
             exchange.arm()
             worker.trainer.locate([replica], cluster.timeline)
             if replica in (0, 2):
@@ -222,7 +222,7 @@ def test_a_push_that_waits_for_room_is_given_up_when_it_is_not_ordered_any_more(
         worker = cluster.worker(1)
         worker.trainer.exchange.arm()
         worker.trainer.locate([1], cluster.timeline)
-        worker.trainer.exchange.still_ordered = lambda: False
+        worker.orders.stand = lambda: False
         with pytest.raises(Interrupted):
             worker.step([1])
         assert staging.in_use == 0

@@ -14,17 +14,13 @@ import torch
 from torch import nn
 
 from shardline import schedule
-from shardline.client.api.live import LivePayloads
-from shardline.client.overlap.arrivals import Key
-from shardline.client.overlap.scheduler import Expected
+from shardline.client.exchange.arrivals import Key
+from shardline.client.exchange.live import LivePayloads
+from shardline.client.step.expected import Expected
 from shardline.client.step.layout import copy_each
+from shardline.core.exchange import Contribution, Exchanged, Sender
 from shardline.errors import JobError, NonFiniteError
-from shardline.lanes.base import (
-    Contribution,
-    Exchanged,
-    Lane,
-    Sender,
-)
+from shardline.lanes.base import Lane
 from shardline.model import named_values
 from shardline.testing import ReferenceResult, reference
 from tests.integration.cluster import COMPUTE, Cluster, assert_same_end, split_evenly
@@ -127,14 +123,12 @@ class Spoiled(nn.Module):
 
 def test_a_nan_stops_the_job_with_the_sentence_it_always_has() -> None:
     job = make_job("sgd", model=Spoiled, replicas=1)
-    found: list[str] = []
     with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS) as cluster:
         worker = OverlapWorker(cluster, 0)
         cluster._workers.append(worker)
-        worker.trainer.on_nonfinite = found.append
         with pytest.raises(NonFiniteError, match=r"step 3, replica 0: the gradient of 'first\..*' has NaN or infinity"):
             worker.run([0], job.steps)
-        assert set(found) <= {"first.weight", "first.bias"}
+        assert set(worker.orders.nonfinite) <= {"first.weight", "first.bias"}
         # The last layer's gradient may have been applied before, the first one's never.
         steps = {image.step for shard in cluster.images() for image in shard}
         assert steps <= {3, 4}
@@ -203,7 +197,7 @@ def test_a_backward_pass_that_outlasts_the_calls_deadline_is_no_failure() -> Non
         def exchange(self, sender: Sender, contributions: Sequence[Contribution], *args: Any, **more: Any) -> Exchanged:
             for push in contributions:
                 assert isinstance(push.payloads, LivePayloads)
-                push.payloads.patience_s = 0.05
+                push.payloads.be_patient(0.05)
                 calls[push.step] = calls.get(push.step, 0) + 1
             return super().exchange(sender, contributions, *args, **more)
 
@@ -214,15 +208,15 @@ def test_a_backward_pass_that_outlasts_the_calls_deadline_is_no_failure() -> Non
         cluster._workers.append(worker)
         trainer = worker.trainer
         unready: list[int] = []
-        plain = trainer.exchange._await_gradients
+        plain = trainer.exchange._conversations[0]._await_gradients
 
         def note(pending: Sequence[Contribution]) -> None:
             unready.append(pending[0].step)
             plain(pending)
 
-        trainer.exchange._await_gradients = note  # type: ignore[method-assign]
+        trainer.exchange._conversations[0]._await_gradients = note  # type: ignore[method-assign]
         cast(Middle, worker.model).between = lambda: wait_for(
-            lambda: trainer._early is None or trainer.step in unready, "the call to end"
+            lambda: not trainer.leaves_early or trainer.step in unready, "the call to end"
         )
         worker.run([0], job.steps)
         assert_same_end(cluster.state(), reference(job))
@@ -373,13 +367,12 @@ def test_a_device_that_copies_late_is_waited_for_before_anybody_reads(
 
     job = make_job("adam", model=Rich)
     with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS, lane=lane) as cluster:
-        monkeypatch.setattr("shardline.client.step.trainer.host_path", lazy)
+        monkeypatch.setattr("shardline.client.step.weights.host_path", lazy)
         train(cluster, [[0, 1], [2]], per_layer=per_layer)
         assert_same_end(cluster.state(), reference(job))
-    # Each of the two workers has one for the trainer that it doesn't use.
-    assert [device.loaded > 20 for device in devices] == [False, True] * 2
+    assert [device.loaded > 20 for device in devices] == [True] * 2
     # Gradients go into the shared segment itself.
-    assert [device.locked > 20 for device in devices] == [False, lane == "shm"] * 2
+    assert [device.locked > 20 for device in devices] == [lane == "shm"] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device on this machine")

@@ -10,19 +10,10 @@ from typing import cast
 import pytest
 import torch
 
-from shardline.client.overlap.priority import pull_order
-from shardline.client.step import trainer as trainer_module
-from shardline.lanes.base import (
-    Arrival,
-    BucketPayload,
-    Contribution,
-    Exchanged,
-    Lane,
-    Payloads,
-    Sender,
-    Sink,
-    Want,
-)
+from shardline.client.exchange.priority import pull_order
+from shardline.client.overlap import as_computed
+from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Payloads, Sender, Sink, Want
+from shardline.lanes.base import Lane
 from shardline.testing import reference
 from tests.integration.cluster import COMPUTE, PATIENCE_S, Cluster, assert_same_end
 from tests.integration.jobs import make_job
@@ -90,7 +81,7 @@ def test_what_is_ready_first_leaves_first_and_then_what_is_needed_first_overtake
 
         def stand_still() -> None:
             # From the last layer's gradient to the end of the backward pass the link is busy with that gradient.
-            if worker.trainer._early is not None:
+            if worker.trainer.leaves_early:
                 wait_for(lambda: bool(lane.sent.get(worker.trainer.step)), "the last layer's gradient to leave")
                 lane.go_on.clear()
 
@@ -168,14 +159,14 @@ def test_the_next_forward_pass_runs_up_to_the_layer_that_has_not_come(late: str)
 
         def wait_for_tensors(tensors: Iterable[int]) -> None:
             wanted = list(tensors)
-            if number in wanted and worker.trainer.arrivals.waiting:
+            if number in wanted and worker.trainer.weights.arrivals.waiting:
                 waited.append(list(model.ran))
                 lane.may_come.set()
             plain(wanted)
 
         worker.gate._wait_for = wait_for_tensors
         worker.run([0], 1)
-        lane.late = next(iter(worker.trainer._homes[number]))[1]
+        lane.late = next(iter(worker.trainer.weights._homes[number]))[1]
         model.ran.clear()
         worker.trainer.exchange.arm()
         for _ in range(3):
@@ -196,7 +187,7 @@ def test_nothing_is_written_to_the_model_while_a_backward_pass_may_still_read_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # What a shard answers first follows the step before; here always what a backward pass has first.
-    monkeypatch.setattr(trainer_module, "pull_order", lambda ranks, **_: pull_order(ranks, at_once=False))
+    monkeypatch.setattr(as_computed, "pull_order", lambda ranks, **_: pull_order(ranks, at_once=False))
     job = make_job("sgd", model=Middle, replicas=1, steps=4)
     with Cluster(job, bucket_bytes=SMALL_BUCKETS) as cluster:
         worker = OverlapWorker(cluster, 0)
@@ -205,9 +196,9 @@ def test_nothing_is_written_to_the_model_while_a_backward_pass_may_still_read_it
         seen: list[bool] = []
 
         def look() -> None:
-            if trainer._early is not None:
+            if trainer.leaves_early:
                 before = model.last.weight.detach().clone()
-                wait_for(lambda: bool(trainer.sinks[0].arrived), "the last layer's next parameters")
+                wait_for(lambda: bool(trainer.weights.sinks[0].arrived), "the last layer's next parameters")
                 seen.append(torch.equal(model.last.weight, before))
 
         model.between = look

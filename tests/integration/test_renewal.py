@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange.shard_exchange import Restart
+from shardline.client.exchange.outcomes import Restart
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.lanes.shm.client import ShmLane
 from shardline.lanes.tcp.client import TcpLane
@@ -57,7 +57,7 @@ def configure_anew(cluster: Cluster, timeline: int, keep: tuple[int, ...] = ()) 
 def held_by(worker: Worker) -> list[weakref.ref[object]]:
     """Segments and sockets of a worker's lanes."""
     found: list[weakref.ref[object]] = []
-    for lane in worker.trainer._lanes.values():
+    for lane in worker.trainer.exchange.lanes.values():
         assert isinstance(lane, NegotiatedLane)
         current = lane.current
         if isinstance(current, ShmLane):
@@ -103,7 +103,7 @@ def test_each_asynchronous_push_counts_once_though_histories_change_under_it() -
                 trainer.exchange.arm()
                 try:
                     trainer.locate([0], cluster.timeline)
-                    found[worker.index] = dict(trainer.acknowledged)
+                    found[worker.index] = dict(trainer.half.acknowledged)
                     if over.is_set():
                         return
                     while not over.is_set():

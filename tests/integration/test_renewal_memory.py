@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from shardline.client.exchange.shard_exchange import Restart
+from shardline.client.exchange.outcomes import Restart
 from shardline.core.plan import ShardSpec
 from shardline.errors import UnreachableError
+from shardline.storage.publication import Publication
 from shardline_ps import servicer
-from shardline_ps.shard.publication import Publication
 from tests.integration.cluster import TIMELINE, Cluster, Ps
 from tests.integration.jobs import Rich, Wide, make_job
 from tests.integration.standbys import Protected
@@ -69,7 +69,7 @@ def renewed(cluster: Cluster) -> list[list[list[str]]]:
             lambda: all(bucket.contributions.mask for shard in cluster.shards for bucket in shard.buckets),
             "pushes to be counted",
         )
-        wait_for(lambda: all(host.servicer._calls.open for host in cluster.hosts), "pulls to wait")
+        wait_for(lambda: all(host.servicer.calls.open for host in cluster.hosts), "pulls to wait")
         watches.extend(map(Watch, cluster.hosts))
         cluster.timeline = NEXT
         for number, control in enumerate(cluster.controls):

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange.shard_exchange import Interrupted
-from shardline.client.step.layout import BucketSink
+from shardline.client.exchange.outcomes import Interrupted
+from shardline.client.step.sink import BucketSink
 from shardline.config import Timeouts
+from shardline.core.exchange import Sender, Want
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.errors import ShardlineError, UsageError
-from shardline.lanes.base import Sender, Want
 from shardline.lanes.grpc.client import GrpcLane
 from shardline.rpc.channel import Peer, channel_options
 from shardline.rpc.messages.data import ps_stub, pull_request
@@ -46,7 +46,7 @@ def test_waiting_pulls_do_not_hold_up_a_push_and_are_all_answered_by_it() -> Non
         peers = [Peer("ps/0", cluster.hosts[0].address, cluster.timeouts) for _ in range(waiting)]
 
         def wait(peer: Peer) -> Outcome:
-            sink = BucketSink(worker.trainer.layout, 0, worker.trainer.coding)
+            sink = BucketSink(worker.trainer.weights.layout, 0, worker.trainer.weights.coding)
             sink.done = lambda arrival: None  # type: ignore[method-assign]
             lane = GrpcLane(peer, 0, elements)
             want = Want(step=1, wait_s=PATIENCE_S)
@@ -82,11 +82,11 @@ def test_a_pull_that_waits_too_long_names_the_replicas_it_waits_for() -> None:
 
         pushed = threading.Thread(target=push)
         pushed.start()
-        wait_for(lambda: cluster.shards[0].waiting_for() == [1], "two contributions")
+        wait_for(lambda: cluster.shards[0].mode.waiting_for() == [1], "two contributions")
         elements = [bucket.elements for bucket in cluster.plan.shards[0].buckets]
         peer = Peer("ps/0", cluster.hosts[0].address, cluster.timeouts)
         lane = GrpcLane(peer, 0, elements)
-        sink = BucketSink(worker.trainer.layout, 0, worker.trainer.coding)
+        sink = BucketSink(worker.trainer.weights.layout, 0, worker.trainer.weights.coding)
         end = lane.exchange(sender_of(cluster, "bench/0"), [], Want(step=1, wait_s=0.1), sink, timeout_s=5.0).end
         assert end is not None and end.outcome is Outcome.WAITING
         assert end.waiting_for == (1,)

@@ -18,7 +18,7 @@ from torch import nn
 import shardline
 from shardline.client.api import connect as connecting
 from shardline.client.api.session import Session
-from shardline.client.exchange.shard_exchange import Restart
+from shardline.client.exchange.outcomes import Restart
 from shardline.errors import JobError, MismatchError, NonFiniteError, TensorError, UsageError
 from tests.integration.jobs import make_job
 from tests.integration.services import PATIENCE_S, TIMEOUTS, Services, backward, batch, make_model
@@ -189,14 +189,14 @@ def test_a_script_that_declares_overlap_trains_as_in_plain_torch(start: Callable
             yield step
             early.append(step if session.trainer.step == step + 1 else -1)
 
-    pushes = session.trainer._begin_early
+    pushes = session.trainer.begin_early
     left: list[int] = []
 
-    def begin() -> None:
+    def begin(*args: Any) -> None:
         left.append(session.step)
-        pushes()
+        pushes(*args)
 
-    session.trainer._begin_early = begin  # type: ignore[method-assign]
+    session.trainer.begin_early = begin  # type: ignore[method-assign]
     loop(model, optimizer, noting())
     session.close()
 
@@ -258,7 +258,7 @@ def test_a_batch_that_is_left_out_after_its_gradients_have_left_ends_the_job_wit
     with pytest.raises(JobError, match=NOT_STEPPED) as found:
         train()
     # Nothing of it is under way any more.
-    assert session.trainer._early is None and session.trainer._running is None
+    assert not session.trainer.leaves_early and not session.trainer.exchanging
     session.fail(found.value)
     session.shutdown()
     # One of the two may have been applied by the single server before anybody could know.
@@ -307,7 +307,7 @@ def test_a_backward_pass_that_belongs_to_no_step_trains_nothing(start: Callable[
     # To look at the gradients, say: without the optimizer's zero_grad() no step begins.
     model.zero_grad()
     backward(model, 9)
-    assert session.trainer._running is None
+    assert not session.trainer.exchanging
     session.close()
     found = services.end()
     assert (found["steps"], found["checkpoint_step"], found["versions"]) == (4, 4, [4])
@@ -318,14 +318,14 @@ def test_steps_outside_of_a_loop_overlap_from_zero_grad_on(start: Callable[..., 
     loop(plain, torch.optim.SGD(plain.parameters(), lr=0.05), iter(range(5)))
     services = start(ps=1, workers=1)
     session, model, optimizer = overlapping(services)
-    pushes = session.trainer._begin_early
+    pushes = session.trainer.begin_early
     left: list[int] = []
 
-    def begin() -> None:
+    def begin(*args: Any) -> None:
         left.append(session.step)
-        pushes()
+        pushes(*args)
 
-    session.trainer._begin_early = begin  # type: ignore[method-assign]
+    session.trainer.begin_early = begin  # type: ignore[method-assign]
     loop(model, optimizer, iter(range(5)))
     session.close()
     assert left == [1, 2, 3, 4]
@@ -434,8 +434,8 @@ def test_gradients_are_private_once_their_step_was_given_up(start: Callable[...,
             lost.append(places())
             # The step was counted, but this worker is told to look for its step again.
             finish()
-            session._steps.stale = True
-            session._steps.go_on = lambda error: False  # type: ignore[method-assign]
+            session._loop.finder.stale = True
+            session._loop.finder.go_on = lambda error: False  # type: ignore[method-assign]
             raise Restart("told to begin again")
         return finish()
 

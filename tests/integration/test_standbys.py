@@ -247,8 +247,7 @@ def test_one_asynchronous_worker_stays_plain_torch_to_the_bit_when_its_server_is
         def run(worker: Worker) -> None:
             worker.trainer.exchange.arm()
             worker.trainer.locate([0], cluster.timeline)
-            done = cluster.shards[0].sequences.get("worker/0")
-            worker.run_async(range(done.last_seq if done is not None else 0, job.steps))
+            worker.run_async(range(cluster.shards[0].mode.last_push("worker/0"), job.steps))
 
         def lose() -> None:
             assert cluster.shards[0].version < job.steps, "too late to mean anything"
@@ -285,8 +284,8 @@ def test_no_asynchronous_push_that_was_acknowledged_is_lost_with_a_server() -> N
         cluster.together([*workers, cluster.at_step(20, 1, lambda: cluster.fail_over(1, zombie=True))])
         assert cluster.host_of(1) == 0
         for (shard, index), last in acknowledged.items():
-            held = cluster.shards[shard].sequences[f"worker/{index}"]
-            assert held.last_seq >= last >= 1
+            held = cluster.shards[shard].mode.last_push(f"worker/{index}")
+            assert held >= last >= 1
         for found in cluster.shards:
-            applied = sum(record.last_seq for record in found.sequences.values())
+            applied = sum(record.last_seq for record in found.mode.sequences().values())
             assert applied == found.version >= 90, "something counted twice, or was lost"

@@ -9,23 +9,27 @@ import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardline.client.api import session as sessions
+from shardline.client.api import joining, workplace
 from shardline.client.api.session import Session
-from shardline.client.exchange import workplace
-from shardline.client.step.retained_contribution import Carried
+from shardline.client.step.retained_contribution import RetainedContribution
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.consistency import of
+from shardline.consistency.worker import Mark
+from shardline.consistency.worker.base import WorkerHalf
+from shardline.core.exchange import Exchanged
+from shardline.core.orders import JobView, Orders, Phase
+from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import RolledBackError, UnreachableError
-from shardline.lanes.base import Exchanged, Lane
-from shardline.rpc.client import JobView
-from shardline.rpc.link import ChiefLink, Orders, Phase
+from shardline.lanes.base import Lane
+from shardline.rpc.link import ChiefLink
+from shardline.update import rule
 from tests.integration.cluster import ClusterState, same_bits
 from tests.integration.jobs import make_job, mse
 from tests.integration.standbys import Protected
@@ -154,8 +158,7 @@ class Trap:
         assert self.cluster is not None
         if self.cluster.spec.consistency.mode == "sync":
             return all(bucket.step > AT for shard in self.cluster.shards for bucket in shard.buckets)
-        held = [shard.sequences.get(self._worker) for shard in self.cluster.shards]
-        return all(record is not None and record.last_seq > AT for record in held)
+        return all(shard.mode.last_push(self._worker) > AT for shard in self.cluster.shards)
 
 
 @pytest.fixture
@@ -168,7 +171,7 @@ def set_trap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scripts, Trap | None]
             return lane if trap is None else trap.set_in(lane, shard)
 
         monkeypatch.setattr(workplace, "open_lane", open_lane)
-        monkeypatch.setattr(sessions, "ChiefLink", type("Tied", (Link,), {"cluster": cluster}))
+        monkeypatch.setattr(joining, "ChiefLink", type("Tied", (Link,), {"cluster": cluster}))
         if trap is not None:
             trap.cluster = cluster
 
@@ -298,7 +301,7 @@ def test_an_asynchronous_loop_of_ones_own_loses_nothing_and_nothing_counts_twice
         found = run(cluster, 1, overlap=overlap)
         assert trap.left == 0 and cluster.host_of(1) == 0
         for shard in cluster.shards:
-            assert (shard.version, shard.sequences["worker/0"].last_seq) == (STEPS, STEPS)
+            assert (shard.version, shard.mode.last_push("worker/0")) == (STEPS, STEPS)
     # One worker is plain torch, to the bit.
     assert_same(found, undisturbed(1, mode="async"))
 
@@ -310,7 +313,7 @@ def test_two_asynchronous_loops_lose_nothing_when_one_of_them_meets_the_end_of_a
         run(cluster)
         assert trap.left == 0
         for shard in cluster.shards:
-            assert {task: held.last_seq for task, held in shard.sequences.items() if held.last_seq} == {
+            assert {task: held.last_seq for task, held in shard.mode.sequences().items() if held.last_seq} == {
                 "worker/0": STEPS,
                 "worker/1": STEPS,
             }
@@ -358,13 +361,12 @@ def test_where_the_job_went_back_the_loop_is_told_the_step_and_holds_its_paramet
         trap = Trap(when="before", shard=0, lose=lambda: cluster.fail_over(0))
         set_trap(cluster, trap)
         cluster.await_synced()
-        made = Carried.__init__
+        made = RetainedContribution.__init__
 
-        def later(self: Carried, trainer: Any, *rest: Any, **named: Any) -> None:
-            made(self, trainer, *rest, **named)
-            self._step += trap.left
+        def later(self: RetainedContribution, mark: Mark, parts: Any) -> None:
+            made(self, replace(mark, step=mark.step + trap.left), parts)
 
-        monkeypatch.setattr(Carried, "__init__", later)
+        monkeypatch.setattr(RetainedContribution, "__init__", later)
         model = Norm()
         with cluster.session(0, "grpc") as session:
             optimizer = session.attach(model, torch.optim.Adam(model.parameters(), **ARGUMENTS))
@@ -387,12 +389,11 @@ def test_where_the_job_went_back_the_loop_is_told_the_step_and_holds_its_paramet
         assert cluster.state().step == STEPS and len(first) == STEPS
 
 
-def carried(mode: str, step: int, acknowledged: dict[int, int], base: dict[int, int]) -> Carried:
-    return Carried(standing(mode, step, acknowledged, base), 0, {}, loss=None, samples=0, hyper=None)
-
-
-def standing(mode: str, step: int, acknowledged: dict[int, int], base: dict[int, int]) -> Any:
-    return SimpleNamespace(is_sync=mode == "sync", step=step, acknowledged=acknowledged, base=base)
+def standing(mode: str, step: int, acknowledged: dict[int, int], base: dict[int, int]) -> WorkerHalf:
+    job = JobSpec(name="j", tensors=(), rule=rule("SGD", ({"lr": 0.1},)), consistency=ConsistencySpec(mode=mode))
+    half = of(job.consistency).worker_half(job)
+    half.step, half.acknowledged, half.base = step, acknowledged, base
+    return half
 
 
 @pytest.mark.parametrize(
@@ -412,6 +413,6 @@ def standing(mode: str, step: int, acknowledged: dict[int, int], base: dict[int,
 def test_where_a_job_stands_says_what_becomes_of_a_contribution(
     mode: str, found: tuple[int, dict[int, int], dict[int, int]], back: bool, counted: bool
 ) -> None:
-    made = carried(mode, 7, {0: 4, 1: 4}, {0: 9, 1: 9})
+    made = RetainedContribution(standing(mode, 7, {0: 4, 1: 4}, {0: 9, 1: 9}).mark(), {})
     assert made.went_back(standing(mode, *found)) == back
     assert back or made.counted(standing(mode, *found)) == counted

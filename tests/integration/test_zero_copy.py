@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.client.exchange.shard_exchange import Interrupted
+from shardline.client.exchange.outcomes import Interrupted
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.zero_copy import regions
 from shardline.config import Timeouts
@@ -53,10 +53,10 @@ def expected(kind: str) -> ReferenceResult:
 def test_training_on_mapped_parameters_gives_the_bits_of_the_reference(kind: str, ps: int) -> None:
     job = job_of(kind)
     with Cluster(job, ps=ps, bucket_bytes=BUCKET_BYTES, lane="shm") as cluster:
-        worker = cluster.worker(0)
+        worker = cluster.worker(0, zero_copy=True)
         worker.trainer.exchange.arm()
         worker.trainer.locate(range(job.replicas), cluster.timeline)
-        mapped = worker.trainer.map_parameters()
+        mapped = worker.trainer.weights.residence.shared
         assert mapped
         while worker.trainer.step < job.steps:
             worker.step(range(job.replicas))
@@ -68,11 +68,11 @@ def test_training_on_mapped_parameters_gives_the_bits_of_the_reference(kind: str
 def test_nothing_is_copied_on_a_worker_whose_gradients_are_computed_in_shared_memory() -> None:
     job = make_job("momentum", model=Even, replicas=1, steps=4)
     with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="shm") as cluster:
-        worker = cluster.worker(0)
+        worker = cluster.worker(0, zero_copy=True)
         trainer = worker.trainer
         trainer.exchange.arm()
         trainer.locate([0], cluster.timeline)
-        names = trainer.map_parameters()
+        names = trainer.weights.residence.shared
         gradients = {name: trainer.gradient_view(name) for name in names}
         assert all(view is not None for view in gradients.values())
         areas = []
@@ -89,7 +89,7 @@ def test_nothing_is_copied_on_a_worker_whose_gradients_are_computed_in_shared_me
         assert areas[0] == areas[2] != areas[1]
         assert all(torch.equal(worker.values[name], cluster.state().params[name]) for name in names)
         # What the lane was given to send lay in the segment already: no place besides it was taken.
-        lane = trainer._lanes[0]
+        lane = trainer.exchange.lanes[0]
         assert isinstance(lane, NegotiatedLane)
         shm = lane.current
         assert isinstance(shm, ShmLane) and shm.mapped is not None
@@ -100,12 +100,12 @@ def test_nothing_is_copied_on_a_worker_whose_gradients_are_computed_in_shared_me
 def test_a_worker_that_loses_shared_memory_goes_on_with_private_tensors() -> None:
     job = job_of("wide")
     with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="auto") as cluster:
-        worker = cluster.worker(0)
+        worker = cluster.worker(0, zero_copy=True)
         worker.trainer.exchange.arm()
         worker.trainer.locate(range(job.replicas), cluster.timeline)
-        names = worker.trainer.map_parameters()
+        names = worker.trainer.weights.residence.shared
         worker.step(range(job.replicas))
-        lane = worker.trainer._lanes[0]
+        lane = worker.trainer.exchange.lanes[0]
         assert isinstance(lane, NegotiatedLane) and lane.name == "shm"
         lane._leave(lane.current, "taken away by the test")
         while worker.trainer.step < job.steps:
@@ -139,14 +139,14 @@ class Idle(nn.Module):
 def test_what_did_not_change_since_it_lay_in_shared_memory_is_brought_home_when_the_lane_goes() -> None:
     job = make_job("sgd", model=Idle, replicas=1, steps=4)
     with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="auto") as cluster:
-        worker = cluster.worker(0)
+        worker = cluster.worker(0, zero_copy=True)
         worker.trainer.exchange.arm()
         worker.trainer.locate([0], cluster.timeline)
-        names = worker.trainer.map_parameters()
+        names = worker.trainer.weights.residence.shared
         first = worker.values["idle.weight"].clone()
         worker.step([0])
         assert "idle.weight" in names and not torch.equal(worker.values["idle.weight"], first)
-        lane = worker.trainer._lanes[0]
+        lane = worker.trainer.exchange.lanes[0]
         assert isinstance(lane, NegotiatedLane)
         lane._leave(lane.current, "taken away by the test")
         # The step that goes by the other lane leaves the idle matrix as it is, so it comes without bytes.
@@ -158,11 +158,11 @@ def test_what_did_not_change_since_it_lay_in_shared_memory_is_brought_home_when_
 def test_gradients_computed_in_shared_memory_for_several_replicas_do_not_meet_there() -> None:
     job = make_job("momentum", model=Even, replicas=2, steps=2)
     with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="shm") as cluster:
-        worker = cluster.worker(0)
+        worker = cluster.worker(0, zero_copy=True)
         trainer = worker.trainer
         trainer.exchange.arm()
         trainer.locate([0, 1], cluster.timeline)
-        names = trainer.map_parameters()
+        names = trainer.weights.residence.shared
         before = {name: worker.values[name].clone() for name in names}
         for replica, value in enumerate((1.0, 3.0)):
             shared = {name: trainer.gradient_view(name) for name in names}
@@ -179,17 +179,17 @@ def test_gradients_computed_in_shared_memory_for_several_replicas_do_not_meet_th
 def test_no_gradient_is_computed_where_the_shard_may_still_read_one() -> None:
     job = make_job("momentum", model=Even, replicas=2, steps=2)
     with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="shm", timeouts=Timeouts(total_s=4.0)) as cluster:
-        worker = cluster.worker(0)
+        worker = cluster.worker(0, zero_copy=True)
         trainer = worker.trainer
         trainer.exchange.arm()
         trainer.locate([0], cluster.timeline)
-        (name, *_) = trainer.map_parameters()
+        (name, *_) = trainer.weights.residence.shared
         assert trainer.gradient_view(name) is not None
         # The step waits for replica 1; what replica 0 has sent is counted, and given up by this worker.
-        trainer.exchange.still_ordered = lambda: False
+        worker.orders.stand = lambda: False
         with pytest.raises(Interrupted):
             worker.step([0])
-        trainer.exchange.still_ordered = lambda: True
+        worker.orders.stand = lambda: True
         trainer.exchange.arm()
         assert trainer.locate([0, 1], cluster.timeline) == {1}
         assert trainer.gradient_view(name) is None
@@ -200,11 +200,11 @@ def test_no_gradient_is_computed_where_the_shard_may_still_read_one() -> None:
 def test_what_the_shard_may_still_read_of_a_step_that_was_given_up_is_not_written_to() -> None:
     job = make_job("sgd", model=Even, replicas=2, steps=2)
     with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="shm", timeouts=Timeouts(total_s=4.0)) as cluster:
-        worker = cluster.worker(0)
+        worker = cluster.worker(0, zero_copy=True)
         trainer = worker.trainer
         trainer.exchange.arm()
         trainer.locate([0], cluster.timeline)
-        names = trainer.map_parameters()
+        names = trainer.weights.residence.shared
         before = {name: worker.values[name].clone() for name in names}
         lent = SharedGradients({name: worker.values[name] for name in names}, trainer.gradient_view)
         lent.zero()
@@ -214,7 +214,7 @@ def test_what_the_shard_may_still_read_of_a_step_that_was_given_up_is_not_writte
             gradient.fill_(1.0)
         trainer.contribute(0, lent.gradients(), keep=True)
         # The step waits for replica 1; replica 0 is counted, and given up by this worker.
-        trainer.exchange.still_ordered = lambda: False
+        worker.orders.stand = lambda: False
         with pytest.raises(Interrupted):
             trainer.finish()
         lent.take_back()
@@ -223,7 +223,7 @@ def test_what_the_shard_may_still_read_of_a_step_that_was_given_up_is_not_writte
             assert gradient is not None and torch.equal(gradient, torch.ones_like(gradient))
             # As zero_grad(set_to_none=False) does.
             gradient.zero_()
-        trainer.exchange.still_ordered = lambda: True
+        worker.orders.stand = lambda: True
         trainer.exchange.arm()
         assert trainer.locate([0, 1], cluster.timeline) == {1}
         trainer.contribute(1, {name: torch.full_like(before[name], 3.0) for name in names})
@@ -236,10 +236,10 @@ def test_what_the_shard_may_still_read_of_a_step_that_was_given_up_is_not_writte
 def test_closing_leaves_the_model_with_private_tensors_of_the_last_step() -> None:
     job = job_of("wide")
     with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="shm") as cluster:
-        worker = cluster.worker(0)
+        worker = cluster.worker(0, zero_copy=True)
         worker.trainer.exchange.arm()
         worker.trainer.locate(range(job.replicas), cluster.timeline)
-        worker.trainer.map_parameters()
+        assert worker.trainer.weights.residence.shared
         worker.step(range(job.replicas))
         state = cluster.state().params
         worker.trainer.close()
@@ -251,12 +251,11 @@ def test_closing_leaves_the_model_with_private_tensors_of_the_last_step() -> Non
 @pytest.mark.parametrize("changes", [{"consistency": "async"}, {"codec": "bf16"}])
 def test_jobs_whose_replies_are_made_for_one_worker_refuse_zero_copy(changes: dict[str, str]) -> None:
     job = make_job("momentum", model=Wide, **changes)
-    with Cluster(job, ps=1, lane="shm") as cluster:
-        worker = cluster.worker(0)
-        worker.trainer.exchange.arm()
-        worker.trainer.locate([0], cluster.timeline)
-        with pytest.raises(UsageError, match="zero_copy needs a synchronous job"):
-            worker.trainer.map_parameters()
+    with (
+        Cluster(job, ps=1, lane="shm") as cluster,
+        pytest.raises(UsageError, match="zero_copy needs a synchronous job"),
+    ):
+        cluster.worker(0, zero_copy=True)
 
 
 def test_a_tensor_cut_over_two_shards_stays_private_with_all_that_shares_its_buckets() -> None:

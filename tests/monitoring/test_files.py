@@ -123,7 +123,7 @@ def test_dashboard_is_one_to_grafanas_own_library() -> None:
 
 
 def test_provisioning_leads_to_the_dashboard_and_from_it_to_prometheus() -> None:
-    compose = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
     mounts = mounts_of(compose["services"]["grafana"])
     (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/shardline.yml").read_text())["providers"]
     assert mounts["./deploy/grafana/dashboards"] == provider["options"]["path"]
@@ -135,7 +135,7 @@ def test_provisioning_leads_to_the_dashboard_and_from_it_to_prometheus() -> None
 
 
 def test_prometheus_in_compose_looks_for_every_service_at_its_port() -> None:
-    compose = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
     mounts = mounts_of(compose["services"]["prometheus"])
     assert mounts["./deploy/prometheus"] == "/etc/prometheus"
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text(encoding="utf-8"))

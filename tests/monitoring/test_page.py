@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from shardline.core.status import ChiefStatus, EventStatus, TaskStatus
 from shardline.errors import UsageError
-from shardline.rpc.messages.status import ChiefStatus, EventStatus, TaskStatus
 from shardline.security import PLAIN, Security
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
@@ -169,7 +169,7 @@ def test_a_page_open_to_others_without_a_token_is_refused_before_anything_is_wri
 
 ALONE = """
 import sys, threading
-from shardline.rpc.messages.status import ChiefStatus
+from shardline.core.status import ChiefStatus
 from shardline.security import PLAIN
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardline.consistency import asynchronous
+from shardline.consistency import numbered_pushes
 from shardline.core.outcome import Decision, Outcome
 from tests.protocol_model.numbers import require
 
@@ -35,8 +35,8 @@ class AsyncSetup:
     """Pushes of a worker under way to one shard; the protocol has one."""
     new_timeline: bool = True
     """Whether a shard that goes back does so under a new timeline."""
-    admit: Callable[..., Decision] = asynchronous.admit_push
-    renumber: Callable[..., int] = asynchronous.renumber
+    admit: Callable[..., Decision] = numbered_pushes.admit_push
+    resume: Callable[..., int | None] = numbered_pushes.resume
 
 
 class Record(NamedTuple):
@@ -229,16 +229,23 @@ class AsyncModel:
             sender.open = [push for push in sender.open if push.seq != message.seq]
 
     def ask_progress(self, sender: Sender) -> None:
-        """Progress after a timeline change: what is still open is numbered from the shard's last number on."""
+        """Progress after a timeline change: what is still open goes on, or is computed anew."""
         shard = self.shards[sender.shard]
         incarnation, last, _ = shard.last.get(sender.worker, (0, 0, Outcome.REFUSED))
         if incarnation != sender.incarnation:
             last = 0
         sender.timeline = shard.timeline
         sender.next_seq = last + 1
+        kept = []
         for push in sender.open:
-            push.seq = self.setup.renumber(push.seq, last_seq=last)
-            sender.next_seq = push.seq + 1
+            number = self.setup.resume(push.seq, last_seq=last)
+            if number is None:
+                sender.left += 1
+                continue
+            push.seq = number
+            sender.next_seq = max(sender.next_seq, number + 1)
+            kept.append(push)
+        sender.open = kept
 
     def check(self) -> None:
         for shard in self.shards:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
-from shardline.consistency import asynchronous, sync
+from shardline.consistency import numbered_pushes, replica_steps
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block, tree_sum
@@ -246,7 +246,7 @@ class Server:
         if refused is not None:
             return refused
         replicas = self.model.numbers.replicas
-        decision = sync.admit_push(
+        decision = replica_steps.admit_push(
             step, self.counted, Block(replica, 1), bucket_step=self.step, replicas=replicas
         ).outcome
         self.model.counts.duplicates += decision is Outcome.DUPLICATE
@@ -273,7 +273,7 @@ class Server:
         if refused is not None:
             return refused
         last = self.last.get(worker.incarnation, 0)
-        decision = asynchronous.admit_push(seq, last_seq=last).outcome
+        decision = numbered_pushes.admit_push(seq, last_seq=last).outcome
         if decision is Outcome.APPLIED:
             self.history.append((batch, worker.incarnation))
             self.last[worker.incarnation] = seq
@@ -328,7 +328,7 @@ class Worker:
             yield
             if server.refusal(self, timeline) is not None:
                 return None
-            steps += [sync.progress(server.step, replica in server.counted) for replica in replicas]
+            steps += [replica_steps.progress(server.step, replica in server.counted) for replica in replicas]
         return min(steps)
 
     def pull(self, timeline: int, step: int, orders: object) -> Generator[None, None, list[float] | None]:
@@ -338,7 +338,7 @@ class Worker:
             server = self.model.servers[len(thetas)]
             if self.orders != orders or server.refusal(self, timeline) is not None:
                 return None
-            outcome = sync.serve_pull(step, bucket_step=server.step, oldest=min(server.published, default=0))
+            outcome = replica_steps.serve_pull(step, bucket_step=server.step, oldest=min(server.published, default=0))
             if outcome is Outcome.OVERTAKEN:
                 return None
             if outcome is Outcome.SERVED:
@@ -388,7 +388,7 @@ class Worker:
         return lease
 
     def push_until_acknowledged(self, server: Server, batch: int) -> Steps:
-        """The push keeps its number, but where the shard has gone back behind it."""
+        """The push keeps its number; where the shard has gone back behind it, it is computed anew."""
         seq, timeline = 0, -1
         while True:
             yield
@@ -399,7 +399,7 @@ class Worker:
                     timeline = -1
                     continue
                 last = server.last.get(self.incarnation, 0)
-                seq = asynchronous.renumber(seq, last_seq=last) if seq else last + 1
+                seq = (numbered_pushes.resume(seq, last_seq=last) if seq else None) or last + 1
                 continue
 
             def push(timeline: int = timeline, seq: int = seq) -> Outcome:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from shardline.consistency import sync
+from shardline.consistency import replica_steps
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.reduce import Block, clip_scale, global_norm, split, tree_sum
 
@@ -48,9 +48,9 @@ class Setup:
     """Parameter buffers per bucket."""
     canonical: bool = True
     """False: contributions are added in order of arrival."""
-    admit: Callable[..., Decision] = sync.admit_push
-    serve: Callable[..., Outcome] = sync.serve_pull
-    progress: Callable[[int, bool], int] = sync.progress
+    admit: Callable[..., Decision] = replica_steps.admit_push
+    serve: Callable[..., Outcome] = replica_steps.serve_pull
+    progress: Callable[[int, bool], int] = replica_steps.progress
 
     @property
     def buckets(self) -> int:

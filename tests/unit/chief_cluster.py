@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config import Timeouts
+from shardline.core.orders import Orders, Phase
 from shardline.core.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
+from shardline.core.status import HeldCut, PsStatus, ShardStatus, StandbyStatus
 from shardline.errors import CheckpointError, ProtocolError, ShardlineError, UnreachableError, UsageError
-from shardline.rpc.link import Orders, Phase
-from shardline.rpc.messages.status import HeldCut, PsStatus, ShardStatus, StandbyStatus
 from shardline_chief.rules.actions import (
     Action,
     Activate,

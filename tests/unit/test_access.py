@@ -145,6 +145,15 @@ def test_who_may_take_part_as_whom(role: str) -> None:
     assert "set --admin-token-file" in joining_refusal("ps", Caller(admin=False))
 
 
+def test_an_unknown_role_is_left_to_those_who_know_the_roles() -> None:
+    # A certificate for "standby" would not help, so nothing may say that it would.
+    assert joining_refusal("standby", Caller(admin=False, role="worker")) == ""
+    assert role_refusal("worker", ("evaluator",), "Report") == (
+        "the caller's certificate is for the role worker, and Report needs one for the role evaluator "
+        "(or one that names no role)"
+    )
+
+
 def test_a_certificates_role_is_one_of_ours_or_opens_nothing() -> None:
     def context(*uris: str) -> Any:
         return SimpleNamespace(auth_context=lambda: {"peer_uri": [uri.encode() for uri in uris]})

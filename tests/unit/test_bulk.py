@@ -21,13 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.errors import ProtocolError, UnreachableError
+from shardline.lanes import token_acceptor
+from shardline.lanes.attachments import Holder, Opening
+from shardline.lanes.tcp import attachment as bulk_attachment
 from shardline.lanes.tcp import frames as bulk
-from shardline_ps.data import tcp_attachment as bulk_attachment
-from shardline_ps.data import tcp_server as server_bulk
-from shardline_ps.data.attachments import Holder, Opening
-from shardline_ps.data.tcp_attachment import TcpAttachment
-from shardline_ps.data.tcp_server import TcpOffer, Tokens
-from shardline_ps.shard.buffers import Buffers
+from shardline.lanes.tcp.attachment import TcpAttachment
+from shardline.lanes.tcp.server import TcpOffer
+from shardline.lanes.token_acceptor import TOKEN_BYTES, new_token
+from shardline.server.buffers import Buffers
 
 T = TypeVar("T")
 Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
@@ -146,43 +147,10 @@ def payloads(sizes: Sequence[int], seed: int) -> list[bytes]:
 # Tokens
 
 
-def test_a_token_is_good_once() -> None:
-    tokens = Tokens(10.0)
-    token = tokens.grant(print, now_s=0.0)
-    assert tokens.redeem(token, now_s=1.0) is print
-    assert tokens.redeem(token, now_s=1.0) is None
-
-
-def test_a_token_is_good_for_a_time() -> None:
-    tokens = Tokens(10.0)
-    early, late = (tokens.grant(print, now_s=0.0) for _ in range(2))
-    assert tokens.redeem(early, now_s=9.9) is print
-    assert tokens.redeem(late, now_s=10.0) is None
-    assert len(tokens) == 0
-
-
-def test_a_token_must_be_right_to_its_last_byte() -> None:
-    tokens = Tokens(10.0)
-    token = tokens.grant(print, now_s=0.0)
-    for position in (0, 7, 8, 31):
-        wrong = bytearray(token)
-        wrong[position] ^= 1
-        assert tokens.redeem(bytes(wrong), now_s=1.0) is None
-    assert tokens.redeem(token, now_s=1.0) is print
-
-
-def test_a_revoked_token_is_good_for_nothing() -> None:
-    tokens = Tokens(10.0)
-    token = tokens.grant(print, now_s=0.0)
-    tokens.revoke(token)
-    tokens.revoke(token)
-    assert tokens.redeem(token, now_s=1.0) is None
-
-
 def test_each_direction_has_a_token_of_its_own(server: Server) -> None:
     opening = server.open()
     assert opening.up_token != opening.down_token
-    assert len(opening.up_token) == len(opening.down_token) == bulk.TOKEN_BYTES
+    assert len(opening.up_token) == len(opening.down_token) == TOKEN_BYTES
 
 
 # Transfers
@@ -324,8 +292,8 @@ def call(server: Server, *said: bytes) -> socket.socket:
 def test_a_wrong_token_is_refused_and_counted(server: Server) -> None:
     opening = server.open()
     with pytest.raises(bulk.RefusedError, match="token was refused"):
-        server.dial(bulk.new_token())
-    until(lambda: server.offer.refused == 1, "the count")
+        server.dial(new_token())
+    until(lambda: server.offer.acceptor.refused == 1, "the count")
     assert "wrong, was used before or came late" in str(server.told[0])
     assert server.opened[0].failure == ""
     server.dial(opening.up_token).close()
@@ -362,17 +330,19 @@ def test_tokens_of_an_attachment_that_ended_are_refused(server: Server) -> None:
 def test_a_stranger_that_says_something_else_is_refused(server: Server, said: bytes) -> None:
     with call(server, said) as sock:
         assert refusal(sock) in (bulk.REFUSED, b"")
-    until(lambda: server.offer.refused == 1, "the count")
+    until(lambda: server.offer.acceptor.refused == 1, "the count")
     server.dial(server.open().up_token).close()
 
 
 def test_a_stranger_that_leaves_is_forgotten(server: Server) -> None:
     call(server, b"SHLB").close()
-    until(lambda: server.offer.refused == 1 and server.offer.visitors == 0, "the stranger to be forgotten")
+    until(
+        lambda: server.offer.acceptor.refused == 1 and server.offer.acceptor.guests == 0, "the stranger to be forgotten"
+    )
 
 
 def test_a_stranger_that_says_nothing_is_sent_away_in_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_bulk._Visitor, "limit_s", 0.3)
+    monkeypatch.setattr(token_acceptor.Guest, "limit_s", 0.3)
     with call(server, b"SHLB") as sock:
         # Its own time does not begin again with each byte.
         assert refusal(sock) == bulk.REFUSED
@@ -383,14 +353,14 @@ def test_a_stranger_that_says_nothing_is_sent_away_in_time(server: Server, monke
 def test_strangers_hold_a_bounded_number_of_places_and_for_a_bounded_time(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_bulk, "MAX_VISITORS", 3)
-    monkeypatch.setattr(server_bulk._Visitor, "limit_s", 0.5)
+    monkeypatch.setattr(token_acceptor, "MAX_GUESTS", 3)
+    monkeypatch.setattr(token_acceptor.Guest, "limit_s", 0.5)
     strangers = [call(server) for _ in range(8)]
-    until(lambda: server.offer.visitors == 3, "all places to be taken")
+    until(lambda: server.offer.acceptor.guests == 3, "all places to be taken")
     up = server.dial(server.open().up_token)
     bulk.send_all(up, memoryview(b"abc"))
     assert server.run(take_all(server.opened[0], [3])) == [b"abc"]
-    assert server.offer.refused >= 6
+    assert server.offer.acceptor.refused >= 6
     for sock in strangers:
         sock.close()
 
@@ -401,7 +371,7 @@ def test_a_plain_stranger_at_a_tls_port_is_refused(tls: Contexts) -> None:
         token = made.open().up_token
         with call(made, bulk.preamble(token)) as sock:
             assert bulk.ACCEPTED not in refusal(sock)
-        until(lambda: made.offer.refused == 1, "the count")
+        until(lambda: made.offer.acceptor.refused == 1, "the count")
         made.dial(token).close()
     finally:
         made.close()

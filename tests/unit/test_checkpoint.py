@@ -18,8 +18,7 @@ from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec, Plan, ShardSpec, Slice, make_plan
 from shardline.core.spec import Argument, ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.errors import CheckpointError, UsageError
-from shardline.update import BucketRule, is_elementwise, rule
-from shardline.update.layout import flat_elements
+from shardline.update import BucketRule, bucket_rule, chosen, rule, wants_whole
 from tests.checkpoint_cases import (
     BUFFER,
     EVERY_KIND,
@@ -92,6 +91,7 @@ def test_keys_survive_names_with_slashes_and_at_signs() -> None:
 def test_states_of_other_shapes_follow_their_whole_tensors(tmp_path: Path) -> None:
     tensors = (*(spec(f"w{n}", (30 + n, 20), whole=True) for n in range(4)), spec("b", (9,), whole=True))
     job = job_of(tensors, rule="Adafactor")
+    adafactor = job.rule
     names = ("row_var", "col_var", "variance")
 
     def images(plan: Plan) -> dict[int, list[BucketImage]]:
@@ -106,7 +106,7 @@ def test_states_of_other_shapes_follow_their_whole_tensors(tmp_path: Path) -> No
                     parts = []
                     for piece in bucket.slices:
                         one = dataclasses.replace(bucket, slices=(piece,))
-                        size = flat_elements("Adafactor", state, one, plan.tensors)
+                        size = chosen(adafactor).flat_elements(adafactor, state, one, plan.tensors)
                         parts.append(random_tensor(size, torch.float32, 100 * piece.tensor + salt))
                     flat = torch.cat(parts)
                     if flat.numel():
@@ -134,7 +134,7 @@ def test_content_digest_is_the_same_for_every_plan_and_another_for_other_bits() 
         plan = make_plan(job.tensors, shards, bucket_bytes=bucket_bytes)
         out = ContentDigest(job.tensors)
         for shard, images in images_of(plan, 3, seed).items():
-            out.add(shard_entries(images, plan, shard, "Adam"), slice_rows(plan, shard))
+            out.add(shard_entries(images, plan, shard, job.rule), slice_rows(plan, shard))
         return out.hexdigest()
 
     assert digest(1, 0, 2 << 20) == digest(4, 0, 1 << 16) == digest(2, 0, 1 << 18)
@@ -148,7 +148,7 @@ def test_digest_notices_one_bit_of_value_state_scalar_and_flag(tmp_path: Path) -
     def digest(change: Callable[[BucketImage], BucketImage]) -> str:
         images = [change(image) if image.scalars else image for image in images_of(plan, 1)[0]]
         out = ContentDigest(job.tensors)
-        out.add(shard_entries(images, plan, 0, "Adam"), slice_rows(plan, 0))
+        out.add(shard_entries(images, plan, 0, job.rule), slice_rows(plan, 0))
         return out.hexdigest()
 
     def flip(name: str) -> Callable[[BucketImage], BucketImage]:
@@ -220,7 +220,7 @@ class Shards:
         for s, shard in enumerate(plan.shards):
             for b, bucket in enumerate(shard.buckets):
                 self.values[s, b] = padded_with_zeros(plan, s, b, self._content(0))
-                self.rules[s, b] = BucketRule(job.rule, job.schedule, bucket, plan.tensors, torch.device("cpu"))
+                self.rules[s, b] = bucket_rule(job.rule, job.schedule, bucket, plan.tensors, torch.device("cpu"))
 
     @staticmethod
     def _content(step: int) -> Callable[[TensorSpec], torch.Tensor]:
@@ -264,7 +264,7 @@ class Shards:
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
 def test_training_goes_on_bit_for_bit_on_another_plan(tmp_path: Path, name: str, before: int, after: int) -> None:
     group: dict[str, Argument] = {"lr": 0.01, "momentum": 0.9} if name in ("SGD", "RMSprop") else {"lr": 0.01}
-    whole = not is_elementwise(name)
+    whole = wants_whole(rule(name), (2, 2))
     shapes: dict[str, tuple[int, ...]] = {"big": (400, 300), "late": (200, 310), "unused": (50, 30), "small": (9, 4)}
     if name != "Muon":
         shapes["bias"] = (301,)
@@ -411,9 +411,9 @@ def test_longer_training_other_lr_and_other_policy_are_noted_and_allowed(tmp_pat
     groups = ({**job.rule.groups[0], "lr": 0.5},)
     later = dataclasses.replace(job, steps=200, checkpoint_keep=9, rule=RuleSpec(name="Adam", groups=groups))
     assert checkpoint.compatible(later) == [
-        "rule.groups[0].lr: 0.5 in the job, 0.1 in the checkpoint",
         "steps: 200 in the job, 100 in the checkpoint",
         "checkpoint_keep: 9 in the job, 3 in the checkpoint",
+        "rule.groups[0].lr: 0.5 in the job, 0.1 in the checkpoint",
     ]
     asynchronous = job_of(consistency=ConsistencySpec(mode="async"))
     store.commit(cut_of(asynchronous, step=1))

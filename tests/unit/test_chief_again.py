@@ -10,9 +10,9 @@ import pytest
 
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.core.orders import Phase
 from shardline.core.spec import TensorSpec
 from shardline.errors import ProtocolError, UsageError
-from shardline.rpc.link import Phase
 from shardline_chief import service
 from shardline_chief.rules.actions import Command, CommandResult, Configure, Find
 from shardline_chief.rules.leases import Leases

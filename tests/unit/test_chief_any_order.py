@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardline.rpc.link import Phase
+from shardline.core.orders import Phase
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import Cluster, T, make_job, phase

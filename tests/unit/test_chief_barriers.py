@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardline.rpc.messages.barrier import BarrierPlace, BarrierState
+from shardline.core.orders import BarrierPlace, BarrierState
+from shardline.rpc.messages.barrier import barrier_state_from_proto, barrier_state_to_proto
 from shardline_chief.rules.barriers import Barriers
 from shardline_chief.rules.state import Settings, State
 
@@ -109,7 +110,7 @@ def test_orders_say_how_it_stands_with_a_workers_barrier() -> None:
 
 def test_barriers_survive_the_wire() -> None:
     state = BarrierState(place=place(7, 2), passed=False, hopeless=True, waits_for=("worker/1",))
-    assert BarrierState.from_proto(state.to_proto()) == state
+    assert barrier_state_from_proto(barrier_state_to_proto(state)) == state
 
 
 # Random deaths: workers that go through steps with barriers in them, as scripts do.

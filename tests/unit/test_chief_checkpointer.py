@@ -12,10 +12,10 @@ import pytest
 
 from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.core.image import BucketImage, WorkerSequence
+from shardline.core.placement import Placement
 from shardline.core.plan import Plan, make_plan
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import CheckpointError, UnreachableError
-from shardline.rpc.messages.configuration import Placement
 from shardline_chief.io.checkpointer import Checkpointer, restore
 from shardline_chief.rules.actions import Save, Saved
 from tests.checkpoint_cases import SHARD_0, assert_same_images, cut_of, flip_byte, images_of, job_of

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from shardline.rpc.messages.status import HeldCut, ShardStatus
+from shardline.core.status import HeldCut, ShardStatus
 from shardline_chief.rules.cuts import CutLedger
 
 

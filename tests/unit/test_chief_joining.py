@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardline.config import Timeouts
+from shardline.core.orders import Phase
 from shardline.core.waiting import Waiting, duration
 from shardline.errors import UsageError
-from shardline.rpc.link import Phase
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import JOIN, Cluster, T, make_job, phase
@@ -63,6 +63,30 @@ def test_a_task_that_has_joined_is_told_for_whom_the_job_waits_until_it_begins()
     cluster.initialize()
     cluster.tick(T / 3 + 1, silent=("worker/1",))
     assert cluster.orders("worker/0").awaited == ()
+
+
+def test_a_task_that_waits_for_a_taken_place_is_told_of_once_a_minute() -> None:
+    cluster = Cluster(job=make_job())
+    cluster.join("ps", 0, stable_id="first")
+
+    def refused() -> int:
+        return cluster.text().count("is not admitted")
+
+    for _ in range(100):
+        (answer,) = cluster.ask("ps", 0, stable_id="second")
+        assert not answer.accepted and answer.retry
+        cluster.tick(0.5)
+    assert refused() == 1
+    # Another cause, and another task, are news.
+    cluster.ask("ps", 99, stable_id="second")
+    assert refused() == 2
+    cluster.tick(30)
+    cluster.ask("ps", 0, stable_id="second")
+    assert refused() == 3
+    # Nor does it help to use many names.
+    for index in range(100, 300):
+        cluster.ask("ps", index, stable_id="second")
+    assert refused() < 60
 
 
 def test_the_wait_for_the_last_workers_is_short_and_begins_when_all_others_are_there() -> None:

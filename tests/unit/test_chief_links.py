@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from shardline.rpc.link import Phase
+from shardline.core.orders import Phase
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import Cluster, T, make_job, phase
@@ -38,6 +38,24 @@ def test_server_that_most_do_not_hear_is_lost_although_it_beats() -> None:
     cluster.restart_ps(1)
     cluster.tick()
     assert phase(cluster) is Phase.RUNNING
+
+
+def test_spares_have_no_say_in_which_server_is_lost() -> None:
+    """They exchange nothing with servers, and whoever may join as a worker can be many of them."""
+    cluster = Cluster(job=make_job(replicas=2), workers=2)
+    cluster.start(workers=2)
+    for index in (2, 3, 4):
+        cluster.join("worker", index)
+        assert cluster.orders(f"worker/{index}").replicas == ()
+        cluster.suspects[f"worker/{index}"] = ("ps/0",)
+    cluster.tick(T / 5)
+    assert phase(cluster) is Phase.RUNNING
+    assert not cluster.orders("ps/0").fenced
+    # Nor do they keep one that those who train do not hear.
+    for index in (0, 1):
+        cluster.suspects[f"worker/{index}"] = ("ps/1",)
+    cluster.tick(T / 10 + 2)
+    assert "worker/0, worker/1 did not hear ps/1 at h:1 for 20 s (most of those that train)" in cluster.text()
 
 
 def test_server_that_is_heard_again_is_left_alone() -> None:

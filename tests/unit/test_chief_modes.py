@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from shardline.core.orders import Phase
 from shardline.errors import FencedError, JobError, TaskLostError
-from shardline.rpc.link import Phase
 from shardline_chief.rules.actions import Cut
 from shardline_chief.rules.messages import Beat
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import JOIN, Cluster, T, make_job, running
+from chief_cluster import JOIN, Cluster, T, make_job, phase, running
 
 # Evaluation
 
@@ -205,6 +205,17 @@ def test_a_script_ends_when_all_its_workers_have_finished() -> None:
     assert [save.step for save in cluster.saves] == [0, 37]
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
+
+
+def test_only_those_that_train_finish_a_script() -> None:
+    """Whoever has the job token may be an evaluator, and several of them."""
+    cluster = script()
+    for index in (0, 1):
+        cluster.join("evaluator", index)
+        cluster.beat(f"evaluator/{index}", finished=True)
+    cluster.tick(T)
+    assert cluster.program.state.finished == set()
+    assert cluster.finish is None and phase(cluster) is Phase.RUNNING
 
 
 def test_a_script_whose_workers_make_different_numbers_of_steps_fails_where_the_first_finished() -> None:

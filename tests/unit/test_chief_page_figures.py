@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from shardline.cli import options
+from shardline.core.orders import StepReport
 from shardline.errors import ClusterSpecError
 from shardline.observability.metrics import Metrics
 from shardline.observability.view import cluster_view
-from shardline.rpc.link import StepReport
 from shardline_chief.io.reporter import Pace, Reporter, Shelf
 from shardline_chief.io.summary import overview
 from tests.unit.chief_cluster import Cluster, make_job, running

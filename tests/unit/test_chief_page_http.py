@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import http.client
 import json
 import re
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,9 +18,9 @@ from pathlib import Path
 import pytest
 import trustme
 
+from shardline.core.status import ChiefStatus, TaskStatus
 from shardline.errors import ClusterSpecError, UsageError
 from shardline.observability.host_header import host_of
-from shardline.rpc.messages.status import ChiefStatus, TaskStatus
 from shardline.security import PLAIN, Security, is_loopback
 from shardline_chief.page import server as page_server
 from shardline_chief.page.access import Access, check_exposure
@@ -352,6 +355,36 @@ def test_requests_that_are_none_leave_no_line(make: Make, caplog: pytest.LogCapt
             stranger.sendall(b"\x16\x03\x01 is no HTTP\r\n\r\n")
             assert b" 400 " in stranger.recv(4096)
     assert caplog.records == []
+
+
+def test_who_asks_for_news_and_reads_nothing_is_let_go(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "IDLE_S", 0.1)
+    page = make()
+    host, _, port = page.address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        held = []
+        for _ in range(STREAMS):
+            reader = stack.enter_context(socket.socket())
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect((host, int(port)))
+            reader.sendall(b"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            held.append(reader)
+        deadline_s = time.monotonic() + 20.0
+        # News of a megabyte: more than all buffers on the way together, again and again.
+        while ask(page, "/api/stream", "HEAD").status == 200 and page._page._streams < STREAMS:
+            assert time.monotonic() < deadline_s, "the streams did not begin"
+        number = 0
+        while page._page._streams:
+            assert time.monotonic() < deadline_s, f"{page._page._streams} streams are still there"
+            number += 1
+            page.show(dataclasses.replace(STATUS, step=number, reason="x" * 1_000_000))
+            # Another reader is answered meanwhile.
+            assert ask(page, "/api/view").status == 200
+        for reader in held:
+            reader.settimeout(5.0)
+            with contextlib.suppress(ConnectionError):
+                while reader.recv(1 << 20):
+                    pass
 
 
 def test_closing_frees_the_port_and_may_be_done_twice(make: Make) -> None:

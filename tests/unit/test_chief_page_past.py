@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from shardline.core.orders import StepReport
 from shardline.observability.metrics import Metrics
-from shardline.rpc.link import StepReport
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.page import past
 from shardline_chief.page.history import History

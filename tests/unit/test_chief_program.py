@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardline.rpc.link import Phase
+from shardline.core.orders import Phase
 from shardline_chief.rules.actions import Activate, CommandResult, Configure, Cut, Members, Release, Restore
 from shardline_chief.rules.messages import Beat, Join
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from shardline.core.orders import Phase
+from shardline.core.placement import Placement
 from shardline.core.spec import ConsistencySpec
-from shardline.rpc.link import Phase
-from shardline.rpc.messages.configuration import Placement
 from shardline_chief.rules.actions import Cut, Restore
 from shardline_chief.rules.membership import Member
 from shardline_chief.rules.messages import Beat

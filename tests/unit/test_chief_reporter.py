@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from shardline.core.orders import StepReport
 from shardline.observability.metrics import Metrics
-from shardline.rpc.link import StepReport
 from shardline_chief.io.reporter import OPEN_STEPS, Rate, Reporter, StepBoard
 
 

@@ -22,13 +22,14 @@ from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.core.identity import Identity
 from shardline.core.image import VALUE, BucketImage
+from shardline.core.orders import Orders, Phase, StepReport
 from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
 from shardline.core.spec_json import job_to_json
 from shardline.errors import FencedError, MismatchError, ProtocolError, UsageError
 from shardline.host.process import Termination
 from shardline.rpc.client import ChiefClient
-from shardline.rpc.link import ChiefLink, Orders, Phase, StepReport
+from shardline.rpc.link import ChiefLink
 from shardline.rpc.v1 import chief_pb2
 from shardline.security import PLAIN, Security
 from shardline_chief import service

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from shardline.config import check_standbys
+from shardline.core.orders import Phase
+from shardline.core.placement import Placement
 from shardline.core.spec import TensorSpec
+from shardline.core.status import ShardStatus
 from shardline.errors import UsageError
-from shardline.rpc.link import Phase
-from shardline.rpc.messages.configuration import Placement
-from shardline.rpc.messages.status import ShardStatus
 from shardline_chief.rules.actions import AskStatus, Heir, Lead, Promote
 from shardline_chief.rules.standbys import Protection, after_loss, protected, without_standbys
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from shardline.core.orders import Phase
 from shardline.core.spec import TensorSpec
 from shardline.errors import FencedError, UsageError
-from shardline.rpc.link import Phase
 from shardline_chief.rules.actions import (
     Action,
     Command,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from shardline.core.orders import Phase
+from shardline.core.placement import Placement
 from shardline.core.spec import TensorSpec
-from shardline.rpc.link import Phase
-from shardline.rpc.messages.configuration import Placement
-from shardline.rpc.messages.status import PsStatus, ShardStatus, StandbyStatus
+from shardline.core.status import PsStatus, ShardStatus, StandbyStatus
 from shardline_chief.rules.actions import AskStatus, Configure, Heir, Promote, Record, Restore
 from shardline_chief.rules.replay import replay
 from shardline_chief.rules.standbys import as_found, protected, without_standbys

@@ -8,10 +8,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shardline.client.overlap import scheduler as overlap
+from shardline.client.step.payloads import PushTools, filled_payloads
 from shardline.client.step.staging import Allocate, Staging, no_memory
 from shardline.codecs import coding_of
 from shardline.codecs.push import PushEncoders
+from shardline.consistency.server import Push
+from shardline.core import gradients
+from shardline.core.exchange import BucketPayload, Contribution, Sender, Want, Whole
+from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.plan import Plan, make_plan
@@ -19,18 +23,17 @@ from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.core.tensor_bytes import digest, fingerprint, tensor_bytes
 from shardline.errors import JobError, NonFiniteError
-from shardline.lanes.base import BucketPayload, Contribution, Sender, Want, Whole
 from shardline.rpc.messages import data
 from shardline.rpc.messages.data import Attached, bucket_header
 from shardline.rpc.v1 import data_pb2
+from shardline.server.buffers import Buffers
+from shardline.server.conversation import is_soon_whole
+from shardline.server.inline_apply import QUICK_BYTES
+from shardline.server.slots import Slot, opened
 from shardline.update import rule
 from shardline.wire.protobuf import PushFrameView
-from shardline_ps.data.conversation import is_soon_whole
-from shardline_ps.memory.slots import Slot, opened
-from shardline_ps.shard import gradients
-from shardline_ps.shard.buffers import Buffers
-from shardline_ps.shard.inline_apply import QUICK_BYTES
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.settings import ShardSettings
+from shardline_ps.shard.shard import Shard
 
 ELEMENTS = 64
 LARGEST = torch.finfo(torch.float32).max
@@ -91,7 +94,7 @@ def test_an_asynchronous_push_that_is_known_to_be_finite_is_not_looked_through(m
     seen = looks(monkeypatch)
     shard = make_shard(mode="async")
     parts = {0: Gradient(torch.ones(ELEMENTS), (True,), bound=1.0)}
-    decision, _ = shard.push_async("worker/0", 1, 1, parts, base_version=0)
+    decision, _ = shard.push(Push(task="worker/0", incarnation=1, seq=1, base_version=0), parts)
     assert decision.outcome is Outcome.APPLIED and not seen
 
 
@@ -191,15 +194,8 @@ def test_gradients_that_are_in_their_place_go_in_one_batch(in_place: bool) -> No
     allocate: Allocate = (lambda shard, bucket, nbytes: memory[bucket]) if in_place else no_memory
     staging = Staging(plan, 1, PushEncoders(coding_of("raw", plan).push), allocate)
     staging.add(0, {0: torch.ones(rows * 1024)}, {}, presum=False)
-    payloads = overlap.filled_payloads(
-        plan,
-        staging,
-        0,
-        Block(0, 1),
-        ranks=range(len(sizes)),
-        credit_bytes=0,
-        interrupted=lambda: None,
-    )
+    tools = PushTools(plan=plan, staging=staging, interrupted=lambda: None)
+    payloads = filled_payloads(tools, 0, Block(0, 1), range(len(sizes)))
     batches = [len(batch) for batch in payloads.batches()]
     assert sum(batches) == len(sizes)
     assert (len(batches) == 1) is in_place

@@ -16,19 +16,20 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from shardline import errors
 from shardline.cli import cluster_commands, options, progress, roles
 from shardline.cli import main as command_line
-from shardline.cli.launcher import Ended
+from shardline.cli.fates import Ended
 from shardline.cli.main import main
+from shardline.cli.terminal import PlainConsole
 from shardline.cli.train import Polled, _Run, check_summary, launch_options, report, train
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts, environment_security, environment_switch
+from shardline.core.status import ChiefStatus, ShardStatus, TaskStatus
 from shardline.errors import ClusterSpecError, JobError, UsageError
 from shardline.observability import log
-from shardline.rpc.messages.status import ChiefStatus, ShardStatus, TaskStatus
+from shardline.rpc.messages.status import chief_status_from_proto, chief_status_to_proto
 from shardline.security import Security
 
 SPEC = {"chief": ["127.0.0.1:2220"], "ps": ["127.0.0.1:0"], "worker": ["127.0.0.1:0", "127.0.0.1:0"]}
@@ -355,7 +356,7 @@ def test_line_of_a_job_that_is_over_promises_no_time_and_long_times_are_no_secon
 def test_lines_come_every_few_seconds_and_the_last_one_always() -> None:
     stream = io.StringIO()
     times = iter([0.0, 0.0, 0.5, 1.0, 3.5, 3.5, 4.0])
-    with progress.LineDisplay(Console(file=stream, width=200), now_s=lambda: next(times)) as display:
+    with progress.LineDisplay(PlainConsole(file=stream, width=200), now_s=lambda: next(times)) as display:
         for step in (1, 2, 3, 4, 5):
             display.update(ChiefStatus(phase="running", step=step))
     assert stream.getvalue().splitlines() == ["step 1", "step 4", "step 5"]
@@ -381,12 +382,12 @@ def test_address_of_the_page_is_said_once_and_again_when_a_new_chief_has_another
     events.put(Ended("chief/0", 0, False, "done"))
     cluster = SimpleNamespace(events=events, options=SimpleNamespace(timeouts=Timeouts(total_s=30.0)))
     said = Said()
-    assert _Run(cluster, Console(file=io.StringIO()))._loop(said) == 0  # type: ignore[arg-type]
+    assert _Run(cluster, PlainConsole(file=io.StringIO()))._loop(said) == 0  # type: ignore[arg-type]
     assert said.lines == ["page: http://127.0.0.1:1/", "page: http://127.0.0.1:2/"]
 
 
 def test_bar_shows_loss_and_rates() -> None:
-    console = Console(file=io.StringIO(), width=160, force_terminal=True)
+    console = PlainConsole(file=io.StringIO(), width=160, force_terminal=True)
     with progress.BarDisplay(console) as display:
         display.update(RUNNING)
         display.say("worker/1 was killed")
@@ -396,7 +397,7 @@ def test_bar_shows_loss_and_rates() -> None:
 
 
 def test_bar_keeps_its_figures_whole_in_80_columns_and_gives_each_evaluation_a_line() -> None:
-    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    console = PlainConsole(file=io.StringIO(), width=80, force_terminal=True)
     with progress.BarDisplay(console) as display:
         display.update(RUNNING)
         display.update(dataclasses.replace(RUNNING, loss=12.3456, steps_per_s=1234.5, bytes_per_s=1.2345e9))
@@ -407,7 +408,7 @@ def test_bar_keeps_its_figures_whole_in_80_columns_and_gives_each_evaluation_a_l
 
 
 def test_status_table_has_a_row_per_task() -> None:
-    console = Console(file=io.StringIO(), width=200)
+    console = PlainConsole(file=io.StringIO(), width=200)
     console.print(cluster_commands.table(RUNNING))
     rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(rows) == 1 + len(RUNNING.tasks)
@@ -422,7 +423,7 @@ def test_status_table_says_where_standbys_are_in_a_job_that_has_them() -> None:
         ShardStatus(shard=2, standby="unprotected", standby_task="ps/2"),
     )
     tasks = (TaskStatus(task="ps/0", state="alive", shards=shards), TaskStatus(task="worker/0", state="alive"))
-    console = Console(width=200, file=io.StringIO())
+    console = PlainConsole(width=200, file=io.StringIO())
     console.print(cluster_commands.table(dataclasses.replace(RUNNING, tasks=tasks)))
     console.print(cluster_commands.table(RUNNING))
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -468,7 +469,8 @@ def test_run_whose_evaluator_scored_nothing_says_so_and_why(tmp_path: Path) -> N
 
 def test_place_for_the_summary_that_can_not_be_written_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for bad in (tmp_path, tmp_path / "file" / "summary.json"):
+    os.mkfifo(tmp_path / "fifo")
+    for bad in (tmp_path, tmp_path / "file" / "summary.json", tmp_path / "fifo"):
         with pytest.raises(UsageError, match=r"--summary .* can't be written: .*; name a file in a folder"):
             check_summary(bad)
     check_summary(tmp_path / "new" / "summary.json")
@@ -476,7 +478,7 @@ def test_place_for_the_summary_that_can_not_be_written_is_refused_before_anythin
 
 
 def test_status_messages_survive_the_wire() -> None:
-    assert ChiefStatus.from_proto(RUNNING.to_proto()) == RUNNING
+    assert chief_status_from_proto(chief_status_to_proto(RUNNING)) == RUNNING
 
 
 @pytest.fixture(autouse=True)

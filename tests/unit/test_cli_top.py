@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterator
 from typing import Literal, TextIO
 
 import pytest
-from rich.console import Console
 
 from shardline.cli import progress
 from shardline.cli.main import main
+from shardline.cli.terminal import PlainConsole
 from shardline.cli.top import Keys, Poller, Screen
 from shardline.cli.top_frame import ASCII, FANCY, Curves, Silence, bar, frame, plain_line, seconds, size, sparkline
+from shardline.core.status import CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus
 from shardline.errors import UnreachableError, UsageError
 from shardline.observability.view import ClusterView, cluster_view
-from shardline.rpc.messages.status import CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus
 
 PATIENCE_S = 60.0
 NOON = 1_700_000_000.0
@@ -95,7 +95,7 @@ def drawn(
     silence: Silence | None = None,
 ) -> list[str]:
     """Lines of a frame as a terminal without colours shows them."""
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console = PlainConsole(file=io.StringIO(), width=width, color_system=None)
     console.print(frame(view, curves or Curves(), width=width, height=height, silence=silence, address="10.0.0.1:2222"))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
@@ -212,7 +212,7 @@ def test_names_and_sentences_of_others_can_not_steer_the_terminal() -> None:
     event = EventStatus(time=NOON, level="info", sentence="a\x1b[2Jb\nc\u202ed [red]e[/red]")
     lines = drawn(cluster_view(dataclasses.replace(STATUS, job="x\x1b]0;y\x07", said=(event,))), 80)
     assert "\x1b" not in "".join(lines) and "\x07" not in "".join(lines)
-    assert lines[-1].endswith("a [2Jb c d [red]e[/red]")
+    assert lines[-1].endswith("a [2Jb | c d [red]e[/red]")
     assert lines[0].startswith("x ]0;y  · ")
 
 
@@ -247,7 +247,7 @@ def test_bar_and_units() -> None:
 
 
 def test_ascii_terminal_gets_ascii() -> None:
-    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console = PlainConsole(file=io.StringIO(), width=80, color_system=None)
     short = dataclasses.replace(STATUS, said=STATUS.said[:1])
     console.print(frame(cluster_view(short), Curves(), width=80, glyphs=ASCII))
     assert console.file.getvalue().isascii()  # type: ignore[attr-defined]
@@ -301,7 +301,7 @@ class Shown(threading.Event):
 
 
 @contextlib.contextmanager
-def watching(chief: Told, console: Console, *, deadline_s: float = 60.0) -> Iterator[Screen]:
+def watching(chief: Told, console: PlainConsole, *, deadline_s: float = 60.0) -> Iterator[Screen]:
     shown = Shown()
 
     class InTurn:
@@ -319,9 +319,9 @@ def watching(chief: Told, console: Console, *, deadline_s: float = 60.0) -> Iter
         poller.stop()
 
 
-def pipe() -> tuple[Console, io.StringIO]:
+def pipe() -> tuple[PlainConsole, io.StringIO]:
     stream = io.StringIO()
-    return Console(file=stream, width=120), stream
+    return PlainConsole(file=stream, width=120), stream
 
 
 def test_pipe_gets_a_line_per_answer_each_event_once_and_no_escape_codes() -> None:
@@ -467,7 +467,7 @@ def terminal() -> Iterator[Terminal]:
 def watch(terminal: Terminal, chief: Told) -> int:
     """`shardline top` on a terminal, against this chief."""
     with terminal.open("w") as out, terminal.open("r") as keys:
-        console = Console(file=out, width=100, height=40, force_terminal=True)
+        console = PlainConsole(file=out, width=100, height=40, force_terminal=True)
         assert progress.on_terminal(console)
         with watching(chief, console) as screen, Keys(keys).raw() as raw:
             return screen.live(raw)
@@ -502,7 +502,7 @@ def test_chief_that_stays_away_leaves_the_last_frame_and_the_reason(terminal: Te
     chief = Told(STATUS, GONE)
     with (
         terminal.open("w") as out,
-        watching(chief, Console(file=out, width=100), deadline_s=0.2) as screen,
+        watching(chief, PlainConsole(file=out, width=100), deadline_s=0.2) as screen,
         pytest.raises(UnreachableError, match="the job was training at step 120"),
     ):
         screen.live(Keys(None))
@@ -523,13 +523,13 @@ def test_progress_is_a_bar_on_a_terminal_only_whatever_the_colours(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", term)
     with terminal.open("w") if to_terminal else io.StringIO() as stream:
-        assert type(progress.make_display(Console(file=stream, width=80))).__name__ == kind
+        assert type(progress.make_display(PlainConsole(file=stream, width=80))).__name__ == kind
 
 
 def test_progress_in_a_pipe_has_no_escape_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     stream = io.StringIO()
-    with progress.make_display(Console(file=stream, width=80)) as display:
+    with progress.make_display(PlainConsole(file=stream, width=80)) as display:
         display.update(STATUS)
         display.say("worker/1 was killed")
     assert stream.getvalue().splitlines() == [progress.line(STATUS), "worker/1 was killed"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.client.exchange.workplace import Workplace
+from shardline.client.api.workplace import Workplace
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.core.identity import Identity
+from shardline.core.orders import JobView, Orders
+from shardline.core.placement import Placement
 from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
 from shardline.observability.metrics import Metrics
-from shardline.rpc.client import JobView
-from shardline.rpc.link import ChiefLink, Orders
-from shardline.rpc.messages.configuration import Placement
+from shardline.rpc.link import ChiefLink
+from shardline.topology import Hop
 
 TIMEOUTS = Timeouts(total_s=2.0)
 
@@ -84,7 +85,7 @@ def test_silence_is_told_with_the_history_that_it_was_met_in(place: Workplace) -
     before = place.trainer.exchange
     told.view = replace(told.view, timeline=6)
     place.renew(told)  # type: ignore[arg-type]
-    before.on_silence(frozenset({0}))
+    before.observer.silent(frozenset({0}))
     assert told.suspected == [(set(), 5), (set(), 6), ({"ps/0"}, 5)]
 
 
@@ -96,7 +97,7 @@ def test_a_renewal_whose_servers_can_not_be_found_is_made_again_as_a_whole(
     told.view = replace(told.view, timeline=6)
     opened = place._open_lanes
 
-    def nowhere(view: JobView) -> dict[int, Lane]:
+    def nowhere(view: JobView, hops: Mapping[int, Hop]) -> dict[int, Lane]:
         raise UnreachableError("ps/0 has no address")
 
     monkeypatch.setattr(place, "_open_lanes", nowhere)

@@ -80,7 +80,7 @@ def test_address_parses_and_formats_back(text: str, address: tuple[str, int]) ->
 def test_bad_address_is_refused_with_its_text_and_place(text: object, says: str) -> None:
     with pytest.raises(ClusterSpecError) as caught:
         parse_address(text, "cluster.json: ps/0")
-    assert str(caught.value).startswith(f"cluster.json: ps/0 is {text!r}")
+    assert str(caught.value).startswith(f"cluster.json: ps/0 is {text!r}"[:100])
     assert says in str(caught.value)
 
 
@@ -119,7 +119,64 @@ def test_spec_that_is_no_json_is_refused_with_line_and_column() -> None:
     assert "JSON list" in refusal("[]")
     assert "cluster.json can't be read: Exceeds the limit" in refusal('{"worker": ' + "1" * 5000 + "}")
     assert "cluster.json can't be read: maximum recursion" in refusal('{"ps":' * 100_000)
-    assert '"ps" twice' in refusal('{"ps": ["h:1"], "chief": ["h:2"], "ps": ["h:3"]}')
+    assert "'ps' twice" in refusal('{"ps": ["h:1"], "chief": ["h:2"], "ps": ["h:3"]}')
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "a\nb",
+        "\x1b]0;x\x07",
+        "u@h",
+        "%2e%2e",
+        "[fe80::1%../../x]",
+        "a?b#c",
+        "a\\b",
+        "<b>",
+        "\ud800",
+        "\u202eh",
+        "h" * 254,
+    ],
+)
+def test_what_is_no_host_is_refused(host: str) -> None:
+    sentence = refusal(json.dumps(SMALL | {"worker": [f"{host}:1"]}))
+    assert "is no host name or IP address" in sentence and sentence.isprintable()
+
+
+@pytest.mark.parametrize("host", ["unix", "Unix-Abstract", "dns", "vsock", "ipv4"])
+def test_a_host_that_grpc_takes_for_a_scheme_is_refused(host: str) -> None:
+    # "unix:1" would be a socket named 1 in the working folder, for whoever listens there and whoever calls.
+    assert "for a scheme" in refusal(json.dumps(SMALL | {"chief": [f"{host}:1"]}))
+    assert parse_address(f"{host}.example:1") == (f"{host}.example", 1)
+
+
+HUGE = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"worker": ["h:0"] * 4097}, '"worker" has 4,097 tasks; a role has 4,096 at most'),
+        ({"worker": {str(index): "h:0" for index in range(4097)}}, "4,097 tasks"),
+        ({"worker": 10**6}, "use 1 to 4096"),
+        ({"worker": 10**4000}, "use 1 to 4096"),
+        ({HUGE: ["h:1"]}, "the role 'xxx"),
+        ({HUGE: 10**6}, "the role 'xxx"),
+        ({"worker": [HUGE + ":1"]}, "is no host name"),
+        ({"worker": [HUGE]}, "both a host and a port"),
+        ({"worker": ["h:" + HUGE]}, "the port 'xxx"),
+        ({"worker": [["x"] * 500_000]}, "an address is a string"),
+    ],
+)
+def test_a_huge_spec_is_refused_in_a_short_sentence(change: dict[str, Any], says: str) -> None:
+    sentence = refusal(json.dumps(SMALL | change))
+    assert says in sentence and len(sentence) < 600
+
+
+def test_the_sentence_about_a_missing_task_names_a_few_of_many() -> None:
+    spec = ClusterSpec.from_mapping(SMALL | {"worker": 4096})
+    with pytest.raises(ClusterSpecError, match=r"worker/12 and 4,083 more$"):
+        spec.address("ps/2")
 
 
 def test_missing_or_unreadable_file_is_refused_by_its_path(tmp_path: Path) -> None:

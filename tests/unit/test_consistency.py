@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardline.consistency import asynchronous, sync
+from shardline.consistency import numbered_pushes, replica_steps
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 
@@ -35,7 +35,7 @@ def test_a_push_to_a_bucket_at_step_5_of_6_replicas(
     step: int, counted: set[int], block: Block, outcome: Outcome, reason: str
 ) -> None:
     before = set(counted)
-    decision = sync.admit_push(step, counted, block, bucket_step=5, replicas=6)
+    decision = replica_steps.admit_push(step, counted, block, bucket_step=5, replicas=6)
     assert (decision.outcome, decision.reason) == (outcome, reason)
     assert counted == before
 
@@ -59,12 +59,12 @@ def test_a_push_to_a_bucket_at_step_5_of_6_replicas(
     ],
 )
 def test_a_pull_of_an_exact_step(want: int, bucket_step: int, oldest: int, outcome: Outcome) -> None:
-    assert sync.serve_pull(want, bucket_step=bucket_step, oldest=oldest) is outcome
+    assert replica_steps.serve_pull(want, bucket_step=bucket_step, oldest=oldest) is outcome
 
 
 @pytest.mark.parametrize(("counted", "step"), [(False, 5), (True, 6)])
 def test_progress_sends_a_replica_to_the_first_step_it_is_missing_in(counted: bool, step: int) -> None:
-    assert sync.progress(5, counted) == step
+    assert replica_steps.progress(5, counted) == step
 
 
 @pytest.mark.parametrize(
@@ -84,24 +84,25 @@ def test_progress_sends_a_replica_to_the_first_step_it_is_missing_in(counted: bo
     ],
 )
 def test_an_asynchronous_push_by_its_number(seq: int, last_seq: int, skip: bool, outcome: Outcome, reason: str) -> None:
-    decision = asynchronous.admit_push(seq, last_seq=last_seq, skip=skip)
+    decision = numbered_pushes.admit_push(seq, last_seq=last_seq, skip=skip)
     assert (decision.outcome, decision.reason) == (outcome, reason)
 
 
 @pytest.mark.parametrize(
     ("seq", "last_seq", "number"),
     [
-        (10, 7, 8),  # three pushes before it are lost with the shard's memory
-        (10, 0, 1),
+        (10, 8, None),  # the one before it is lost with the shard's memory
+        (10, 0, None),
         (10, 9, 10),  # nothing is lost
-        (10, 10, 10),  # the cut holds it: it will be answered DUPLICATE
+        (10, 10, 10),  # the shard holds it: it will be answered DUPLICATE
+        (10, 12, 10),
     ],
 )
-def test_an_open_push_goes_on_under_the_number_its_restored_shard_expects(seq: int, last_seq: int, number: int) -> None:
-    assert asynchronous.renumber(seq, last_seq=last_seq) == number
+def test_an_open_push_keeps_its_number_or_is_computed_anew(seq: int, last_seq: int, number: int | None) -> None:
+    assert numbered_pushes.resume(seq, last_seq=last_seq) == number
 
 
 @pytest.mark.parametrize(("version", "base", "staleness"), [(7, 7, 0), (8, 7, 1), (25, 17, 8), (3, 9, 0)])
 def test_staleness_counts_the_updates_between_pull_and_apply(version: int, base: int, staleness: int) -> None:
     # A shard that went back to a cut may be behind the version its worker pulled; that isn't a negative staleness.
-    assert asynchronous.staleness(version, base) == staleness
+    assert numbered_pushes.staleness(version, base) == staleness

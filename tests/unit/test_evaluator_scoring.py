@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from shardline.core.orders import Orders, Phase
 from shardline.errors import MismatchError
 from shardline.job import Job
 from shardline.model import named_values
-from shardline.rpc.link import Orders, Phase
 from shardline_evaluator.scoring import load, next_step, score
 
 

@@ -9,18 +9,22 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from shardline.client.exchange import shard_exchange as exchange
-from shardline.client.exchange.shard_exchange import Exchange, Interrupted, Running, ShardOutcome, ShardTask
-from shardline.client.overlap import arrivals
-from shardline.client.overlap.arrivals import Arrivals
-from shardline.client.step.layout import BucketSink, ModelLayout
+from shardline.client.exchange import arrivals
+from shardline.client.exchange import running as running_module
+from shardline.client.exchange.arrivals import Arrivals
+from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardTask
+from shardline.client.exchange.running import Running
+from shardline.client.exchange.shard_exchange import Exchange
+from shardline.client.step.layout import ModelLayout
+from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of
 from shardline.config import Timeouts
+from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.identity import Identity
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.errors import UnreachableError
-from shardline.lanes.base import Contribution, Exchanged, Sender, Sink, Standing, Want
+from shardline.lanes.base import Lane
 
 PATIENCE_S = 20.0
 LOOK_S = 0.01
@@ -30,7 +34,7 @@ TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float32"),)
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "LOOK_S", LOOK_S)
+    monkeypatch.setattr(running_module, "LOOK_S", LOOK_S)
     monkeypatch.setattr(arrivals, "LOOK_S", LOOK_S)
 
 
@@ -88,7 +92,7 @@ def test_buckets_that_never_come_are_not_waited_for_without_an_end() -> None:
         buckets.load([(0, 0)], found.look)
 
 
-class ForgetfulLane:
+class ForgetfulLane(Lane):
     """A lane that is cancelled just before its call begins, and forgets that as it begins."""
 
     name = "forgetful"

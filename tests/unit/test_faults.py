@@ -19,9 +19,10 @@ from shardline.cli.news import AGAIN_S, News
 from shardline.cli.top_frame import Curves, frame
 from shardline.cli.train import Polled, _Run
 from shardline.config import Timeouts
+from shardline.core.status import ChiefStatus, EventStatus, TaskStatus
 from shardline.observability.metrics import Metrics
 from shardline.observability.view import as_json, cluster_view
-from shardline.rpc.messages.status import ChiefStatus, EventStatus, TaskStatus
+from shardline.rpc.messages.status import chief_status_from_proto, chief_status_to_proto
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.summary import overview
 
@@ -89,7 +90,7 @@ def test_logs_that_can_not_be_written_are_a_fault_as_long_as_that_lasts(tmp_path
 
 
 def test_faults_survive_the_wire_and_stand_in_status_top_and_the_pages_view() -> None:
-    assert ChiefStatus.from_proto(STATUS.to_proto()).faults == (FAULT,)
+    assert chief_status_from_proto(chief_status_to_proto(STATUS)).faults == (FAULT,)
     assert FAULT in headline(STATUS)
     view = cluster_view(STATUS)
     assert as_json(view)["faults"] == [FAULT]

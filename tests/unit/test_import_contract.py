@@ -83,6 +83,14 @@ LEAVES = {
 """Packages that need nothing of the library beyond these."""
 
 
+BELOW = {
+    "shardline/rpc": ("shardline.lanes", "shardline.server", "shardline.client"),
+    "shardline/lanes": ("shardline.server", "shardline.client"),
+    "shardline/server": ("shardline.client",),
+}
+"""Packages that are used by these and never use them."""
+
+
 def under(path: str, folder: str) -> bool:
     return path.startswith(folder + "/")
 
@@ -109,6 +117,9 @@ def refusal(item: Import) -> str | None:
         return "generated stubs are for the packages that speak the protocol"
     if any(under(item.path, folder) for folder in PURE) and any(within(item.module, outer) for outer in OUTER):
         return "domain values and rules know no transport"
+    for lower, upper in BELOW.items():
+        if under(item.path, lower) and any(within(item.module, name) for name in upper):
+            return f"{lower} lies below {', '.join(upper)}"
     for package, needs in LEAVES.items():
         inside = under(item.path, package.replace(".", "/"))
         if inside and top == "shardline" and item.module != top and not any(within(item.module, n) for n in needs):
@@ -166,6 +177,8 @@ def test_layers_hold() -> None:
         ("chief/shardline_chief/rules/x.py", "from shardline.rpc.v1 import chief_pb2", "generated stubs"),
         ("shardline/core/x.py", "from shardline.rpc import channel", "no transport"),
         ("shardline/core/x.py", "from shardline.job import Job", "needs nothing but"),
+        ("shardline/rpc/x.py", "from shardline.lanes.base import Lane", "lies below"),
+        ("shardline/lanes/x.py", "from shardline.server import slots", "lies below"),
         ("services/shardline_ps/data/x.py", "from shardline.rpc.v1 import data_pb2", None),
         ("services/shardline_ps/x.py", "from shardline_ps import store", None),
     ],

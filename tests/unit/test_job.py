@@ -14,11 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardline import schedule
-from shardline.client.exchange.attachment import TensorHolder
+from shardline.client.api.script_job import TensorHolder
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorKind
 from shardline.errors import JobError
 from shardline.job import Job, load_job, model_tensors
+from shardline.update import rule
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -142,8 +143,8 @@ def test_overrides_are_read_as_their_fields_types(tmp_path: Path) -> None:
         ("steps", "ten", "steps is set to 'ten'; it must be a whole number"),
         ("clip_norm", "nan", "clip_norm is set to 'nan'; it must be a number"),
         ("replicas", "0", r"Job\.replicas is 0; give a whole number >= 1"),
-        ("consistency", "eventual", "consistency is 'eventual'"),
-        ("model", "x", "no job field 'model' can be set from outside; these can: batch_size, steps"),
+        ("consistency", "eventual", "consistency 'eventual' does not exist; choose from sync, async"),
+        ("model", "x", "no job field 'model' can be set from outside; these can: replicas, batch_size"),
     ],
 )
 def test_an_override_that_cannot_be_is_refused(tmp_path: Path, name: str, text: str, sentence: str) -> None:
@@ -243,7 +244,7 @@ def test_parameter_groups_reach_the_rule_and_the_tensors() -> None:
 def test_a_rule_for_matrices_refuses_a_vector() -> None:
     with pytest.raises(JobError, match=r"torch\.optim\.Muon refuses .* size: torch\.Size\(\[2\]\)"):
         make_job(optimizer="Muon").spec(nn.Linear(2, 2))
-    assert model_tensors(nn.Linear(2, 2, bias=False), rule="Muon")[0].whole
+    assert model_tensors(nn.Linear(2, 2, bias=False), rule=rule("Muon"))[0].whole
 
 
 def test_score_evaluates_without_gradients_and_leaves_modes_alone() -> None:

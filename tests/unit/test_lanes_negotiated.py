@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.identity import Identity
 from shardline.errors import UnreachableError
-from shardline.lanes.base import Contribution, Exchanged, LaneUnavailable, Sender, Sink, Standing, Want
+from shardline.lanes.base import Lane, LaneUnavailable
 from shardline.lanes.negotiated import BREAKS, NegotiatedLane
 
 SENDER = Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1))
@@ -16,7 +17,7 @@ DONE = Exchanged(acks=(), end=None)
 NOBODY: Sink = None  # type: ignore[assignment]
 
 
-class FakeLane:
+class FakeLane(Lane):
     """Does what it is told in an exchange; answers Progress, which may be told something too."""
 
     def __init__(self, name: str, does: Callable[[], Exchanged] = lambda: DONE) -> None:

@@ -16,16 +16,8 @@ from typing import Any
 
 import pytest
 
-from shardline.cli.launcher import (
-    MAX_RESTARTS,
-    Ended,
-    LaunchError,
-    LaunchOptions,
-    LocalCluster,
-    may_restart,
-    task_command,
-    task_environment,
-)
+from shardline.cli.fates import MAX_RESTARTS, Ended, may_restart
+from shardline.cli.launcher import LaunchError, LaunchOptions, LocalCluster, task_command, task_environment
 from shardline.cli.train import run
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError
@@ -292,6 +284,20 @@ def test_chief_that_fails_at_start_ends_the_launch_with_its_sentence(tmp_path: P
     with pytest.raises(LaunchError, match="the disk is full") as caught, cluster:
         pass
     assert caught.value.code == 6
+    assert cluster.running() == ()
+
+
+@pytest.mark.parametrize("task", ["chief-0", "ps-0"])
+def test_a_log_that_can_not_be_written_is_named_when_the_job_starts(
+    tmp_path: Path, fake_roles: Path, task: str
+) -> None:
+    options = launch(tmp_path, resume=True)
+    (options.out / "logs").mkdir(parents=True)
+    log = options.out / "logs" / f"{task}.log"
+    os.mkfifo(log)
+    cluster = LocalCluster(options)
+    with pytest.raises(UsageError, match=f"{log}: it is a FIFO, not a regular file; name a folder"), cluster:
+        pass
     assert cluster.running() == ()
 
 

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardline.client.overlap.early_push import why_not_early
 from shardline.client.overlap.gate import Gate, reads_values, why_not
-from shardline.client.overlap.scheduler import Expected as Expectation
-from shardline.client.overlap.scheduler import FireCount, GradientHooks, homes, keys_of, why_not_early
+from shardline.client.overlap.hooks import FireCount, GradientHooks
+from shardline.client.step.expected import Expected as Expectation
+from shardline.client.step.layout import homes, keys_of
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.model import model_tensors

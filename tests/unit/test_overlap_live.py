@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from shardline.client.api.live import LivePayloads, Unready
-from shardline.client.overlap.priority import SendQueue
+from shardline.client.exchange.live import LivePayloads, Unready
+from shardline.client.exchange.priority import SendQueue
+from shardline.core.exchange import BucketPayload
 from shardline.errors import UnreachableError
-from shardline.lanes.base import BucketPayload
 
 PATIENCE_S = 20.0
 
@@ -30,7 +30,7 @@ def live(
 ) -> LivePayloads:
     queue = SendQueue(range(count), [4] * count, credit_bytes)
     found = LivePayloads(queue, prepare, nbytes=4 * count, interrupted=interrupted)
-    found.patience_s = PATIENCE_S
+    found.be_patient(PATIENCE_S)
     return found
 
 
@@ -124,7 +124,7 @@ def test_an_interruption_ends_a_waiting_lane_and_a_later_one_goes_on(pool: Threa
 
 def test_a_backward_pass_that_takes_long_ends_the_call_and_not_the_step() -> None:
     payloads = live()
-    payloads.patience_s = 0.02
+    payloads.be_patient(0.02)
     with pytest.raises(Unready):
         buckets(payloads)
     assert not payloads.wait(0.01)

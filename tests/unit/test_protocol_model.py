@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardline.consistency import sync
+from shardline.consistency import replica_steps
 from shardline.core.outcome import Decision, Outcome
 from tests.protocol_model.asynchronous import AsyncCounts, AsyncModel, AsyncSetup
 from tests.protocol_model.numbers import Broken, Setup
@@ -115,12 +115,12 @@ def always_count(step: int, counted: Any, block: Any, *, bucket_step: int, repli
 
 def count_any_step(step: int, counted: Any, block: Any, *, bucket_step: int, replicas: int) -> Decision:
     """Takes a late contribution for one of the open step."""
-    return sync.admit_push(bucket_step, counted, block, bucket_step=bucket_step, replicas=replicas)
+    return replica_steps.admit_push(bucket_step, counted, block, bucket_step=bucket_step, replicas=replicas)
 
 
 def count_overlaps(step: int, counted: Any, block: Any, *, bucket_step: int, replicas: int) -> Decision:
     """Counts a block that was counted in part."""
-    decision = sync.admit_push(step, counted, block, bucket_step=bucket_step, replicas=replicas)
+    decision = replica_steps.admit_push(step, counted, block, bucket_step=bucket_step, replicas=replicas)
     return Decision(Outcome.COUNTED) if decision.outcome is Outcome.SPLIT else decision
 
 
@@ -131,7 +131,7 @@ def serve_latest(want: int, *, bucket_step: int, oldest: int) -> Outcome:
 
 def serve_newest_only(want: int, *, bucket_step: int, oldest: int) -> Outcome:
     """The exact step, of one published buffer."""
-    return sync.serve_pull(want, bucket_step=bucket_step, oldest=bucket_step)
+    return replica_steps.serve_pull(want, bucket_step=bucket_step, oldest=bucket_step)
 
 
 def progress_optimist(bucket_step: int, replica_counted: bool) -> int:
@@ -139,7 +139,7 @@ def progress_optimist(bucket_step: int, replica_counted: bool) -> int:
     return bucket_step + 1
 
 
-@pytest.mark.parametrize("serve", [sync.serve_pull, serve_newest_only])
+@pytest.mark.parametrize("serve", [replica_steps.serve_pull, serve_newest_only])
 def test_one_published_buffer_fails_in_a_third_of_the_schedules(serve: Callable[..., Outcome]) -> None:
     assert broken_schedules(300, published=1, serve=serve) > 100
 
@@ -224,7 +224,7 @@ def next_number(seq: int, *, last_seq: int) -> int:
     [
         {"window": 3, "admit": remember_the_highest},
         {"shard_losses": 3, "new_timeline": False},
-        {"shard_losses": 3, "renumber": next_number},
+        {"shard_losses": 3, "resume": next_number},
     ],
     ids=["remember_the_highest", "same_timeline", "next_number"],
 )

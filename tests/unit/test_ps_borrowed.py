@@ -16,14 +16,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardline.consistency.server import Push
 from shardline.core.contributions import Contributions, Partial, mean, scaled
+from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
 from shardline.core.reduce import Block, cover, magnitude, stays_finite
 from shardline.core.spec import DTYPES, ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import NonFiniteError
 from shardline.update import ALLOWED, rule, wants_whole
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.settings import ShardSettings
+from shardline_ps.shard.shard import Shard
 
 NAMES = {"w": (37, 5), "v": (100,), "u": (3, 3)}
 
@@ -56,7 +59,9 @@ def make_shard(
 ) -> Shard:
     matrices = {key: shape for key, shape in NAMES.items() if len(shape) == 2}
     shapes = matrices if name == "Muon" else NAMES
-    tensors = [TensorSpec(name=key, shape=s, dtype=dtype, whole=wants_whole(name, s)) for key, s in shapes.items()]
+    tensors = [
+        TensorSpec(name=key, shape=s, dtype=dtype, whole=wants_whole(rule(name), s)) for key, s in shapes.items()
+    ]
     arguments = {"lr": 0.1, "momentum": 0.5} if name == "SGD" else {"lr": 0.1}
     configuration = ShardSettings(
         plan=make_plan(tensors, 1),
@@ -141,9 +146,9 @@ def test_clipping_scales_a_copy() -> None:
         strange = Strange(gradient_of(shard, 1), 1)
         values = strange.values if borrowed else strange.values.clone()
         shard.contribute(0, 0, Block(0, 1), Gradient(values, (True,) * 3, borrowed=borrowed))
-        voted = shard.vote(0)
+        voted = shard.mode.vote(0)
         assert voted is not None
-        shard.apply_verdict(voted[1], scale=0.25, skip=False)
+        shard.mode.apply_verdict(voted[1], scale=0.25, skip=False)
         results.append(shard.buckets[0].values.clone())
         del values, strange.values
         assert strange.unchanged() and strange.alive() is None
@@ -157,7 +162,7 @@ def test_an_asynchronous_push_scales_a_copy() -> None:
         strange = Strange(gradient_of(shard, 1), 3)
         values = strange.values if borrowed else strange.values.clone()
         parts = {0: Gradient(values, (True,) * 3, borrowed=borrowed)}
-        decision, _ = shard.push_async("worker/0", 1, 1, parts, base_version=0, scale=0.5)
+        decision, _ = shard.push(Push(task="worker/0", incarnation=1, seq=1, base_version=0, scale=0.5), parts)
         assert decision.outcome is Outcome.APPLIED
         results.append(shard.buckets[0].values.clone())
         del parts, values, strange.values
@@ -183,11 +188,11 @@ def test_dropped_contributions_let_go_of_what_they_borrowed() -> None:
 def test_a_vote_that_a_new_timeline_overtakes_lets_go_of_what_it_borrowed() -> None:
     shard = make_shard(1, clip=1.0)
     strange = lend(shard, 0)
-    voted = shard.vote(0)
+    voted = shard.mode.vote(0)
     assert voted is not None and strange.alive() is not None
     shard.drop_contributions()
     assert strange.alive() is None
-    shard.apply_verdict(voted[1], scale=1.0, skip=False)
+    shard.mode.apply_verdict(voted[1], scale=1.0, skip=False)
     assert shard.step_max == 0
 
 

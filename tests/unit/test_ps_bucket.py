@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from shardline.codecs import coding_of
+from shardline.consistency.server import Observers, Push, Want
 from shardline.core.contributions import Partial
+from shardline.core.gradients import Gradient
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.plan import Plan, make_plan
@@ -19,12 +21,13 @@ from shardline.core.records import Applied
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.errors import CheckpointError, NonFiniteError, ProtocolError
+from shardline.server.pull_sender import Encoded, encode_bucket
+from shardline.server.signals import Signal
+from shardline.storage.publication import PlainPublication, num_areas
 from shardline.update import rule
-from shardline_ps.data.pull_sender import Encoded, Want, encode_bucket
-from shardline_ps.data.signals import Signal
 from shardline_ps.shard.bucket import Bucket
-from shardline_ps.shard.publication import PlainPublication, num_areas
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.settings import ShardSettings
+from shardline_ps.shard.shard import Shard
 
 TENSORS = (
     TensorSpec(name="w", shape=(3,), dtype="float32"),
@@ -45,7 +48,7 @@ def make_bucket(number: int = PARAM, *, double: bool = True, spec: RuleSpec = SG
     held = made.shards[0].buckets[number]
     memory = PlainPublication(made.shards[0], torch.device("cpu"))
     first = memory.tensor(0, number)
-    second = memory.tensor(1, number) if num_areas(held, sync=double) == 2 else first
+    second = memory.tensor(1, number) if num_areas(held, keeps_previous=double) == 2 else first
     return Bucket(0, number, held, made.tensors, spec, ScheduleSpec(), replicas=1, pub=(first, second))
 
 
@@ -61,7 +64,7 @@ def gradient(*numbers: float, present: tuple[bool, bool] = (True, True)) -> Part
     return Partial(flat(*numbers), present)
 
 
-def make_shard(*, replicas: int = 1, mode: str = "sync", **more: Any) -> Shard:
+def make_shard(*, replicas: int = 1, mode: str = "sync", observers: Observers | None = None, **more: Any) -> Shard:
     consistency = ConsistencySpec(mode=mode, **more)
     settings = ShardSettings(
         plan=plan(),
@@ -71,7 +74,7 @@ def make_shard(*, replicas: int = 1, mode: str = "sync", **more: Any) -> Shard:
         replicas=replicas,
         cut_every=0,
     )
-    shard = Shard(0, settings)
+    shard = Shard(0, settings, observers=observers)
     for number, bucket in enumerate(shard.buckets):
         shard.initialize(number, torch.zeros(bucket.spec.elements))
     return shard
@@ -209,7 +212,7 @@ def test_an_image_that_does_not_fit_is_refused() -> None:
 
 
 def encoded(shard: Shard, number: int, step: int | None, have: int | None = None) -> Encoded | Outcome:
-    return encode_bucket(shard, number, Want(step, False, have), coding_of("raw", shard.settings.plan).pull)
+    return encode_bucket(shard, number, Want(step=step, have=have), coding_of("raw", shard.settings.plan).pull)
 
 
 def test_a_pull_of_an_exact_step_is_served_from_either_buffer() -> None:
@@ -270,7 +273,7 @@ def test_a_change_in_the_last_step_is_sent_to_holders_of_the_step_before() -> No
 def test_an_asynchronous_shard_serves_exactly_the_present_step() -> None:
     shard = make_shard(mode="async")
     for seq in (1, 2):
-        shard.push_async("w", 1, seq, {PARAM: Gradient(flat(1.0), (True, True))}, base_version=0)
+        shard.push(Push(task="w", incarnation=1, seq=seq, base_version=0), {PARAM: Gradient(flat(1.0), (True, True))})
     assert encoded(shard, PARAM, 1) is Outcome.OVERTAKEN
     assert encoded(shard, PARAM, 3) is Outcome.WAITING
     answer = encoded(shard, PARAM, 2)
@@ -288,43 +291,42 @@ def test_a_guard_is_asked_under_the_lock_and_its_answer_stands() -> None:
         return Decision(Outcome.FENCED, "gone")
 
     assert {decision.outcome for decision in whole(shard, 0, 1.0, guard=guard)} == {Outcome.FENCED}
-    assert shard.step_max == 0 and shard.waiting_for() == [0]
+    assert shard.step_max == 0 and shard.mode.waiting_for() == [0]
 
 
 def test_a_guarded_asynchronous_push_takes_no_number() -> None:
     shard = make_shard(mode="async")
     gone = Decision(Outcome.FENCED, "gone")
     parts = {PARAM: Gradient(flat(1.0), (True, True))}
-    assert shard.push_async("w", 1, 1, parts, base_version=0, guard=lambda: gone) == (gone, 0)
-    decision, _ = shard.push_async("w", 1, 1, parts, base_version=0)
+    assert shard.push(Push(task="w", incarnation=1, seq=1, base_version=0), parts, guard=lambda: gone) == (gone, 0)
+    decision, _ = shard.push(Push(task="w", incarnation=1, seq=1, base_version=0), parts)
     assert decision.outcome is Outcome.APPLIED
 
 
 def test_a_vote_on_contributions_that_were_dropped_is_none() -> None:
     complete: list[int] = []
-    shard = make_shard(nan_policy="skip")
-    shard._on_complete = complete.append
+    shard = make_shard(nan_policy="skip", observers=Observers(on_complete=complete.append))
     whole(shard, 0, 1.0)
     assert complete == [0]
     assert shard.drop_contributions() == 1
-    assert shard.vote(0) is None
+    assert shard.mode.vote(0) is None
     whole(shard, 0, 1.0)
     assert complete == [0, 0]
-    voted = shard.vote(0)
+    voted = shard.mode.vote(0)
     assert voted is not None
     vote, staged = voted
     assert [value for _, value in vote.sums] == [1.0, 0.0]
-    shard.apply_verdict(staged, scale=1.0, skip=False)
+    shard.mode.apply_verdict(staged, scale=1.0, skip=False)
     assert (shard.step_min, shard.version) == (1, 1)
 
 
 def test_a_verdict_of_before_a_rollback_changes_nothing() -> None:
     shard = make_shard(clip_norm=1.0)
     whole(shard, 0, 1.0)
-    voted = shard.vote(0)
+    voted = shard.mode.vote(0)
     assert voted is not None
     shard.drop_contributions()
-    shard.apply_verdict(voted[1], scale=1.0, skip=False)
+    shard.mode.apply_verdict(voted[1], scale=1.0, skip=False)
     assert shard.step_max == 0
 
 
@@ -332,30 +334,32 @@ def test_a_verdict_of_before_a_restore_is_not_known_after_it() -> None:
     shard = make_shard(clip_norm=1.0)
     image = [bucket.image() for bucket in shard.buckets]
     whole(shard, 0, 1.0)
-    voted = shard.vote(0)
+    voted = shard.mode.vote(0)
     assert voted is not None
     shard.restore(image)
-    shard.apply_verdict(voted[1], scale=1.0, skip=True)
-    assert (shard.step_max, shard.last_verdict, shard.tally.skipped_steps) == (0, None, 0)
+    shard.mode.apply_verdict(voted[1], scale=1.0, skip=True)
+    assert (shard.step_max, shard.mode.last_verdict, shard.tally.skipped_steps) == (0, None, 0)
 
 
 def test_a_step_that_is_closed_late_leaves_the_verdict_of_the_next_one_known() -> None:
     """A new lead is told of the last one; with the one before it would wait for a vote that nobody gives again."""
-    shard = make_shard(clip_norm=1.0)
-    whole(shard, 0, 1.0)
-    first = shard.vote(0)
-    assert first is not None
+    made: list[Shard] = []
 
     def next_step(bucket: int) -> None:
-        if shard.step_min == 1 and bucket == len(shard.buckets) - 1:
+        shard = made[0] if made else None
+        if shard is not None and shard.step_min == 1 and bucket == len(shard.buckets) - 1:
             whole(shard, 1, 1.0)
-            assert shard.vote(1) is not None
-            shard.last_verdict = Applied(step=1, scale=0.5, skip=False)
+            assert shard.mode.vote(1) is not None
+            shard.mode.last_verdict = Applied(step=1, scale=0.5, skip=False)
 
-    shard._on_publish = next_step
-    shard.apply_verdict(first[1], scale=1.0, skip=False)
-    assert shard.last_verdict == Applied(step=1, scale=0.5, skip=False)
-    assert shard.waiting_for() == []
+    shard = make_shard(clip_norm=1.0, observers=Observers(on_publish=next_step))
+    made.append(shard)
+    whole(shard, 0, 1.0)
+    first = shard.mode.vote(0)
+    assert first is not None
+    shard.mode.apply_verdict(first[1], scale=1.0, skip=False)
+    assert shard.mode.last_verdict == Applied(step=1, scale=0.5, skip=False)
+    assert shard.mode.waiting_for() == []
 
 
 def test_nan_flags_count_only_with_the_contribution_they_came_with() -> None:
@@ -365,7 +369,7 @@ def test_nan_flags_count_only_with_the_contribution_they_came_with() -> None:
     whole(shard, 0, 1.0, replica=0)
     whole(shard, 0, 1.0, replica=0, nonfinite=["w"])
     whole(shard, 0, 1.0, replica=1)
-    voted = shard.vote(0)
+    voted = shard.mode.vote(0)
     assert voted is not None and voted[0].nonfinite == ()
 
 
@@ -373,7 +377,7 @@ def test_a_nan_that_only_arises_in_the_sum_is_voted_on() -> None:
     shard = make_shard(replicas=2, nan_policy="skip")
     whole(shard, 0, float("inf"), replica=0)
     whole(shard, 0, -float("inf"), replica=1)
-    voted = shard.vote(0)
+    voted = shard.mode.vote(0)
     assert voted is not None and voted[0].nonfinite == ("w",)
 
 
@@ -381,7 +385,7 @@ def test_a_nan_under_the_policy_stop_leaves_the_bucket_as_it_was() -> None:
     shard = make_shard(replicas=2)
     with pytest.raises(NonFiniteError, match="gradient of 'w' from replicas 0 has NaN or infinity"):
         whole(shard, 0, float("nan"))
-    assert shard.waiting_for() == [0, 1]
+    assert shard.mode.waiting_for() == [0, 1]
 
 
 def test_a_late_cut_request_restores_the_stop_step_of_before() -> None:
@@ -441,7 +445,7 @@ def test_different_buckets_are_summed_and_applied_at_the_same_time() -> None:
 
 def test_the_other_buckets_of_a_push_stay_out_of_the_shards_lock() -> None:
     shard = two_buckets()
-    with shard.lock, ThreadPoolExecutor(1) as pool:
+    with shard.storage.lock, ThreadPoolExecutor(1) as pool:
         decision = pool.submit(shard.contribute, 1, 0, Block(0, 1), Gradient(torch.ones(64), (True,)))
         assert decision.result(timeout=10.0).outcome is Outcome.COUNTED
 

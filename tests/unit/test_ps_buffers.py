@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardline.core.tensor_bytes import borrowed_tensor
-from shardline_ps.shard.buffers import LEAST_BYTES, Buffers
+from shardline.server.buffers import LEAST_BYTES, Buffers
 
 SIZE = 1 << 20
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardline.core.gradients import Gradient
 from shardline.core.image import VALUE
 from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.host.process import memory_limit, resolve_device
 from shardline.update import rule
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.settings import ShardSettings
+from shardline_ps.shard.shard import Shard
 
 pytestmark = [
     pytest.mark.gpu,

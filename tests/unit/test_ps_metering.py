@@ -9,8 +9,8 @@ import torch
 
 from shardline.core.reduce import Block
 from shardline.observability.metrics import Metrics
+from shardline.server.staging import Ledger
 from shardline_ps.memory.metering import Meter
-from shardline_ps.memory.staging import Ledger
 from shardline_ps.standby.record_log import ReplicaLog
 from shardline_ps.store import ParameterStore
 
@@ -24,7 +24,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 def test_staging_and_attachments_are_told_with_every_heartbeat() -> None:
     metrics, store = Metrics("ps", "ps/0"), ParameterStore(device=torch.device("cpu"), pool_threads=1)
     store.lane_attachments = lambda: {"tcp": 2, "shm": 0}
-    store.staging.configure(Ledger(1000, {}, 1, voted=False, view=lambda shard, bucket: None), lambda: 30)
+    store.staging.configure(Ledger(1000, {}, 1, total_waits=False, view=lambda shard, bucket: None), lambda: 30)
     meter = Meter(metrics, store)
     observe = meter.observed(lambda: SimpleNamespace(shards=[], standbys=[]))
 

@@ -8,12 +8,14 @@ import mmap
 import pytest
 import torch
 
+from shardline.core.gradients import Gradient
 from shardline.core.plan import Plan, ShardSpec, make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import DTYPES, ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
+from shardline.storage.publication import PlainPublication, bucket_offsets, view_of
 from shardline.update import rule
-from shardline_ps.shard.publication import PlainPublication, bucket_offsets, view_of
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.settings import ShardSettings
+from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 TENSORS = (

@@ -17,13 +17,13 @@ from shardline.codecs.base import PLAIN_TURN
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import ProtocolError
+from shardline.lanes.attachments import Attachments, Holder, Opening
+from shardline.lanes.shm.server import ShmTicket
 from shardline.rpc.v1 import common_pb2, data_pb2
+from shardline.server import inline_apply as quick
+from shardline.server.push_receiver import NoRoomError, PushReceiver, PushResult
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PushFrameView, read_push
-from shardline_ps.data.attachments import Attachments, Holder, Opening
-from shardline_ps.data.push_receiver import NoRoomError, PushReceiver, PushResult
-from shardline_ps.data.shm_server import ShmTicket
-from shardline_ps.shard import inline_apply as quick
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 ELEMENTS = 1024
@@ -297,14 +297,14 @@ def test_a_push_whose_call_ends_while_it_is_applied_is_applied_to_every_bucket()
     async def main() -> None:
         store = make_store("async", buckets=3)
         shard, loop = store.shards[0], asyncio.get_running_loop()
-        applied, begun, gate = shard._apply, asyncio.Event(), threading.Event()
+        applied, begun, gate = shard.storage.apply_now, asyncio.Event(), threading.Event()
 
         def slowly(bucket: Any, *args: Any, **more: Any) -> None:
             applied(bucket, *args, **more)
             loop.call_soon_threadsafe(begun.set)
             assert gate.wait(20.0)
 
-        shard._apply = slowly  # type: ignore[assignment, method-assign]
+        shard.storage.apply_now = slowly  # type: ignore[assignment, method-assign]
         task = asyncio.create_task(push(store, push_frames(store, seq=1)))
         await begun.wait()
         # Its worker's deadline has passed, say: it sends this push again and is told that it counts.

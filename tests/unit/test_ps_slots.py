@@ -12,9 +12,9 @@ from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.core.tensor_bytes import digest
 from shardline.errors import ProtocolError
-from shardline_ps.memory import slots
-from shardline_ps.memory.slots import Slot, opened
-from shardline_ps.shard.buffers import Buffers
+from shardline.server import slots
+from shardline.server.buffers import Buffers
+from shardline.server.slots import Slot, opened
 
 PLAN = make_plan((TensorSpec(name="w", shape=(64,), dtype="float32"),), 1)
 VALUES = torch.arange(64, dtype=torch.float32)

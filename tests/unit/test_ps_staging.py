@@ -14,7 +14,7 @@ from shardline.core.contributions import Contributions
 from shardline.core.plan import BucketSpec, ShardSpec, Slice
 from shardline.core.reduce import Block, cover, nodes, sibling
 from shardline.core.spec import TensorKind
-from shardline_ps.memory.staging import (
+from shardline.server.staging import (
     Ask,
     AsyncPush,
     Entry,
@@ -77,28 +77,28 @@ def explored(mask: int, replicas: int) -> int:
 @pytest.mark.parametrize("replicas", range(1, 8))
 def test_what_is_set_aside_is_exactly_what_privileged_contributions_can_need(replicas: int) -> None:
     for mask in range((1 << replicas) - 1):
-        assert worst(mask, replicas, voted=False) == explored(mask, replicas), f"{mask:b}"
+        assert worst(mask, replicas, total_waits=False) == explored(mask, replicas), f"{mask:b}"
 
 
 @pytest.mark.parametrize(("replicas", "depth"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (8, 3), (63, 5), (64, 6)])
 def test_an_empty_bucket_needs_the_depth_of_the_tree(replicas: int, depth: int) -> None:
-    assert worst(0, replicas, voted=False) == depth
-    assert worst(0, replicas, voted=True) == max(1, depth)
-    assert floor_bytes([shard_of(400, 800)], replicas, voted=False) == depth * 1200
+    assert worst(0, replicas, total_waits=False) == depth
+    assert worst(0, replicas, total_waits=True) == max(1, depth)
+    assert floor_bytes([shard_of(400, 800)], replicas, total_waits=False) == depth * 1200
 
 
 def test_the_limit_is_never_below_what_can_be_promised_to_end() -> None:
     shards = [shard_of(2 * MB, 4 * MB), shard_of(2 * MB)]
     spare = 64 << 20
     for replicas, floor in ((1, 0), (2, 8 * MB), (4, 16 * MB)):
-        assert limit_bytes(shards, replicas, sync=True, voted=False) == floor + spare
-        assert limit_bytes(shards, replicas, sync=True, voted=False, asked=MB) == max(floor, MB)
-        assert limit_bytes(shards, replicas, sync=True, voted=False, asked=99 * MB) == 99 * MB
-    assert limit_bytes([shard_of(400 * MB)], 1, sync=True, voted=False) == 800 * MB
-    assert limit_bytes(shards, 1, sync=False, voted=False) == spare
-    assert limit_bytes([shard_of(400 * MB)], 1, sync=False, voted=False) == 800 * MB
-    assert limit_bytes(shards, 1, sync=False, voted=False, asked=5) == 5
-    assert floor_bytes([shard_of(400, kind=TensorKind.FROZEN)], 8, voted=True) == 0
+        assert limit_bytes(shards, replicas, in_tree=True, total_waits=False) == floor + spare
+        assert limit_bytes(shards, replicas, in_tree=True, total_waits=False, asked=MB) == max(floor, MB)
+        assert limit_bytes(shards, replicas, in_tree=True, total_waits=False, asked=99 * MB) == 99 * MB
+    assert limit_bytes([shard_of(400 * MB)], 1, in_tree=True, total_waits=False) == 800 * MB
+    assert limit_bytes(shards, 1, in_tree=False, total_waits=False) == spare
+    assert limit_bytes([shard_of(400 * MB)], 1, in_tree=False, total_waits=False) == 800 * MB
+    assert limit_bytes(shards, 1, in_tree=False, total_waits=False, asked=5) == 5
+    assert floor_bytes([shard_of(400, kind=TensorKind.FROZEN)], 8, total_waits=True) == 0
 
 
 # Random schedules
@@ -139,10 +139,10 @@ class World:
         self.masks = [0] * len(self.sizes)
         self.deaths = chance.randint(0, 3) if deaths else 0
         spec = shard_of(*self.sizes)
-        limit = floor_bytes([spec], self.replicas, voted=False) + chance.choice([0, 0, 64, 200, 700])
+        limit = floor_bytes([spec], self.replicas, total_waits=False) + chance.choice([0, 0, 64, 200, 700])
         sizes = {(0, number): size for number, size in enumerate(self.sizes)}
         kind = Ledger if privileges else Unprivileged
-        self.ledger = kind(limit, sizes, self.replicas, voted=False, view=self.view)
+        self.ledger = kind(limit, sizes, self.replicas, total_waits=False, view=self.view)
         workers = chance.randint(1, self.replicas)
         owners = [chance.randrange(workers) for _ in range(self.replicas)]
         self.streams = [
@@ -289,7 +289,7 @@ def test_without_privileges_some_schedules_stop() -> None:
 def ledger(masks: dict[int, int], *, limit: int, replicas: int = 4, step: int = 0, sizes: int = 3) -> Ledger:
     keys = {(0, number): 100 for number in range(sizes)}
     view = {key: (step, masks.get(key[1], 0)) for key in keys}
-    made = Ledger(limit, keys, replicas, voted=False, view=lambda shard, bucket: view.get((shard, bucket)))
+    made = Ledger(limit, keys, replicas, total_waits=False, view=lambda shard, bucket: view.get((shard, bucket)))
     made.refresh()
     return made
 
@@ -338,7 +338,7 @@ def test_a_codecs_slot_beside_its_decoded_values_is_charged() -> None:
 
 
 def test_whole_pushes_that_do_not_fit_go_one_at_a_time() -> None:
-    pushes = Ledger(250, {}, 1, voted=False, view=lambda shard, bucket: (0, 0))
+    pushes = Ledger(250, {}, 1, total_waits=False, view=lambda shard, bucket: (0, 0))
     first = pushes.decide(Ask(0, None, Block(0, 1), 300))
     assert first.grant is Grant.PRIVILEGED
     pushes.note(first)
@@ -354,7 +354,7 @@ def test_whole_pushes_that_do_not_fit_go_one_at_a_time() -> None:
 
 
 def pushes_ledger(limit: int) -> Ledger:
-    return Ledger(limit, {}, 1, voted=False, view=lambda shard, bucket: (0, 0))
+    return Ledger(limit, {}, 1, total_waits=False, view=lambda shard, bucket: (0, 0))
 
 
 class FirstComeFirstServed(Ledger):
@@ -408,7 +408,7 @@ def test_first_come_first_served_some_of_them_stop() -> None:
     for seed in range(100):
         chance = random.Random(seed)
         view = lambda shard, bucket: (0, 0)  # noqa: E731
-        rule_ = FirstComeFirstServed(chance.randint(1, 30) * 100, {}, 1, voted=False, view=view)
+        rule_ = FirstComeFirstServed(chance.randint(1, 30) * 100, {}, 1, total_waits=False, view=view)
         stopped += not all_pushes_end(rule_, chance)
     assert stopped > 10
 

@@ -10,12 +10,12 @@ import torch
 
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.core.gradients import Gradient
 from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.update import rule
 from shardline_ps.service import offers
-from shardline_ps.shard.shard import Gradient
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 MB = 1_000_000
@@ -117,12 +117,12 @@ def test_a_voted_total_counts_as_staged_until_its_verdict() -> None:
             values = torch.ones(bucket.spec.elements)
             shard.contribute(0, shard.step_min, Block(0, 1), Gradient(values, (True,) * len(bucket.spec.slices)))
             assert store.staging.in_use == size
-            voted = shard.vote(shard.step_min)
+            voted = shard.mode.vote(shard.step_min)
             assert voted is not None and store.staging.in_use == size
             if dropped:
                 shard.drop_contributions()
             else:
-                shard.apply_verdict(voted[1], scale=1.0, skip=False)
+                shard.mode.apply_verdict(voted[1], scale=1.0, skip=False)
             assert store.staging.in_use == 0
     finally:
         loop.close()

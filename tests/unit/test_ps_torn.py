@@ -10,20 +10,23 @@ import pytest
 import torch
 
 from shardline.codecs import coding_of
+from shardline.consistency.server import Want
+from shardline.core.exchange import CHUNK_BYTES, Arrival
+from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import ProtocolError
-from shardline.lanes.base import Arrival
-from shardline.rpc.messages.data import CHUNK_BYTES, PullReader
+from shardline.lanes.attachments import Attachments
+from shardline.rpc.messages.data import PullReader
 from shardline.rpc.v1 import common_pb2, data_pb2
+from shardline.server.pull_sender import Encoded, pull, refer_bucket
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PullFrameView, read_reply
-from shardline_ps.data.attachments import Attachments
-from shardline_ps.data.pull_sender import Encoded, Want, pull, refer_bucket
 from shardline_ps.shard.bucket import Bucket
-from shardline_ps.shard.shard import Gradient, Shard, ShardSettings
+from shardline_ps.shard.settings import ShardSettings
+from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore, PsConfiguration
 
 ELEMENTS = 1024
@@ -49,7 +52,7 @@ def step(shard: Shard, number: int) -> None:
 
 
 def referred(shard: Shard, wanted: int, have: int | None = None) -> Encoded:
-    found = refer_bucket(shard, 0, Want(wanted, False, have), coding_of("raw", shard.settings.plan).pull, None)
+    found = refer_bucket(shard, 0, Want(step=wanted, have=have), coding_of("raw", shard.settings.plan).pull, None)
     assert isinstance(found, Encoded)
     return found
 
@@ -89,10 +92,8 @@ def test_bytes_of_a_step_that_is_being_written_over_are_not_called_intact() -> N
     # theta_2 takes the place of theta_0: half of it is there, and the step still says 1.
     assert bucket.step == 1 and bucket.overwritten == 0
     assert not early.intact()
-    assert (
-        refer_bucket(shard, 0, Want(0, False, None), coding_of("raw", shard.settings.plan).pull, None)
-        is Outcome.OVERTAKEN
-    )
+    coding = coding_of("raw", shard.settings.plan).pull
+    assert refer_bucket(shard, 0, Want(step=0), coding, None) is Outcome.OVERTAKEN
     held = referred(shard, 1)
     halfway.go_on.set()
     writer.join(20.0)
@@ -119,7 +120,7 @@ def test_a_bucket_is_never_called_unchanged_between_two_of_its_marks(monkeypatch
     def look(bucket: Bucket, name: str, value: object) -> None:
         # What a pull on the loop's thread would be told at every moment of the step.
         object.__setattr__(bucket, name, value)
-        found = refer_bucket(shard, 0, Want(1, False, 0), coding_of("raw", shard.settings.plan).pull, None)
+        found = refer_bucket(shard, 0, Want(step=1, have=0), coding_of("raw", shard.settings.plan).pull, None)
         said.append(found.state.unchanged if isinstance(found, Encoded) else found)
 
     monkeypatch.setattr(Bucket, "__setattr__", look)

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardline.checkpoint.export import find_checkpoint
 from shardline.cli import options
-from shardline.client.exchange.workplace import credit_bytes
+from shardline.client.api.workplace import credit_bytes
 from shardline.cluster import ClusterSpec
 from shardline.core.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.core.spec_json import job_to_json

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -75,3 +80,68 @@ def test_connections_that_are_made_after_it_expired_leave_that_to_whoever_checks
     # A job that runs for long is not ended by this side; sockets that are open go on.
     assert security.client_context() is not None
     assert security.server_context() is not None
+
+
+def test_a_certificate_that_expires_within_a_week_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=6)
+    ca, cert, key = write(tmp_path, not_after=soon)
+    with caplog.at_level("WARNING"):
+        Security(tls_ca=ca, tls_cert=cert, tls_key=key)
+    assert f"{cert}: certificate 1 in it expires on {soon:%Y-%m-%d %H:%M:%S} UTC" in caplog.text
+    caplog.clear()
+    ca, cert, key = write(tmp_path, not_after=soon + datetime.timedelta(days=2))
+    Security(tls_ca=ca, tls_cert=cert, tls_key=key)
+    assert caplog.text == ""
+
+
+@contextmanager
+def serving(security: Security) -> Iterator[int]:
+    """A task that shakes hands and then waits for the other side; its port."""
+    context = security.server_context()
+    assert context is not None
+    context.set_alpn_protocols(["h2"])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            connection.settimeout(5.0)
+            try:
+                with context.wrap_socket(connection, server_side=True) as secured:
+                    secured.sendall(b"h2")
+            except OSError:
+                connection.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join(5.0)
+
+
+@pytest.mark.parametrize(
+    ("whose", "says"),
+    [
+        ("its own", r"it refused this side's certificate.*--tls-cert .*mine.pem expired on 2021-03-04 05:06:07 UTC"),
+        ("the other's", r"its certificate is out of date \(certificate has expired\) by this machine's clock"),
+    ],
+)
+def test_a_new_connection_with_a_certificate_that_has_expired_meanwhile_is_told_whose(
+    tmp_path: Path, whose: str, says: str
+) -> None:
+    ca = trustme.CA()
+    ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+
+    def issue(name: str, **dates: datetime.datetime) -> None:
+        leaf = ca.issue_cert("127.0.0.1", **dates)
+        leaf.private_key_pem.write_to_path(str(tmp_path / f"{name}.key"))
+        leaf.cert_chain_pems[0].write_to_path(str(tmp_path / f"{name}.pem"))
+
+    def security(name: str) -> Security:
+        issue(name)
+        return Security(tls_ca=tmp_path / "ca.pem", tls_cert=tmp_path / f"{name}.pem", tls_key=tmp_path / f"{name}.key")
+
+    mine, theirs = security("mine"), security("theirs")
+    issue("mine" if whose == "its own" else "theirs", not_after=PAST)
+    with serving(theirs) as port:
+        assert re.search(says, mine.diagnose("127.0.0.1", port))

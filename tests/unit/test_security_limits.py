@@ -183,13 +183,17 @@ def job(**changes: Any) -> plan_pb2.JobSpec:
     return plan_pb2.JobSpec(**{"name": "job", "tensors": [tensor()], **changes})
 
 
+def replicas(count: int) -> dict[str, plan_pb2.Argument]:
+    return {"replicas": plan_pb2.Argument(integer=count)}
+
+
 def rule(count: int = 1, **arguments: plan_pb2.Argument) -> plan_pb2.RuleSpec:
     return plan_pb2.RuleSpec(name="SGD", groups=[plan_pb2.ParamGroup(arguments=arguments)] * count)
 
 
 def configure(**changes: Any) -> parameter_server_pb2.ConfigureRequest:
     plan = plan_pb2.PlanSpec(tensors=[tensor()], shards=[plan_pb2.ShardSpec()])
-    return parameter_server_pb2.ConfigureRequest(**{"job": "job", "plan": plan, "replicas": 1, **changes})
+    return parameter_server_pb2.ConfigureRequest(**{"job": "job", "plan": plan, **changes})
 
 
 def beat(**changes: Any) -> chief_pb2.Beat:
@@ -214,7 +218,10 @@ ABSURD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "name": (lambda: job_from_proto(job(tensors=[tensor(name=LONG)])), "name of a tensor has 1025 characters"),
     "aliases": (lambda: job_from_proto(job(tensors=[tensor(aliases=["a"] * 2000)])), "aliases of tensor 'w': 2000"),
-    "replicas": (lambda: job_from_proto(job(replicas=1 << 31)), "job has 2147483648 replicas; the limit is 65536"),
+    "replicas": (
+        lambda: job_from_proto(job(settings=replicas(1 << 31))),
+        "job has 2147483648 replicas; the limit is 65536",
+    ),
     "groups": (lambda: job_from_proto(job(rule=rule(70_000))), "parameter groups of a rule: 70000 of them"),
     "numbers": (lambda: job_from_proto(job(rule=rule(betas=plan_pb2.Argument(numbers=numbers)))), "numbers in an arg"),
     "text": (lambda: job_from_proto(job(rule=rule(lr=plan_pb2.Argument(text=LONG)))), "argument of a rule has 1025"),
@@ -228,7 +235,10 @@ ABSURD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: join_from_proto(chief_pb2.JoinRequest(hello=common_pb2.Hello(machine={"cpu": LONG}))),
         "a fact about the machine or a required feature has 1025 characters",
     ),
-    "configured replicas": (lambda: configuration_from_proto(configure(replicas=(1 << 32) - 1)), "has 4294967295 rep"),
+    "configured replicas": (
+        lambda: configuration_from_proto(configure(settings=replicas((1 << 32) - 1))),
+        "has 4294967295 rep",
+    ),
     "shards": (
         lambda: configuration_from_proto(configure(shards=range(5000))),
         "Configure: shards: 5000 of them; the limit is 64",

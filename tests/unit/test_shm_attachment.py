@@ -11,13 +11,13 @@ from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.host import segments
 from shardline.host.segments import Segment
-from shardline_ps.data.attachments import Holder
-from shardline_ps.data.shm_server import SegmentPublication, ShmAttachment
+from shardline.lanes.attachments import Holder
+from shardline.lanes.shm.server import SegmentPublication, ShmAttachment
 
 
 def test_a_worker_that_was_welcomed_can_push_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_plan((TensorSpec(name="w", shape=(64,), dtype="float32"),), 1).shards[0]
-    publication = SegmentPublication(spec, sync=True)
+    publication = SegmentPublication(spec, keeps_previous=True)
     attachment = ShmAttachment(
         Holder(task="worker/0", incarnation=1, shard=0), publication, by_reference=True, pushes=1, forget=lambda: None
     )
@@ -45,7 +45,7 @@ def test_an_attachment_that_closes_while_a_reply_is_placed_keeps_its_place_until
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = make_plan((TensorSpec(name="w", shape=(64,), dtype="float32"),), 1).shards[0]
-    publication = SegmentPublication(spec, sync=False)
+    publication = SegmentPublication(spec, keeps_previous=False)
     attachment = ShmAttachment(
         Holder(task="worker/0", incarnation=1, shard=0), publication, by_reference=False, pushes=1, forget=lambda: None
     )

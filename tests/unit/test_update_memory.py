@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.spec import ScheduleSpec, TensorSpec
-from shardline.update import BucketRule, rule
-from shardline.update.elementwise import ElementwiseStates
+from shardline.update import bucket_rule, rule
+from shardline.update.torch_optim.runs import ElementwiseStates
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def test_making_a_rule_takes_no_memory_by_the_element(name: str):
         torch.ones(bucket.elements, dtype=torch.bool)
     assert made.largest == bucket.elements > 1 << 17
     with Made() as made:
-        BucketRule(rule(name, [{"lr": 0.1}]), ScheduleSpec(), bucket, plan.tensors, CPU)
+        bucket_rule(rule(name, [{"lr": 0.1}]), ScheduleSpec(), bucket, plan.tensors, CPU)
     assert 0 < made.largest < 4096
 
 
@@ -69,7 +69,7 @@ def test_a_bucket_without_padding_has_no_positions_of_it():
 
 def test_state_that_torch_made_for_a_whole_bucket_is_kept_where_it_is():
     bucket, plan = one_bucket(a=(1 << 17,), b=(100,))
-    held = BucketRule(rule("SGD", [{"lr": 0.1, "momentum": 0.9}]), ScheduleSpec(), bucket, plan.tensors, CPU)
+    held = bucket_rule(rule("SGD", [{"lr": 0.1, "momentum": 0.9}]), ScheduleSpec(), bucket, plan.tensors, CPU)
     values, gradient = torch.zeros(bucket.elements), torch.ones(bucket.elements)
     with Made() as made:
         held.apply(values, gradient, clock=0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,13 +17,11 @@ from shardline.core.spec import DTYPES, RuleSpec, ScheduleSpec, TensorSpec
 from shardline.update import (
     ALLOWED,
     BucketRule,
+    bucket_rule,
     check_tensors,
-    flat_elements,
+    chosen,
     hyper_numbers,
-    is_elementwise,
     rule,
-    state_elements,
-    state_spans,
     wants_whole,
 )
 
@@ -44,7 +43,7 @@ STEPS = 7
 
 def tensor_specs(name: str, shapes: Mapping[str, tuple[int, ...]], dtype: str, groups: int = 1) -> list[TensorSpec]:
     return [
-        TensorSpec(name=key, shape=shape, dtype=dtype, group=number % groups, whole=wants_whole(name, shape))
+        TensorSpec(name=key, shape=shape, dtype=dtype, group=number % groups, whole=wants_whole(rule(name), shape))
         for number, (key, shape) in enumerate(shapes.items())
     ]
 
@@ -112,7 +111,7 @@ class Cut:
         self.spec, self.schedule = spec, schedule
         self.plan = make_plan(tensors, shards, bucket_bytes=150_000)
         self.buckets = [bucket for shard in self.plan.shards for bucket in shard.buckets]
-        self.rules = [BucketRule(spec, schedule, bucket, self.plan.tensors, CPU) for bucket in self.buckets]
+        self.rules = [bucket_rule(spec, schedule, bucket, self.plan.tensors, CPU) for bucket in self.buckets]
         self.values = [self.flat(bucket, lambda t: draw(t.shape, t.dtype, t.name)) for bucket in self.buckets]
         self.spare = [torch.full_like(values, 7.0) for values in self.values]
 
@@ -138,9 +137,9 @@ class Cut:
                 target,
                 gradient,
                 clock=step,
+                hyper=hyper,
                 source=source if beside else None,
                 present=None if all(present) else present,
-                hyper=hyper,
             )
             assert changed == any(present)
             assert same(gradient, before) and same(source, kept)
@@ -163,7 +162,7 @@ class Cut:
         """Every rule anew from its own export."""
         for number, bucket in enumerate(self.buckets):
             exported = self.rules[number].export()
-            fresh = BucketRule(self.spec, self.schedule, bucket, self.plan.tensors, CPU)
+            fresh = bucket_rule(self.spec, self.schedule, bucket, self.plan.tensors, CPU)
             fresh.load(*exported)
             for ours, theirs in zip(fresh.export(), exported, strict=True):
                 if isinstance(ours, dict):
@@ -202,16 +201,16 @@ def assert_same_state(cut: Cut, plain: Plain) -> None:
                     if state.dim() == 0 and name in scalars:
                         assert scalars[name][number] == float(state), (tensor.name, name)
                         continue
-                    offset, elements = state_spans(cut.spec.name, name, bucket, cut.plan.tensors)[number]
+                    offset, elements = chosen(cut.spec).state_spans(cut.spec, name, bucket, cut.plan.tensors)[number]
                     wanted = state if elements == state.numel() else state.reshape(tensor.rows, -1)[rows(piece)]
                     assert same(flats[name][offset : offset + elements], wanted.reshape(-1)), (tensor.name, name)
 
 
 def assert_padding_is_zero(cut: Cut) -> None:
-    for values, bucket, bucket_rule in zip(cut.values, cut.buckets, cut.rules, strict=True):
+    for values, bucket, updater in zip(cut.values, cut.buckets, cut.rules, strict=True):
         flats = [values]
-        if is_elementwise(cut.spec.name):
-            flats += bucket_rule.export()[0].values()
+        if ALLOWED[cut.spec.name]:
+            flats += updater.export()[0].values()
         for flat in flats:
             rest = flat.clone()
             for piece in bucket.slices:
@@ -325,7 +324,7 @@ ROUNDED_BY_POSITION = ("SGD", "Adadelta", "ASGD")
         (name, dtype)
         for name in ALLOWED
         for dtype in ("float64", "bfloat16", "float16", "complex64")
-        if is_elementwise(name) and not ("float16" in dtype and name in ROUNDED_BY_POSITION)
+        if ALLOWED[name] and not ("float16" in dtype and name in ROUNDED_BY_POSITION)
     ],
 )
 def test_other_dtypes_get_torchs_bits_too(name: str, dtype: str):
@@ -389,7 +388,7 @@ def test_a_tensor_without_gradient_keeps_values_and_state_and_its_count():
 def test_nothing_present_changes_nothing():
     cut = Cut(rule("AdamW"), tensor_specs("AdamW", SHAPES, "float32"), 1, CONSTANT)
     cut.step(0, set(SHAPES))
-    assert all(bucket_rule.export()[0] == {} for bucket_rule in cut.rules)
+    assert all(updater.export()[0] == {} for updater in cut.rules)
 
 
 def test_many_patterns_of_absence_stay_exact_beyond_the_cache_of_runs():
@@ -443,23 +442,23 @@ def recut(exported: Sequence[Any], old: Cut, new: Cut) -> None:
     for bucket, (flats, _, _) in zip(old.buckets, exported, strict=True):
         for name, flat in flats.items():
             for piece, (offset, elements) in zip(
-                bucket.slices, state_spans(old.spec.name, name, bucket, old.plan.tensors), strict=True
+                bucket.slices, chosen(old.spec).state_spans(old.spec, name, bucket, old.plan.tensors), strict=True
             ):
                 held = whole[name].setdefault(piece.tensor, {})
                 held[piece.first_row] = flat[offset : offset + elements]
     for number, bucket in enumerate(new.buckets):
         flats = {}
         for name in kinds:
-            flats[name] = torch.zeros(flat_elements(new.spec.name, name, bucket, new.plan.tensors))
+            flats[name] = torch.zeros(chosen(new.spec).flat_elements(new.spec, name, bucket, new.plan.tensors))
             for piece, (offset, elements) in zip(
-                bucket.slices, state_spans(new.spec.name, name, bucket, new.plan.tensors), strict=True
+                bucket.slices, chosen(new.spec).state_spans(new.spec, name, bucket, new.plan.tensors), strict=True
             ):
                 if not elements:
                     continue
                 tensor = new.plan.tensors[piece.tensor]
                 joined = torch.cat([part for _, part in sorted(whole[name][piece.tensor].items())])
-                assert joined.numel() == state_elements(new.spec.name, name, tensor)
-                first = piece.first_row * tensor.row_elements if is_elementwise(new.spec.name) else 0
+                assert joined.numel() == math.prod(chosen(new.spec).state_shape(new.spec, name, tensor))
+                first = piece.first_row * tensor.row_elements if ALLOWED[new.spec.name] else 0
                 flats[name][offset : offset + elements] = joined[first : first + elements]
         numbers = {name: [] for name in counts}
         initialized = []
@@ -479,14 +478,14 @@ def recut(exported: Sequence[Any], old: Cut, new: Cut) -> None:
 
 @pytest.mark.parametrize("name", ["Adam", "Rprop", "SGD", "Muon", "Adafactor"])
 def test_state_cut_anew_by_tensor_and_row_goes_on_in_the_same_bits(name: str):
-    shapes = MATRICES if name == "Muon" else SHAPES if is_elementwise(name) else {"v": (9,), **MATRICES}
+    shapes = MATRICES if name == "Muon" else SHAPES if ALLOWED[name] else {"v": (9,), **MATRICES}
     tensors = tensor_specs(name, shapes, "float32")
     spec = rule(name, [{"lr": 0.01} | ({"momentum": 0.9} if name == "SGD" else {})])
     plain, old, new = Plain(spec, tensors, spec_arguments(spec)), *(Cut(spec, tensors, s, CONSTANT) for s in (2, 3))
     for step in range(3):
         plain.step(step, {list(shapes)[1]} if step == 0 else set())
         old.step(step, {list(shapes)[1]} if step == 0 else set())
-    recut([bucket_rule.export() for bucket_rule in old.rules], old, new)
+    recut([updater.export() for updater in old.rules], old, new)
     for step in range(3, 6):
         plain.step(step, set())
         new.step(step, set())
@@ -556,31 +555,31 @@ def test_eps_zero_leaves_no_nan_in_the_padding(name: str):
 def test_nbytes_counts_the_states_held_and_full_nbytes_those_to_come():
     cut = Cut(rule("AdamW"), tensor_specs("AdamW", SHAPES, "float32"), 1, CONSTANT)
     held = sum(bucket.nbytes for bucket in cut.buckets)
-    assert sum(bucket_rule.nbytes for bucket_rule in cut.rules) == 0
-    assert sum(bucket_rule.full_nbytes for bucket_rule in cut.rules) == 2 * held
+    assert sum(updater.nbytes for updater in cut.rules) == 0
+    assert sum(updater.full_nbytes() for updater in cut.rules) == 2 * held
     cut.step(0, set())
-    assert sum(bucket_rule.nbytes for bucket_rule in cut.rules) == 2 * held
+    assert sum(updater.nbytes for updater in cut.rules) == 2 * held
     whole = Cut(rule("Adafactor"), tensor_specs("Adafactor", {"m": (8, 5), "v": (7,)}, "float32"), 1, CONSTANT)
     whole.step(0, set())
-    assert whole.rules[0].nbytes == whole.rules[0].full_nbytes == 4 * (8 + 5 + 7)
+    assert whole.rules[0].nbytes == whole.rules[0].full_nbytes() == 4 * (8 + 5 + 7)
 
 
 def one_bucket(name: str = "AdamW", **arguments: Any) -> tuple[BucketRule, Plan]:
     plan = make_plan(tensor_specs(name, {"a": (3, 2), "b": (70,)}, "float32"), 1)
     (bucket,) = plan.shards[0].buckets
-    return BucketRule(rule(name, [arguments]), CONSTANT, bucket, plan.tensors, CPU), plan
+    return bucket_rule(rule(name, [arguments]), CONSTANT, bucket, plan.tensors, CPU), plan
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"), [("AdamW", {}), ("SGD", {"momentum": 0.9}), ("Rprop", {}), ("Adafactor", {})], ids=label
 )
 def test_no_reference_to_the_callers_buffers_is_kept(name: str, arguments: dict[str, Any]):
-    bucket_rule, plan = one_bucket(name, **arguments)
+    updater, plan = one_bucket(name, **arguments)
     for _ in range(2):
         memory = [bytearray(plan.shards[0].buckets[0].nbytes) for _ in range(2)]
         before = [sys.getrefcount(memory[0]), sys.getrefcount(memory[1])]
         values, gradient = (torch.frombuffer(piece, dtype=torch.float32) for piece in memory)
-        bucket_rule.apply(values, gradient, clock=0)
+        updater.apply(values, gradient, clock=0)
         assert sys.getrefcount(memory[0]) > before[0]
         del values, gradient
         assert [sys.getrefcount(memory[0]), sys.getrefcount(memory[1])] == before

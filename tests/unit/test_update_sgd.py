@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.spec import DTYPES, ScheduleSpec, TensorSpec
-from shardline.update import BucketRule, rule, sgd
+from shardline.update import bucket_rule, rule
+from shardline.update.torch_optim import sgd
 
 CPU = torch.device("cpu")
 NUMBERS = st.sampled_from([0.0, 1e-3, 0.1, 0.3, 0.9, 1.0])
@@ -110,14 +111,14 @@ def bucket_of(slices: int, elements: int) -> tuple[Plan, BucketSpec]:
 def steady_calls(name: str, arguments: Mapping[str, Any], slices: int, *, beside: bool = True) -> list[str]:
     """Operations of one step in the steady state."""
     plan, bucket = bucket_of(slices, 70)
-    bucket_rule = BucketRule(rule(name, (arguments,)), ScheduleSpec(), bucket, plan.tensors, CPU)
+    updater = bucket_rule(rule(name, (arguments,)), ScheduleSpec(), bucket, plan.tensors, CPU)
     values, spare = torch.ones(bucket.elements), torch.ones(bucket.elements)
     gradient = torch.ones(bucket.elements)
     calls = Calls()
     for clock in range(3):
         calls.names = []
         with calls:
-            bucket_rule.apply(spare, gradient, clock=clock, source=values if beside else None)
+            updater.apply(spare, gradient, clock=clock, source=values if beside else None)
     return calls.names
 
 

@@ -6,15 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from shardline.core.status import CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus
 from shardline.observability.view import STANDBY_WORDS, as_json, cluster_view
-from shardline.rpc.messages.status import (
-    STANDBY_STATES,
-    CheckpointStatus,
-    ChiefStatus,
-    EventStatus,
-    ShardStatus,
-    TaskStatus,
-)
+from shardline.rpc.messages.status import STANDBY_STATES, chief_status_from_proto, chief_status_to_proto
 
 TASKS = (
     TaskStatus(
@@ -157,4 +151,4 @@ def test_a_status_is_the_same_after_its_way_over_the_wire() -> None:
     status = replace(
         STATUS, time=7.5, rule="SGD", replicas=2, staleness=0.5, staleness_max=3, dead_s=20.0, page="http://x/"
     )
-    assert ChiefStatus.from_proto(status.to_proto()) == status
+    assert chief_status_from_proto(chief_status_to_proto(status)) == status

@@ -45,7 +45,7 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
     for step in session.steps():
         with session.attempt():
             for replica in session.replicas:
-                session.begin_replica()
+                session.begin_replica(replica)
                 loss, samples = replica_gradients(model, job, source, step, replica, session.watch(replica))
                 # The next replica's gradients are new tensors.
                 session.contribute(replica, loss=loss, samples=samples, keep=True)

@@ -9,9 +9,10 @@ from typing import Any
 
 from shardline.checkpoint import Checkpoint
 from shardline.config import Timeouts
+from shardline.core.placement import Placement
 from shardline.errors import InternalError, ProtocolError, ShardlineError, UnreachableError
 from shardline.rpc.client import PsControl
-from shardline.rpc.messages.configuration import Configuration, Placement
+from shardline.rpc.messages.configuration import Configuration
 from shardline.security import PLAIN, Security
 from shardline_chief.io.checkpointer import restore
 from shardline_chief.rules.actions import (
@@ -176,10 +177,9 @@ def _configuration(task: str, order: Configure) -> Configuration:
         rule=job.rule,
         schedule=job.schedule,
         consistency=job.consistency,
-        replicas=job.replicas,
+        **job.settings(),
         cut_every=job.checkpoint_every if job.consistency.mode == "sync" else 0,
         placement=order.placement,
-        codec=job.codec,
         keep=tuple(shard for shard in _shards(task, order.placement) if shard in order.keep),
         standbys=_standbys(task, order.placement),
         keep_standbys=tuple(shard for shard in _standbys(task, order.placement) if shard in order.keep_standbys),

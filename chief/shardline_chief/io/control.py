@@ -21,6 +21,8 @@ from typing import Any, Protocol, TypeVar
 
 from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.core.identity import Identity
+from shardline.core.orders import Orders, Phase
+from shardline.core.status import ChiefStatus, Traffic
 from shardline.errors import (
     CheckpointError,
     ForbiddenError,
@@ -30,8 +32,6 @@ from shardline.errors import (
     exit_code_name,
 )
 from shardline.observability.metrics import Metrics
-from shardline.rpc.link import Orders, Phase
-from shardline.rpc.messages.status import ChiefStatus, Traffic
 from shardline_chief.io.checkpointer import Checkpointer, ResumePoint, parameters_digest
 from shardline_chief.io.commands import Commander
 from shardline_chief.io.journal import Journal

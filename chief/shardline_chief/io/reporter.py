@@ -18,10 +18,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from shardline.core.orders import StepReport
+from shardline.core.status import CheckpointStatus, EventStatus
 from shardline.host import files
 from shardline.observability.metrics import Metrics
-from shardline.rpc.link import StepReport
-from shardline.rpc.messages.status import CheckpointStatus, EventStatus
 from shardline_chief.page.history import History
 from shardline_chief.page.past import add_rates, recall
 

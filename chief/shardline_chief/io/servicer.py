@@ -16,11 +16,13 @@ from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.config import Timeouts
 from shardline.core.digest import tensor_bytes
 from shardline.core.identity import Identity
+from shardline.core.orders import Orders, StepReport
 from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.auth.access import Access
 from shardline.rpc.auth.rights import joining_refusal
 from shardline.rpc.limits import (
+    IMAGE_CHUNK_BYTES,
     MAX_CUTS,
     MAX_FIGURES,
     MAX_LEASES,
@@ -31,11 +33,10 @@ from shardline.rpc.limits import (
     at_most,
     short,
 )
-from shardline.rpc.link import Orders, StepReport
-from shardline.rpc.messages.barrier import BarrierPlace
+from shardline.rpc.messages.barrier import barrier_place_from_proto, barrier_state_to_proto
 from shardline.rpc.messages.configuration import placement_to_proto
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, job_from_proto, job_to_proto, plan_to_proto
-from shardline.rpc.messages.status import PHASES, PsStatus, Traffic
+from shardline.rpc.messages.status import PHASES, chief_status_to_proto, ps_status_from_proto, traffic_from_proto
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, parameter_server_pb2
 from shardline_chief.io.control import Control
 from shardline_chief.rules.messages import Beat, Join
@@ -44,7 +45,6 @@ log = logging.getLogger("shardline_chief.io.servicer")
 
 SERVICES = ("shardline.rpc.v1.Chief",)
 JOIN = "/shardline.rpc.v1.Chief/Join"
-CHUNK_BYTES = 1 << 20
 MAX_NAME = 256
 SECRET_BYTES = 32
 MAX_STEPS = 4096
@@ -197,7 +197,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     @rpc_errors.unary
     async def Status(self, request: chief_pb2.ChiefStatusRequest, context: Any) -> chief_pb2.ChiefStatusReply:
         """The job at a glance."""
-        return (await asyncio.wrap_future(self._control.status())).to_proto()
+        return chief_status_to_proto(await asyncio.wrap_future(self._control.status()))
 
     @rpc_errors.unary
     async def Stop(self, request: chief_pb2.StopJobRequest, context: Any) -> chief_pb2.StopJobReply:
@@ -249,9 +249,9 @@ async def _tensor_frames(checkpoint: Checkpoint, name: str) -> AsyncIterator[chi
         dtype=DTYPE_TO_PROTO[str(tensor.dtype).removeprefix("torch.")],
         payload_bytes=len(data),
     )
-    yield chief_pb2.FetchCutFrame(tensor=head, payload=bytes(data[:CHUNK_BYTES]))
-    for offset in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
-        yield chief_pb2.FetchCutFrame(offset=offset, payload=bytes(data[offset : offset + CHUNK_BYTES]))
+    yield chief_pb2.FetchCutFrame(tensor=head, payload=bytes(data[:IMAGE_CHUNK_BYTES]))
+    for offset in range(IMAGE_CHUNK_BYTES, len(data), IMAGE_CHUNK_BYTES):
+        yield chief_pb2.FetchCutFrame(offset=offset, payload=bytes(data[offset : offset + IMAGE_CHUNK_BYTES]))
 
 
 def register(servicer: ChiefServicer) -> Callable[[grpc.aio.Server], None]:
@@ -321,11 +321,11 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
         failure=message.failure,
         failure_code=message.failure_code,
         steps=steps,
-        ps=PsStatus.from_proto(message.ps) if message.HasField("ps") else None,
-        traffic=Traffic.from_proto(message.traffic),
+        ps=ps_status_from_proto(message.ps) if message.HasField("ps") else None,
+        traffic=traffic_from_proto(message.traffic),
         suspects=tuple(message.suspects),
         figures=dict(message.figures),
-        barrier=BarrierPlace.from_proto(message.barrier) if message.HasField("barrier") else None,
+        barrier=barrier_place_from_proto(message.barrier) if message.HasField("barrier") else None,
         secret=message.secret,
     )
 
@@ -366,5 +366,5 @@ def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
         first_step=orders.first_step,
         awaited=orders.awaited,
         fenced=orders.fenced,
-        barrier=orders.barrier.to_proto() if orders.barrier is not None else None,
+        barrier=barrier_state_to_proto(orders.barrier) if orders.barrier is not None else None,
     )

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardline.core.orders import LOST, REPEATED
+from shardline.core.status import ChiefStatus, TaskStatus, Traffic
 from shardline.host import files
-from shardline.rpc.link import LOST, REPEATED
-from shardline.rpc.messages.status import ChiefStatus, TaskStatus, Traffic
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.rules.program import Program
 

@@ -7,8 +7,8 @@ import json
 import threading
 from typing import Any
 
+from shardline.core.status import ChiefStatus
 from shardline.observability.view import as_json, cluster_view
-from shardline.rpc.messages.status import ChiefStatus
 from shardline_chief.page.history import History
 
 

@@ -13,8 +13,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shardline.cluster import format_address, parse_address
+from shardline.core.status import ChiefStatus
 from shardline.errors import InternalError, UsageError
-from shardline.rpc.messages.status import ChiefStatus
 from shardline.security import Security
 from shardline_chief.page.access import Access, check_exposure
 from shardline_chief.page.app import Page
@@ -133,21 +133,32 @@ def _bind(address: str) -> socket.socket:
 
 
 class _Patient(H11Protocol):
-    """Closes connections on which no request comes: uvicorn waits for the first one, and for its rest, for ever."""
+    """Ends connections on which no request comes, and those whose reader takes nothing: uvicorn waits for ever."""
 
     _idle = False
+    _taken = True
+    """Since the last look there was room for more of an answer, if only for a moment."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.loop.call_later(IDLE_S, self._look)
 
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._taken = True
+
     def _look(self) -> None:
-        if self.transport.is_closing():
+        if not self._taken and self.flow.write_paused:
+            # Also where it is closing already: that waits for the rest of the answer to be taken.
+            self.transport.abort()
             return
-        busy = self.cycle is not None and not self.cycle.response_complete
-        idle = not busy and self.conn.their_state is h11.IDLE
-        if idle and self._idle:
-            self.transport.close()
+        self._taken = not self.flow.write_paused
+        if not self.transport.is_closing():
+            busy = self.cycle is not None and not self.cycle.response_complete
+            idle = not busy and self.conn.their_state is h11.IDLE
+            if idle and self._idle:
+                self.transport.close()
+            self._idle = idle
+        elif not self.flow.write_paused:
             return
-        self._idle = idle
         self.loop.call_later(IDLE_S, self._look)

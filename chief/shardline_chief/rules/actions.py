@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from shardline.core.placement import Placement
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec
 from shardline.errors import ShardlineError
-from shardline.rpc.messages.configuration import Placement
 
 
 class Resume(Protocol):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardline.cluster import ROLES
+from shardline.core.protocol import FEATURES
 from shardline.core.spec import differences
-from shardline.rpc.auth.rights import ROLES
-from shardline.rpc.link import FEATURES
 from shardline_chief.rules.membership import Refused
 from shardline_chief.rules.messages import TRAINERS, Join
 from shardline_chief.rules.state import State, as_in_cluster
@@ -15,6 +15,27 @@ PLACED = ("ps", "worker", "evaluator")
 """Roles whose tasks may ask for an index."""
 SPARE_EVALUATORS = 8
 """Evaluators may stand outside of the cluster spec (TF_CONFIG's rule); so many at most."""
+
+
+REFUSED_AGAIN_S = 60.0
+MOST_REFUSALS = 32
+"""Tasks whose refusals are told at a time."""
+
+
+class Refusals:
+    """Which refusals are told: who waits for a place asks twice a second, and a stranger as often as it likes. Pure."""
+
+    def __init__(self) -> None:
+        self._told_s: dict[tuple[str, bool], float] = {}
+
+    def fresh(self, name: str, refused: Refused, now_s: float) -> bool:
+        """Whether to tell this one: of each task and kind one a minute, and no more than MOST_REFUSALS in all."""
+        self._told_s = {kind: at_s for kind, at_s in self._told_s.items() if now_s - at_s < REFUSED_AGAIN_S}
+        kind = (name, refused.retry)
+        if kind in self._told_s or len(self._told_s) >= MOST_REFUSALS:
+            return False
+        self._told_s[kind] = now_s
+        return True
 
 
 def limit(state: State, role: str) -> int:

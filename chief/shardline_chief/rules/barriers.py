@@ -5,7 +5,7 @@ Workers tell with each heartbeat where they are, so a chief that comes back know
 
 from __future__ import annotations
 
-from shardline.rpc.messages.barrier import BarrierPlace, BarrierState
+from shardline.core.orders import BarrierPlace, BarrierState
 from shardline_chief.rules.state import State
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardline.rpc.messages.status import ShardStatus
+from shardline.core.status import ShardStatus
 
 
 class CutLedger:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
+from shardline.core.orders import Phase
 from shardline.errors import CheckpointError
-from shardline.rpc.link import Phase
 from shardline_chief.rules.actions import AskStatus, CommandResult, Cut, Hurry, Saved
 from shardline_chief.rules.membership import Member
 from shardline_chief.rules.running import Running

@@ -10,8 +10,8 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from shardline.cluster import ROLES
 from shardline.core.identity import Identity
-from shardline.rpc.auth.rights import ROLES
 from shardline.security import holds
 from shardline_chief.rules.messages import TRAINERS, Join
 from shardline_chief.rules.replay import Known

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardline.core.identity import Identity
+from shardline.core.orders import BarrierPlace, StepReport
 from shardline.core.spec import JobSpec
-from shardline.rpc.link import StepReport
-from shardline.rpc.messages.barrier import BarrierPlace
-from shardline.rpc.messages.status import PsStatus, Traffic
+from shardline.core.status import PsStatus, Traffic
 
 TRAINERS = ("chief", "worker")
 """Roles that run replicas: workers, and a chief that trains."""

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardline.core.orders import JobView, Orders, Phase
 from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec
+from shardline.core.status import PsStatus, TaskStatus, Traffic
 from shardline.errors import FencedError, InternalError, UsageError
-from shardline.rpc.client import JobView
-from shardline.rpc.link import Orders, Phase
-from shardline.rpc.messages.status import PsStatus, TaskStatus, Traffic
 from shardline.security import key_of
 from shardline_chief.io.notes import Notes
 from shardline_chief.rules import admission
@@ -59,6 +58,7 @@ class Program:
         self.recovery = Recovery(self.state, self.setup, self.running, self.ending)
         self._told_failures: set[tuple[str, int]] = set()
         self._told_leaving: set[tuple[str, int]] = set()
+        self._refusals = admission.Refusals()
         self.workers = Workers(self.state, self.setup, self.running, self.ending, self.recovery)
         self.barriers = Barriers(self.state)
         self.notes = Notes(self.state)
@@ -90,7 +90,8 @@ class Program:
             decision = state.members.join(now_s, join, limit=admission.limit(state, join.role), key=key)
             refused = decision if isinstance(decision, Refused) else None
         if refused is not None:
-            state.say("refused", f"{join.name} at {join.address} is not admitted: {refused.reason}", "warning")
+            if self._refusals.fresh(join.name, refused, now_s):
+                state.say("refused", f"{join.name} at {join.address} is not admitted: {refused.reason}", "warning")
             state.answer(ticket, JoinAnswer(accepted=False, reason=refused.reason, retry=refused.retry))
             return
         assert not isinstance(decision, Refused)
@@ -201,7 +202,7 @@ class Program:
             self._failed(beat, now_s)
         if beat.ps is not None and member.role == "ps":
             self.ps_status(beat.task, beat.ps, now_s)
-        if beat.finished and beat.task not in state.finished:
+        if beat.finished and member.trains and beat.task not in state.finished:
             state.finished.add(beat.task)
             state.ask_status()
         elif not beat.finished:

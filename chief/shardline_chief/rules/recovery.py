@@ -12,10 +12,10 @@ import dataclasses
 import enum
 from collections.abc import Iterable, Mapping
 
+from shardline.core.orders import Phase
+from shardline.core.placement import Placement
+from shardline.core.status import ShardStatus
 from shardline.errors import CheckpointError, ProtocolError, ShardlineError, TaskLostError
-from shardline.rpc.link import Phase
-from shardline.rpc.messages.configuration import Placement
-from shardline.rpc.messages.status import ShardStatus
 from shardline_chief.rules.actions import Configure, Find, Found, Heir, Order
 from shardline_chief.rules.ending import Ending
 from shardline_chief.rules.membership import Member

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardline.core.placement import Placement
 from shardline.core.spec import JobSpec
 from shardline.core.spec_json import job_from_json
 from shardline.errors import ShardlineError, UsageError
-from shardline.rpc.messages.configuration import Placement
 from shardline_chief.rules.actions import Heir
 from shardline_chief.rules.leases import Lease, Leases
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.rpc.link import Phase
+from shardline.core.orders import Phase
 from shardline_chief.rules.actions import CommandResult, Cut, Release, Save, Saved
 from shardline_chief.rules.leases import Lease, Leases
 from shardline_chief.rules.messages import TRAINERS, LeaseAnswer

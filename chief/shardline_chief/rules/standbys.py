@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from shardline.rpc.messages.configuration import Placement
-from shardline.rpc.messages.status import PsStatus, ShardStatus
+from shardline.core.placement import Placement
+from shardline.core.status import PsStatus, ShardStatus
 from shardline_chief.rules.actions import Heir
 
 WHOLE = ("synced", "silent")

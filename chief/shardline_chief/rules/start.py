@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from shardline.core.orders import Phase
+from shardline.core.placement import Placement
 from shardline.core.plan import balance, make_plan
 from shardline.core.spec import JobSpec
 from shardline.core.spec_json import job_to_json
 from shardline.errors import JobError, ShardlineError, UnreachableError
-from shardline.rpc.link import Phase
-from shardline.rpc.messages.configuration import Placement
 from shardline_chief.rules.actions import (
     Activate,
     CommandResult,

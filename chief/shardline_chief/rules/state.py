@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config import Timeouts
+from shardline.core.orders import Phase
+from shardline.core.placement import Placement
 from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec
+from shardline.core.status import ShardStatus, Traffic
 from shardline.core.waiting import Waiting
 from shardline.errors import FencedError, ProtocolError, ShardlineError, UnreachableError
 from shardline.job import lowest_is_best
-from shardline.rpc.link import Phase
-from shardline.rpc.messages.configuration import Placement
-from shardline.rpc.messages.status import ShardStatus, Traffic
 from shardline_chief.rules.actions import (
     Action,
     Answer,

@@ -10,11 +10,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
+from shardline.core.orders import Phase
 from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec, differences
+from shardline.core.status import PsStatus
 from shardline.errors import TaskLostError
-from shardline.rpc.link import Phase
-from shardline.rpc.messages.status import PsStatus
 from shardline_chief.rules.actions import Activate, AskStatus, CommandResult, Cut, Finish, Lead, Release
 from shardline_chief.rules.cuts import CutLedger
 from shardline_chief.rules.ending import Ending

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from shardline.core.orders import Phase
 from shardline.errors import JobError, TaskLostError
-from shardline.rpc.link import Phase
 from shardline_chief.rules.actions import CommandResult
 from shardline_chief.rules.ending import Ending
 from shardline_chief.rules.membership import Member
@@ -34,7 +34,7 @@ class Workers:
     def links(self, now_s: float) -> None:
         """Tasks that train can't reach a server that the chief hears: the server's fault, or theirs (PROTOCOL 1.6)."""
         state = self.state
-        trainers = state.trainers()
+        trainers = self._witnesses()
         suspected = any(state.suspects.get(member.task) for member in trainers)
         # A chief that comes back first hears all servers: what is lost is decided once, with what the others hold.
         if state.phase is not Phase.RUNNING or state.returning or not suspected:
@@ -61,6 +61,12 @@ class Workers:
                 state.members.declare_dead(member.task)
                 self.lost(member, f"{sentence}, and the others do", now_s)
             return
+
+    def _witnesses(self) -> list[Member]:
+        """Whose word on the servers counts. Spares exchange nothing with them, and a stranger could be many spares."""
+        state = self.state
+        holders = set(state.assignment.values())
+        return [member for member in state.trainers() if not state.sync or member.task in holders]
 
     def lost(self, member: Member, sentence: str, now_s: float, *, level: str = "warning") -> None:
         """A task that trains is gone: fence it on every ps, then give its work to the living."""

@@ -9,9 +9,6 @@ from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
 from shardline.security import holds
 
-PROTOCOL_MINOR = 1
-KNOWN_FEATURES = frozenset({"sync", "async", "voted", "cut", "restore"})
-
 
 @dataclass(frozen=True, order=True)
 class Term:
@@ -88,8 +85,3 @@ class Authority:
             f"{task} incarnation {incarnation:#x} is not admitted"
             + (f", {known:#x} is" if known is not None else "; the chief has not (or no longer) listed it"),
         )
-
-
-def unknown_features(required: list[str]) -> list[str]:
-    """Required features this version doesn't have."""
-    return sorted(set(required) - KNOWN_FEATURES)

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import torch
 
+from shardline import consistency
 from shardline.core.plan import ShardSpec
 from shardline.core.spec import TensorKind
 from shardline.rpc.messages.configuration import PsConfiguration
-from shardline.update import BucketRule
-from shardline_ps.memory.staging import floor_bytes, limit_bytes
+from shardline.server.staging import floor_bytes, limit_bytes
+from shardline.storage.publication import num_areas
+from shardline.update import bucket_rule
 from shardline_ps.shard.cuts import HELD_CUTS
-from shardline_ps.shard.publication import num_areas
 
 
 def _hosted(configuration: PsConfiguration) -> list[ShardSpec]:
@@ -21,21 +22,23 @@ def _hosted(configuration: PsConfiguration) -> list[ShardSpec]:
 
 
 def value_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of the published values, of both steps where they are kept: synchronous, and not frozen."""
-    sync = configuration.consistency.mode == "sync"
+    """Bytes of the published values, of both steps where they are kept."""
+    keeps = consistency.of(configuration.consistency).keeps_previous
     return sum(
-        bucket.nbytes * num_areas(bucket, sync=sync) for shard in _hosted(configuration) for bucket in shard.buckets
+        bucket.nbytes * num_areas(bucket, keeps_previous=keeps)
+        for shard in _hosted(configuration)
+        for bucket in shard.buckets
     )
 
 
 def optimizer_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of the whole optimizer state."""
+    """Bytes of the whole optimizer state, with that of each worker where the rule keeps some per worker."""
     total, cpu = 0, torch.device("cpu")
     for shard in _hosted(configuration):
         for bucket in shard.buckets:
             if bucket.kind is TensorKind.PARAM:
-                rule = BucketRule(configuration.rule, configuration.schedule, bucket, configuration.plan.tensors, cpu)
-                total += rule.full_nbytes
+                rule = bucket_rule(configuration.rule, configuration.schedule, bucket, configuration.plan.tensors, cpu)
+                total += rule.full_nbytes(workers=configuration.replicas)
     return total
 
 
@@ -55,21 +58,21 @@ def planned_bytes(configuration: PsConfiguration) -> int:
 
 
 def least_staging_bytes(configuration: PsConfiguration) -> int:
-    """The lowest limit of staging that a synchronous step can be promised to end with; 0 in asynchronous mode."""
-    consistency = configuration.consistency
-    if consistency.mode != "sync":
+    """The lowest limit of staging that a step can be promised to end with; 0 where nothing is summed."""
+    mode = consistency.of(configuration.consistency)
+    if not mode.sums_in_tree:
         return 0
-    return floor_bytes(_hosted(configuration), configuration.replicas, voted=consistency.voted)
+    return floor_bytes(_hosted(configuration), configuration.replicas, total_waits=mode.waits_for_verdict)
 
 
 def staging_limit(configuration: PsConfiguration, asked: int | None) -> int:
     """The limit in force for a configuration; asked: what the user set."""
-    consistency = configuration.consistency
+    mode = consistency.of(configuration.consistency)
     return limit_bytes(
         _hosted(configuration),
         configuration.replicas,
-        sync=consistency.mode == "sync",
-        voted=consistency.voted,
+        in_tree=mode.sums_in_tree,
+        total_waits=mode.waits_for_verdict,
         asked=asked,
     )
 

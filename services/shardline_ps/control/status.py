@@ -66,7 +66,7 @@ def _shard(shard: Shard, replicas: Replicas) -> parameter_server_pb2.ShardStatus
         staleness_sum=shard.tally.staleness_sum,
         staleness_max=shard.tally.staleness_max,
         skipped_steps=shard.tally.skipped_steps,
-        waiting_for=shard.waiting_for() if shard.is_sync else (),
+        waiting_for=shard.mode.waiting_for(),
         bytes=shard.held_bytes,
         duplicate_mismatches=shard.tally.duplicate_mismatches,
         standby=STATES[standby.state],

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from shardline.config import Timeouts
+from shardline.consistency.server import ShardVote, Staged
 from shardline.core.records import Applied
 from shardline.errors import InternalError, NonFiniteError, ProtocolError
 from shardline.rpc.channel import AioPeer
@@ -20,7 +21,6 @@ from shardline.rpc.messages.records import verdict_to_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.security import PLAIN, Security
 from shardline_ps.control.voting import Ballot, Lead, Verdict
-from shardline_ps.shard.gradients import ShardVote, Staged
 from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore
 
@@ -83,7 +83,7 @@ class Voters:
         if shard is None:
             # It was let go of since it was complete.
             return
-        voted = await store.work(shard.vote, step)
+        voted = await store.work(shard.mode.vote, step)
         if voted is None:
             return
         vote, staged = voted
@@ -98,7 +98,7 @@ class Voters:
             )
             return
         if verdict is not None:
-            await store.work(lambda: shard.apply_verdict(staged, scale=verdict.scale, skip=verdict.skip))
+            await store.work(lambda: shard.mode.apply_verdict(staged, scale=verdict.scale, skip=verdict.skip))
 
     async def _ask(self, shard: Shard, vote: ShardVote, staged: Staged) -> Verdict | None:
         """The lead's verdict; asked for until there is one, or the shard or its contributions are gone (None).
@@ -108,16 +108,13 @@ class Voters:
         ballot = Ballot(sums=vote.sums, nonfinite=vote.nonfinite)
         started_s = time.monotonic()
         told = False
-        while self._store.shards.get(shard.number) is shard and shard.waits_for(staged):
+        while self._store.shards.get(shard.number) is shard and shard.mode.waits_for(staged):
             timeline = self._store.authority.timeline
             verdict = await self._ask_once(vote.step, shard.number, ballot)
             if verdict is not None:
                 decided = Applied(step=verdict.step, scale=verdict.scale, skip=verdict.skip)
-                with shard.lock:
-                    # Not where the shard has gone back meanwhile: the steps that follow there are others.
-                    if shard.waits_for(staged):
-                        # From here on a new lead is told of it, before it is applied: see tell_verdicts().
-                        shard.last_verdict = decided
+                # From here on a new lead is told of it, before it is applied: see tell_verdicts().
+                shard.mode.decided(staged, decided)
                 if timeline != self._store.authority.timeline:
                     self._spawn(self._tell(shard.number, decided))
                 return verdict
@@ -131,8 +128,8 @@ class Voters:
         """Tell the lead, which may be another than before, what was decided last: see Lead.adopt()."""
         self._lead.renew(self._store.authority.timeline)
         for number, shard in self._store.shards.items():
-            if shard.last_verdict is not None:
-                self._spawn(self._tell(number, shard.last_verdict))
+            if shard.mode.last_verdict is not None:
+                self._spawn(self._tell(number, shard.mode.last_verdict))
 
     async def _tell(self, number: int, decided: Applied) -> None:
         timeline = self._store.authority.timeline

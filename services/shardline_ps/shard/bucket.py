@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
 from shardline.core.contributions import Contributions, Partial, scaled
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec
+from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.spec import DTYPES, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
 from shardline.errors import CheckpointError, ProtocolError
-from shardline.update import BucketRule
+from shardline.update import BucketRule, Need, bucket_rule
 
 
 class Bucket:
@@ -65,7 +66,7 @@ class Bucket:
         """theta_{step+1} is made and waits for the standby to hold it too; names the record."""
         self.rule: BucketRule | None = None
         self._make_rule: Callable[[], BucketRule | None] = lambda: (
-            BucketRule(rule, schedule, spec, tensors, device) if spec.kind is TensorKind.PARAM else None
+            bucket_rule(rule, schedule, spec, tensors, device) if spec.kind is TensorKind.PARAM else None
         )
         self.rule = self._make_rule()
 
@@ -110,18 +111,23 @@ class Bucket:
             for buffer in self._pub:
                 buffer[piece.end : end].zero_()
 
-    def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False) -> None:
+    def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False, context: PushContext = TOGETHER) -> None:
         """Make theta_{step+1} from theta_step and the mean gradient, and publish it. The commit point of the step."""
-        self.publish(self.compute(total, scale=scale, skip=skip), skip=skip)
+        self.publish(self.compute(total, scale=scale, skip=skip, context=context), skip=skip)
 
-    def compute(self, total: Partial, *, scale: float = 1.0, skip: bool = False) -> bool:
-        """Make theta_{step+1} beside theta_step; returns whether they differ. publish() has to follow."""
+    def compute(
+        self, total: Partial, *, scale: float = 1.0, skip: bool = False, context: PushContext = TOGETHER
+    ) -> bool:
+        """Make theta_{step+1} beside theta_step; returns whether they differ. publish() has to follow.
+
+        context: who pushed.
+        """
         source, target = self._pub[self.step & 1], self._pub[(self.step + 1) & 1]
         # Before the first byte is written over theta_{step-1}.
         self.overwritten = self.step - 1
         # Equal buffers need no copy; a rule that writes beside the values needs none either.
         differ = self.changed_step == self.step and target is not source
-        changed = not skip and self._update(target, total, scale, source if differ else None)
+        changed = not skip and self._update(target, total, scale, source if differ else None, context)
         if differ and not changed:
             target.copy_(source)
         return changed
@@ -137,7 +143,9 @@ class Bucket:
         self.hyper = None
         self.contributions.clear()
 
-    def _update(self, target: torch.Tensor, total: Partial, scale: float, source: torch.Tensor | None) -> bool:
+    def _update(
+        self, target: torch.Tensor, total: Partial, scale: float, source: torch.Tensor | None, context: PushContext
+    ) -> bool:
         """Make the new values; source: the old ones, None where the target has them. False: the target is untouched."""
         if total.values is None or not any(total.present):
             return False
@@ -152,7 +160,40 @@ class Bucket:
             return False
         values = scaled(total, scale).values
         assert values is not None
-        return self.rule.apply(target, values, clock=self.step, source=source, present=total.present, hyper=self.hyper)
+        return self.rule.apply(
+            target,
+            values,
+            clock=self.step,
+            source=source,
+            present=total.present,
+            hyper=self.hyper,
+            context=context,
+        )
+
+    # Workers
+
+    def answer(self, step: int, task: str) -> torch.Tensor:
+        """What a pull of theta_step or theta_{step-1} gets, to be copied before the lock is released.
+
+        A task that trains and pulls theta_step gets the point that the rule looks ahead to, where it does; what it
+        gets is remembered where the rule needs that. task "": one that doesn't train, which gets the parameters.
+        """
+        values = self.values_at(step)
+        if self.rule is None or step != self.step or not task:
+            return values
+        answer = self.rule.answer(values, task)
+        if Need.PULLS in self.rule.rule.needs:
+            self.rule.sent(task, answer)
+        return answer
+
+    def members_changed(self, workers: Collection[str]) -> None:
+        """These workers are admitted from now on, and no others: what the rule keeps for the others goes.
+
+        Takes the lock by itself, and only where something is kept per worker.
+        """
+        if self.rule is not None and self.rule.workers:
+            with self.lock:
+                self.rule.members_changed(workers)
 
     def image(self) -> BucketImage:
         """A copy of everything, for a cut."""

@@ -23,7 +23,7 @@ class HeldCut:
     skipped: bool = False
     """The budget was spent when the first bucket got there; nothing is kept."""
     sequences: Mapping[str, WorkerSequence] = field(default_factory=dict)
-    """Asynchronous mode: the push of each worker that is the last one in the images."""
+    """Where pushes are numbered: the push of each worker that is the last one in the images."""
 
     def in_order(self) -> list[BucketImage]:
         """The images by bucket."""
@@ -82,7 +82,7 @@ class CutBook:
             self._held.setdefault(image.step, HeldCut(image.step)).images[image.bucket] = image
 
     def store_all(self, step: int, images: list[BucketImage], sequences: Mapping[str, WorkerSequence]) -> None:
-        """Keep a cut whose buckets were copied at one instant (asynchronous mode) under the chief's number.
+        """Keep a cut whose buckets were copied at one instant under the chief's number.
 
         sequences: of the same instant, by task.
         """
@@ -134,10 +134,10 @@ class CutBook:
             return sum(image.nbytes for cut in self._held.values() for image in cut.images.values())
 
 
-def check_images(shard: int, buckets: int, images: Sequence[BucketImage], *, sync: bool) -> None:
-    """Raise ProtocolError where images are not one of each bucket, at one step in synchronous mode."""
+def check_images(shard: int, buckets: int, images: Sequence[BucketImage], *, one_step: bool) -> None:
+    """Raise ProtocolError where images are not one of each bucket, or not of the same step where they have to be."""
     numbers = [image.bucket for image in images]
     if sorted(numbers) != list(range(buckets)):
         raise ProtocolError(f"shard {shard} has {buckets} buckets, the images are of {numbers}")
-    if sync and len({image.step for image in images}) > 1:
+    if one_step and len({image.step for image in images}) > 1:
         raise ProtocolError(f"shard {shard}: images of different steps make no consistent cut")

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from shardline.config import Timeouts
-from shardline.core.records import AppliedPush, Begin, Head
+from shardline.core.records import Begin, Head
 from shardline.errors import InternalError, ShardlineError, UnreachableError
 from shardline.rpc.channel import AioPeer
 from shardline.rpc.messages.records import Frame, frames_of
@@ -99,7 +99,7 @@ class Replicator:
         """The standby has acknowledged the mark."""
         self._waiting_since_s: float | None = None
         self.log = ReplicaLog(on_entry=self._entry, run=self._release)
-        shard.log = self.log
+        shard.storage.log = self.log
         self._running = self._loop.create_task(self._run())
 
     @property
@@ -262,7 +262,7 @@ class Replicator:
     def _copy_one(self, copy: int, bucket: Bucket) -> bool:
         """Send one bucket as it is; False where it has to be tried again."""
         # What is recorded is applied under the same lock, so that the image is of before a record or after it.
-        with self.shard.order if self.shard.is_sync else self.shard.lock, bucket.lock:
+        with self.shard.storage.order, bucket.lock:
             if bucket.pending is not None:
                 return False
             if not self.log.image(copy, bucket.number, copied_image(bucket)):
@@ -271,9 +271,9 @@ class Replicator:
 
     def _mark(self, copy: int) -> None:
         shard = self.shard
-        with shard.order if shard.is_sync else shard.lock:
-            pushes = [AppliedPush(task=task, **vars(record)) for task, record in shard.sequences.items()]
-            self.log.mark(copy, pushes=pushes, verdict=shard.last_verdict)
+        with shard.storage.order:
+            pushes, verdict = shard.mode.remembered()
+            self.log.mark(copy, pushes=pushes, verdict=verdict)
 
     # The end
 
@@ -282,7 +282,7 @@ class Replicator:
         self._running.cancel()
         shard = self._shard()
         if shard is not None:
-            shard.log = None
+            shard.storage.log = None
         self.log.restart(0)
 
     def abandon(self) -> None:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from shardline.core.contributions import Partial
-from shardline.core.outcome import Outcome
-from shardline.core.records import AppliedPush, Begin, Digest, Image, Mark, Record
+from shardline.core.records import Begin, Digest, Image, Mark, Record
 from shardline.core.tensor_bytes import digest, tensor_bytes
 from shardline.errors import FencedError, ProtocolError
 from shardline.rpc.messages.records import PREVIOUS
-from shardline_ps.shard.held import factor_of
 from shardline_ps.shard.shard import Shard
-from shardline_ps.shard.tallies import PushRecord
 
 
 class Standby:
@@ -99,35 +95,14 @@ class Standby:
                 else f"another step of bucket {late[0].bucket}"
             )
             raise ProtocolError(f"record {record.number} of shard {self.shard.number} is for {what}")
-        for part in record.parts:
-            bucket = self.shard.buckets[part.bucket]
-            values = part.tensor()
-            total = Partial(values.to(bucket.device) if values is not None else None, part.present)
-            with bucket.lock:
-                bucket.hyper = part.hyper
-                bucket.apply(total, scale=factor_of(bucket, record.scale), skip=record.skip)
-        if record.verdict is not None:
-            self.shard.last_verdict = record.verdict
-        if record.push is not None and self.synced:
-            self._count(record.push)
-
-    def _count(self, push: AppliedPush) -> None:
-        shard = self.shard
-        with shard.lock:
-            shard.sequences[push.task] = _push_record(push)
-            if push.outcome is Outcome.APPLIED:
-                shard.tally.pushes += 1
-                shard.tally.staleness_sum += push.staleness
-                shard.tally.staleness_max = max(shard.tally.staleness_max, push.staleness)
+        self.shard.mode.replay(record, whole=self.synced)
 
     def _complete(self, mark: Mark) -> None:
         shard = self.shard
         lacking = [bucket.number for bucket in shard.buckets if bucket.number not in self._copied]
         if lacking:
             raise ProtocolError(f"the copy of shard {shard.number} ends without buckets {lacking[:8]}")
-        with shard.lock:
-            shard.sequences = {push.task: _push_record(push) for push in mark.pushes}
-        shard.last_verdict = mark.verdict
+        shard.mode.recall(mark.pushes, mark.verdict)
         self.synced = True
 
     def _compare(self, frame: Digest) -> None:
@@ -175,7 +150,3 @@ class Standby:
     def nbytes(self) -> int:
         """Bytes that it holds."""
         return self.shard.held_bytes
-
-
-def _push_record(push: AppliedPush) -> PushRecord:
-    return PushRecord(push.incarnation, push.last_seq, push.outcome, push.staleness)

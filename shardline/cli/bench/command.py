@@ -16,9 +16,10 @@ import click
 from shardline.cli import options
 from shardline.cli.bench.link import MAX_SECONDS, LinkClient, LinkFigures, LinkServer, is_local
 from shardline.cluster import ClusterSpec, format_address, locate, parse_address, parse_task
-from shardline.config import LANES, RoleConfig, Timeouts
+from shardline.config import RoleConfig, Timeouts
 from shardline.errors import ClusterSpecError, InternalError, UnreachableError, UsageError
 from shardline.host.allocator import ALLOCATOR
+from shardline.lanes import AUTO, CHOICES
 from shardline.security import Security
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def bench() -> None:
 @click.option("--to", "server", metavar="TASK", default="ps/0", show_default=True, help="The side that serves.")
 @click.option("--serve", is_flag=True, help="Be the side of --to; start this one first, on its machine.")
 @click.option("--port", type=click.IntRange(1, 65_535), help="Instead of the port that --to has in the cluster spec.")
-@options.option("--lane", default="auto", type=click.Choice(LANES), help="How bytes travel.")
+@options.option("--lane", default=AUTO, type=click.Choice(CHOICES), help="How bytes travel.")
 @options.option(
     "--run-dir", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR", help="As of the tasks."
 )
@@ -160,11 +161,11 @@ def net(
     found = _measure_here(asked) if is_local(host) else _measure(asked)
     if json_path is not None:
         json_path.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
-    from rich.console import Console
+    from shardline.cli.terminal import PlainConsole
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = PlainConsole(width=None if sys.stdout.isatty() else 160)
     for text in headline(found):
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.say(text)
     console.print(table(found))
     return 0
 

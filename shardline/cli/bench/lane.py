@@ -15,17 +15,18 @@ from typing import Any
 import torch
 
 from shardline.config import RoleConfig
+from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
+from shardline.core.placement import Placement
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.core.tensor_bytes import digest, memory_of, tensor_bytes
 from shardline.errors import ProtocolError, UsageError
-from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, Sender, Want, Whole
 from shardline.lanes.open import open_lane
 from shardline.rpc.channel import Peers
 from shardline.rpc.client import PsControl
-from shardline.rpc.messages.configuration import Configuration, Placement
+from shardline.rpc.messages.configuration import Configuration
 from shardline.update import rule
 
 SERVERS = "shardline.servers"
@@ -67,18 +68,18 @@ class Buffers:
     arrived: int = 0
 
     def buffer(self, arrival: Arrival) -> memoryview:
-        """See lanes.base.Sink."""
+        """See core.exchange.Sink."""
         held = self.memory.get(arrival.bucket)
         if held is None or held.numel() != arrival.payload_bytes:
             held = self.memory[arrival.bucket] = torch.empty(arrival.payload_bytes, dtype=torch.uint8)
         return memory_of(held)
 
     def done(self, arrival: Arrival) -> None:
-        """See lanes.base.Sink."""
+        """See core.exchange.Sink."""
         self.arrived += arrival.payload_bytes
 
     def take(self, arrival: Arrival, memory: memoryview) -> None:
-        """See lanes.base.Sink."""
+        """See core.exchange.Sink."""
         self.buffer(arrival)[:] = memory
         self.done(arrival)
 

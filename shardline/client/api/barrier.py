@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import time
 
+from shardline.core.orders import BarrierPlace, BarrierState, Orders, Phase
 from shardline.errors import JobError, TaskLostError, UnreachableError
-from shardline.rpc.link import ChiefLink, Orders, Phase
-from shardline.rpc.messages.barrier import BarrierPlace, BarrierState
+from shardline.rpc.link import ChiefLink
 
 log = logging.getLogger("shardline.client")
 
@@ -34,16 +34,16 @@ class Barrier:
         """The body of a loop begins, maybe once more for the same step. begun: it is not only attached."""
         self._step, self._begun, self._number = step, begun, 0
 
-    def meet(self, link: ChiefLink, step: int, *, is_sync: bool, timeout_s: float) -> bool:
+    def meet(self, link: ChiefLink, step: int, *, by_step: bool, timeout_s: float) -> bool:
         """Wait until all workers have been here; False where a job that ends, and has not failed, keeps them away.
 
         Raises JobError where a worker has ended before it came, UnreachableError after timeout_s or where the chief is
         away for too long, TaskLostError where the job fails, FencedError.
         """
-        if is_sync and step != self._step:
+        if by_step and step != self._step:
             # A loop that isn't over steps().
             self.begin(step, begun=True)
-        place = BarrierPlace(step, self._begun, self._number) if is_sync else BarrierPlace(0, True, self._met)
+        place = BarrierPlace(step, self._begun, self._number) if by_step else BarrierPlace(0, True, self._met)
         where = f"{link.task} {{}} at a barrier in step {step} for {{}}"
         link.reach(place)
         orders = self._wait(link, place, where, timeout_s)

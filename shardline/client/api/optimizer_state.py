@@ -20,7 +20,8 @@ class Standing:
     """Steps made; in asynchronous mode updates of the shard that has the fewest."""
     incarnation: int
     """Of the worker that says so."""
-    is_sync: bool
+    one_step: bool
+    """All servers are at the same step of the job."""
 
     def stamp(self) -> dict[str, int]:
         """For a state dict that is made here and now."""
@@ -43,7 +44,7 @@ def check_loadable(state_dict: Mapping[str, Any], here: Standing) -> bool:
         return False
     step = int(stamp["step"])
     # Asynchronous workers save at any number of updates; only a job that begins anew can't be meant.
-    if step != here.step if here.is_sync else (step > 0 and here.step == 0):
+    if step != here.step if here.one_step else (step > 0 and here.step == 0):
         raise JobError(
             f"this optimizer state was saved at step {step}, and the job is at step {here.step}, of which the servers "
             "hold momentum and the like: go on from one step in both. --resume takes the job's newest checkpoint "

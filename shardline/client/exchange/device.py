@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from shardline.client.overlap.arrivals import Key
+from shardline.client.exchange.arrivals import Key
 from shardline.host.segments import Segment
 
 log = logging.getLogger("shardline.device")

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shardline.client.api.live import LivePayloads
-from shardline.client.step.layout import BucketSink
-from shardline.lanes.base import Contribution
+from shardline.client.exchange.live import LivePayloads
+from shardline.client.exchange.pull_sink import PullSink
+from shardline.core.exchange import Contribution
 
 
 class Traffic:
     """Counts what was pushed; what was pulled, the sinks know."""
 
-    def __init__(self, sinks: Mapping[int, BucketSink]) -> None:
+    def __init__(self, sinks: Mapping[int, PullSink]) -> None:
         self._sinks = sinks
         self._pushed = {shard: [0, 0] for shard in sinks}
         self._taken: dict[int, tuple[int, int, int, int]] = {}
 
-    def pushed(self, shard: int, pushes: Iterable[Contribution], *, lane: str) -> None:
+    def pushed(self, shard: int, pushes: Iterable[Contribution], *, on_wire: bool) -> None:
         """These pushes are acknowledged. A retry's bytes count once; in shared memory none were on a wire."""
         for push in pushes:
             if isinstance(push.payloads, LivePayloads):
                 self._pushed[shard][0] += push.payloads.raw_bytes
-                self._pushed[shard][1] += push.payloads.wire_bytes if lane != "shm" else 0
+                self._pushed[shard][1] += push.payloads.wire_bytes if on_wire else 0
 
     @property
     def total(self) -> tuple[int, int, int, int]:

@@ -4,7 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from shardline.client.exchange.observer import Observer
+from shardline.client.step.staging import Staging
 from shardline.errors import NonFiniteError
+
+
+class NonFinite:
+    """What a worker does about NaN and infinity. policy: the job's nan_policy."""
+
+    def __init__(self, policy: str, staging: Staging, observer: Observer) -> None:
+        self._policy = policy
+        self._staging = staging
+        self._observer = observer
+
+    def judge(self, step: int, replica: int, bad: Sequence[str], *, early: bool = False) -> None:
+        """What follows from a loss ("loss") or gradients that are not finite. Raises NonFiniteError under "stop".
+
+        early: met on the thread of a lane, while other gradients of the step leave.
+        """
+        if not bad:
+            return
+        for name in bad:
+            self._observer.not_finite(name)
+        if self._policy == "stop":
+            if not early:
+                self._staging.clear()
+            raise stop_error(step, replica, bad, early=early)
+        if not early:
+            named = self._staging.extras.nonfinite
+            named.extend(name for name in bad if name not in named)
 
 
 def loss_names(loss: float | None) -> list[str]:

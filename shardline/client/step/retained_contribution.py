@@ -8,37 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
-import torch
-
-from shardline.client.exchange.shard_exchange import StepFigures
+from shardline.cadence import Outgoing
+from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.step.trainer import Trainer
+from shardline.consistency.worker import Mark
+from shardline.consistency.worker.base import WorkerHalf
 
 
-class Carried:
-    """One contribution, and where the job stood for whoever made it. Used by one thread.
+class RetainedContribution:
+    """What was contributed to one step, and where the worker stood. Used by one thread.
 
-    gradients: by tensor name; nobody writes to them until the step is closed. trainer: the one that took them.
+    parts: by replica.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        replica: int,
-        gradients: Mapping[str, torch.Tensor],
-        *,
-        loss: float | None,
-        samples: int,
-        hyper: Mapping[int, Mapping[str, float]] | None,
-    ) -> None:
-        self._replica = replica
-        self._gradients = gradients
-        self._loss, self._samples, self._hyper = loss, samples, hyper
-        self._step = trainer.step
-        self._acknowledged = dict(trainer.acknowledged)
-        self._base = dict(trainer.base)
-        self._buffers: dict[int, torch.Tensor] | None = None
-        """Batch norm statistics and the like that belong to the contribution, by tensor number; None = not kept yet."""
+    def __init__(self, mark: Mark, parts: Mapping[int, Outgoing]) -> None:
+        self._mark = mark
+        self._parts = {replica: part if part.keep else _copied(part) for replica, part in parts.items()}
+        self._kept = False
         self._began_s = time.monotonic()
 
     def keep(self, trainer: Trainer, *, shared: bool) -> None:
@@ -47,47 +35,35 @@ class Carried:
         The model's buffers are those of theta_t again since the push began, or already those that are being pulled; the
         contribution's own are in the trainer's staging alone. shared: gradients may lie in segments of its lanes.
         """
-        if self._buffers is not None:
+        if self._kept:
             return
-        self._buffers = trainer.staging.buffers()
-        if shared:
-            self._gradients = {name: gradient.detach().clone() for name, gradient in self._gradients.items()}
+        self._kept = True
+        buffers = trainer.kept_buffers()
+        for replica, part in self._parts.items():
+            own = {name: buffers[name] for name in part.buffers if name in buffers}
+            self._parts[replica] = replace(_copied(part) if shared else part, buffers=own, keep=True)
 
-    def went_back(self, trainer: Trainer) -> bool:
-        """Whether the job that a trainer has just located holds less than it did when the contribution was made.
+    def went_back(self, half: WorkerHalf) -> bool:
+        """Whether the job that was just located holds less than it did when the contribution was made."""
+        return half.went_back(self._mark)
 
-        Asynchronous: of any shard, since what this loop computes next is computed with all of them.
-        """
-        if trainer.is_sync:
-            return trainer.step < self._step
-        lost = any(trainer.acknowledged[shard] < number for shard, number in self._acknowledged.items())
-        return lost or any(trainer.base[shard] < version for shard, version in self._base.items())
-
-    def counted(self, trainer: Trainer) -> bool:
+    def counted(self, half: WorkerHalf) -> bool:
         """Whether all shards have the contribution, so that only the answer was on its way."""
-        if trainer.is_sync:
-            return trainer.step > self._step
-        return all(trainer.acknowledged[shard] > number for shard, number in self._acknowledged.items())
+        return half.counted(self._mark)
 
     def contribute(self, trainer: Trainer) -> None:
         """Contribute once more, the same bits, to the step that a trainer has located. Raises as Trainer.contribute."""
-        assert self._buffers is not None
-        with torch.no_grad():
-            for number, values in self._buffers.items():
-                held = trainer.layout.tensors[number]
-                held.copy_(values.view(held.shape))
-        if not trainer.is_sync:
-            # Shards that have applied it know it by its number; its base is what it was computed with.
-            trainer.acknowledged = dict(self._acknowledged)
-            trainer.base = dict(self._base)
-        trainer.contribute(
-            self._replica, self._gradients, samples=self._samples, loss=self._loss, hyper=self._hyper, keep=True
+        trainer.half.resume(self._mark)
+        for replica, part in self._parts.items():
+            trainer.add(replica, part)
+
+    def accept(self, half: WorkerHalf) -> StepFigures:
+        """Close the step of a contribution that is counted; the model holds what came of it already."""
+        skipped = half.accept(self._mark)
+        return StepFigures(
+            seconds=time.monotonic() - self._began_s, computed_s=self._began_s, outcomes={}, skipped=skipped
         )
 
-    def accept(self, trainer: Trainer) -> StepFigures:
-        """Close the step of a contribution that is counted; the model holds what came of it already."""
-        if not trainer.is_sync:
-            trainer.step += 1
-        seconds = time.monotonic() - self._began_s
-        skipped = trainer.is_sync and trainer.stood_still(self._base)
-        return StepFigures(seconds=seconds, computed_s=self._began_s, outcomes={}, skipped=skipped)
+
+def _copied(part: Outgoing) -> Outgoing:
+    return replace(part, values={name: gradient.detach().clone() for name, gradient in part.values.items()}, keep=True)

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.device import HostPath
-from shardline.client.overlap.arrivals import Key
 from shardline.client.step.layout import fill_bucket, present_bits, tensor_piece
 from shardline.client.step.parallel_map import Hands
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding
 from shardline.codecs.push import PushEncoders
 from shardline.core.contributions import Contributions, Partial
+from shardline.core.exchange import BucketPayload, Contribution, Payloads, Whole
 from shardline.core.plan import BucketSpec, Plan
 from shardline.core.reduce import Block, is_finite, magnitude
 from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import Buffer, digest, fingerprint, tensor_bytes, tensor_from_bytes
 from shardline.errors import JobError
 from shardline.host.segments import Segment
-from shardline.lanes.base import BucketPayload, Contribution, Payloads, Whole
 
 Allocate = Callable[[int, int, int], memoryview | None]
 """(shard, bucket, bytes) -> the lane's own memory for this bucket's gradient in this step, or None.

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from shardline import consistency
+from shardline.cadence import Cadence
+from shardline.client.exchange.arrivals import Key
 from shardline.client.step.layout import ModelLayout
 from shardline.codecs import CODECS
 from shardline.codecs.coding import pulled, pushed
@@ -22,13 +25,9 @@ from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.core.tensor_bytes import borrowed_tensor, tensor_from_bytes
 from shardline.errors import UsageError
 from shardline.host.segments import layout as offsets_of
-from shardline.lanes.base import Lane
-from shardline.lanes.negotiated import NegotiatedLane
-from shardline.lanes.shm.client import Mapped, ShmLane
+from shardline.lanes.base import Lane, SharedMemory
 
 log = logging.getLogger("shardline.client")
-Key = tuple[int, int]
-"""(shard, bucket)."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +82,16 @@ def _region(plan: Plan, number: int) -> Region | None:
     return Region(number, pieces[0][1], start, end - start, frozenset((s, b) for _, s, b, _, _ in pieces))
 
 
-def check_shareable(job: JobSpec) -> None:
+def check_shareable(job: JobSpec, cadence: Cadence) -> None:
     """Raises UsageError where a job's replies are made for one worker, so that nobody can read them where they lie."""
-    codec = CODECS.parse(job.codec)
-    if job.consistency.mode != "sync" or not (pushed(codec).is_view and pulled(codec).is_view):
+    mode, codec = consistency.of(job.consistency), CODECS.parse(job.codec)
+    if not (mode.pulls_by_step and pushed(codec).is_view and pulled(codec).is_view):
         raise UsageError(
             f"zero_copy needs a synchronous job whose codec leaves numbers as they are (raw), this one is "
             f"{job.consistency.mode} with codec {job.codec}"
         )
-
-
-def shared(lane: Lane) -> Mapped | None:
-    """The segments of a lane to a shard that publishes by reference; None on any other lane, and before it is open."""
-    held = lane.current if isinstance(lane, NegotiatedLane) else lane
-    mapped = held.mapped if isinstance(held, ShmLane) else None
-    return mapped if mapped is not None and mapped.by_reference else None
+    if not cadence.streams:
+        raise UsageError(f"zero_copy needs a cadence that sends each gradient as it is, and this job's is {cadence}")
 
 
 class ZeroCopy:
@@ -123,10 +117,10 @@ class ZeroCopy:
         As long as a bucket doesn't change these are its values, in whichever of the two areas they were first seen.
         """
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._mapped: dict[int, Mapped | None] = {}
+        self._mapped: dict[int, SharedMemory | None] = {}
 
     @property
-    def tensors(self) -> list[str]:
+    def shared(self) -> list[str]:
         """Names of the tensors that lie in shared memory now."""
         return [self._plan.tensors[number].name for number in self._views]
 
@@ -165,7 +159,7 @@ class ZeroCopy:
 
     def _map(self) -> None:
         """Make the views anew where a lane has new segments."""
-        now = {shard: shared(lane) for shard, lane in self._lanes.items()}
+        now = {shard: lane.published for shard, lane in self._lanes.items()}
         if now == self._mapped:
             return
         self._mapped = now
@@ -181,7 +175,7 @@ class ZeroCopy:
             sum(self._regions[number].nbytes for number in self._views) / 1e6,
         )
 
-    def _views_of(self, region: Region, mapped: Mapped) -> tuple[torch.Tensor, ...]:
+    def _views_of(self, region: Region, mapped: SharedMemory) -> tuple[torch.Tensor, ...]:
         spec = self._plan.tensors[region.tensor]
         return tuple(
             borrowed_tensor(mapped.area(which)[region.start : region.start + region.nbytes], spec.dtype).view(
@@ -197,7 +191,7 @@ class ZeroCopy:
         has left there.
         """
         region = self._regions.get(number)
-        mapped = shared(self._lanes[region.shard]) if region is not None else None
+        mapped = self._lanes[region.shard].published if region is not None else None
         if region is None or mapped is None or mapped.is_read:
             return None
         spec = self._plan.tensors[number]

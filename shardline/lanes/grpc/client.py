@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardline.lanes.base import Contribution, Exchanged, Sender, Sink, Want
+from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Want
 from shardline.lanes.calls import ShardCalls
 from shardline.rpc.messages.data import exchange_requests, is_small
 

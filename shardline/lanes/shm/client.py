@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Sink, Want
 from shardline.core.plan import ShardSpec
 from shardline.core.tensor_bytes import copy_bytes
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.host import segments
 from shardline.host.segments import Segment, SegmentError
-from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, LaneUnavailable, Sender, Sink, Want
+from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.calls import NotAdmittedError, Opened, ShardCalls
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import Attached, is_one_message, progress_request, referred_requests
@@ -98,6 +99,7 @@ class ShmLane(ShardCalls):
     """One shard of a ps on this host, over its ps's channel and shared segments."""
 
     name = "shm"
+    by_reference = True
 
     def __init__(self, peer: Peer, shard: int, spec: ShardSpec, *, timeout_s: float) -> None:
         super().__init__(peer, shard, [bucket.elements for bucket in spec.buckets])
@@ -112,6 +114,12 @@ class ShmLane(ShardCalls):
     def mapped(self) -> Mapped | None:
         """The segments in use; None before the first exchange and after a broken one."""
         return self._mapped
+
+    @property
+    def published(self) -> Mapped | None:
+        """See Lane.published; None before the first exchange and after a broken one."""
+        mapped = self._mapped
+        return mapped if mapped is not None and mapped.by_reference else None
 
     def exchange(
         self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
@@ -230,7 +238,7 @@ class ShmLane(ShardCalls):
             areas, replies = segments.hear_welcome(sock)
         if self._cancelled:
             raise UnreachableError(f"{self._peer}: the exchange was given up while memory was shared")
-        return Mapped(Attached(self.name, opened.attachment), sender, gradients, areas, replies)
+        return Mapped(Attached(self.name, opened.attachment, in_place=True), sender, gradients, areas, replies)
 
 
 def _fill(mapped: Mapped, sink: Sink, arrival: Arrival) -> None:

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 from shardline.cluster import parse_address
 from shardline.config import Timeouts
+from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Sink, Want
 from shardline.errors import UnreachableError
-from shardline.lanes.base import Arrival, BucketPayload, Contribution, Exchanged, LaneUnavailable, Sender, Sink, Want
+from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.calls import NotAdmittedError, ShardCalls
 from shardline.lanes.tcp import frames as bulk
 from shardline.rpc.channel import Peer

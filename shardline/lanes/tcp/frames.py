@@ -8,7 +8,6 @@ byte WHOLE once the server knows that nothing overwrote it while it left.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 import ssl
 import struct
@@ -16,8 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from shardline.errors import ProtocolError
+from shardline.lanes.token_acceptor import TOKEN_BYTES
 
-TOKEN_BYTES = 32
 VERSION = 1
 _MAGIC = b"SHLB"
 _PREAMBLE = struct.Struct(f"!4sB{TOKEN_BYTES}s")
@@ -33,11 +32,6 @@ _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == 
 
 class RefusedError(OSError):
     """The server answered the preamble with a refusal, or with something else."""
-
-
-def new_token() -> bytes:
-    """A token for one connection."""
-    return secrets.token_bytes(TOKEN_BYTES)
 
 
 def preamble(token: bytes) -> bytes:

@@ -120,7 +120,7 @@ def role_refusal(role: str, roles: Collection[str], what: str) -> str:
     if not role or role in roles:
         return ""
     return (
-        f"the caller's certificate is for {role}, and {what} takes one for {' or '.join(roles)} "
+        f"the caller's certificate is for the role {role}, and {what} needs one for the role {' or '.join(roles)} "
         "(or one that names no role)"
     )
 
@@ -132,4 +132,4 @@ def joining_refusal(role: str, caller: Caller) -> str:
             f"taking part as {role} needs the admin token besides the job's; set --admin-token-file (or "
             "SHARDLINE_ADMIN_TOKEN_FILE) as the chief has it"
         )
-    return role_refusal(caller.role, (role,), f"taking part as {role}")
+    return role_refusal(caller.role, (role,), f"taking part as {role}") if role in ROLES else ""

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from shardline.codecs import coding_of
 from shardline.codecs.coding import JobCoding
+from shardline.core.placement import Placement
 from shardline.core.plan import Plan
+from shardline.core.settings import Settings
 from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec
 from shardline.rpc.limits import MAX_TENSORS, at_most, short
 from shardline.rpc.messages.convert import (
@@ -16,32 +18,19 @@ from shardline.rpc.messages.convert import (
     consistency_to_proto,
     plan_from_proto,
     plan_to_proto,
-    replicas_from_proto,
     rule_from_proto,
     rule_to_proto,
     schedule_from_proto,
     schedule_to_proto,
+    settings_from_proto,
+    settings_to_proto,
 )
 from shardline.rpc.v1 import parameter_server_pb2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Which ps hosts a shard, and where it answers."""
-
-    shard: int
-    task: str
-    address: str
-    standby_task: str = ""
-    """Which ps holds its standby, and where that answers; empty = it has none."""
-    standby_address: str = ""
-    appointment: int = 0
-    """Another number each time that the shard is given a standby; 0 = it has none, or the chief counts none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PsConfiguration:
-    """What a ps needs to hold its shards; equal ones change nothing there."""
+class PsConfiguration(Settings):
+    """What a ps needs to hold its shards, the job's settings among it; equal ones change nothing there."""
 
     job: str
     timeline: int
@@ -50,9 +39,7 @@ class PsConfiguration:
     rule: RuleSpec
     schedule: ScheduleSpec
     consistency: ConsistencySpec
-    replicas: int
     cut_every: int
-    codec: str = "raw"
     standbys: tuple[int, ...] = ()
     """Shards whose standby this ps holds."""
 
@@ -122,9 +109,8 @@ def configuration_to_proto(
         rule=rule_to_proto(configuration.rule),
         schedule=schedule_to_proto(configuration.schedule),
         consistency=consistency_to_proto(configuration.consistency),
-        replicas=configuration.replicas,
+        settings=settings_to_proto(configuration),
         cut_every=configuration.cut_every,
-        codec=configuration.codec,
         placement=placement_to_proto(configuration.placement),
         activate=configuration.activate,
         keep_shards=configuration.keep,
@@ -135,7 +121,7 @@ def configuration_to_proto(
 
 def configuration_from_proto(message: parameter_server_pb2.ConfigureRequest) -> PsConfiguration:
     """What its shards are to be; raises ProtocolError or UsageError where that can't be."""
-    replicas = replicas_from_proto(message.replicas, "Configure")
+    settings = settings_from_proto(message.settings, "Configure")
     for named, what in (
         (message.shards, "shards"),
         (message.standbys, "standbys"),
@@ -152,8 +138,7 @@ def configuration_from_proto(message: parameter_server_pb2.ConfigureRequest) -> 
         rule=rule_from_proto(message.rule),
         schedule=schedule_from_proto(message.schedule),
         consistency=consistency_from_proto(message.consistency),
-        replicas=replicas,
         cut_every=message.cut_every,
-        codec=message.codec or "raw",
         standbys=tuple(message.standbys),
+        **settings,
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from shardline.core.image import VALUE, BucketImage, WorkerSequence
 from shardline.core.plan import BucketSpec, Plan, ShardSpec, Slice, check_plan
+from shardline.core.settings import Settings, kind_of, known
 from shardline.core.spec import (
     DTYPES,
     Argument,
@@ -22,6 +24,7 @@ from shardline.core.spec import (
 from shardline.core.tensor_bytes import tensor_bytes, tensor_from_bytes
 from shardline.errors import ProtocolError
 from shardline.rpc.limits import (
+    IMAGE_CHUNK_BYTES,
     MAX_ALIASES,
     MAX_ARGUMENTS,
     MAX_DIMENSIONS,
@@ -44,7 +47,6 @@ _KIND_TO_PROTO = {kind: plan_pb2.TensorKind.Value(f"TENSOR_KIND_{kind.name}") fo
 _KIND_FROM_PROTO: Mapping[int, TensorKind] = {value: kind for kind, value in _KIND_TO_PROTO.items()}
 
 MAX_TENSOR_ELEMENTS = 1 << 40
-IMAGE_CHUNK_BYTES = 1 << 20
 
 
 def dtype_from_proto(value: int, where: str) -> str:
@@ -96,7 +98,7 @@ def rule_to_proto(rule: RuleSpec) -> plan_pb2.RuleSpec:
         plan_pb2.ParamGroup(arguments={key: argument_to_proto(value) for key, value in group.items()})
         for group in rule.groups
     ]
-    return plan_pb2.RuleSpec(name=rule.name, groups=groups)
+    return plan_pb2.RuleSpec(name=rule.name, groups=groups, method=rule.method)
 
 
 def rule_from_proto(message: plan_pb2.RuleSpec) -> RuleSpec:
@@ -107,7 +109,8 @@ def rule_from_proto(message: plan_pb2.RuleSpec) -> RuleSpec:
     groups = tuple(
         {key: argument_from_proto(group.arguments[key]) for key in sorted(group.arguments)} for group in message.groups
     )
-    return RuleSpec(name=short(message.name, "name of a rule"), groups=groups)
+    method = short(message.method, "rule") or "torch"
+    return RuleSpec(name=short(message.name, "name of a rule"), groups=groups, method=method)
 
 
 def schedule_to_proto(schedule: ScheduleSpec) -> plan_pb2.ScheduleSpec:
@@ -268,6 +271,26 @@ def plan_from_proto(message: plan_pb2.PlanSpec) -> Plan:
     return plan
 
 
+def settings_to_proto(holder: Settings) -> dict[str, plan_pb2.Argument]:
+    """A job's settings by name."""
+    return {name: argument_to_proto(value) for name, value in holder.settings().items()}
+
+
+def settings_from_proto(messages: Mapping[str, plan_pb2.Argument], where: str) -> dict[str, Any]:
+    """Inverse of settings_to_proto; an absent one has its default. Raises ProtocolError naming one that can't be."""
+    at_most(len(messages), MAX_ARGUMENTS, f"{where}: settings")
+    found: dict[str, Any] = {}
+    for name in sorted(messages):
+        if name not in known():
+            raise ProtocolError(f"{where}: this version knows no setting {short(name, 'name of a setting')!r}")
+        value = argument_from_proto(messages[name])
+        if type(value) is not kind_of(name):
+            raise ProtocolError(f"{where}: {name} is {value!r}; it must be of type {kind_of(name).__name__}")
+        found[name] = value
+    replicas_from_proto(found.get("replicas", 1), where)
+    return found
+
+
 def job_to_proto(job: JobSpec) -> plan_pb2.JobSpec:
     """A job's identity."""
     return plan_pb2.JobSpec(
@@ -276,15 +299,7 @@ def job_to_proto(job: JobSpec) -> plan_pb2.JobSpec:
         rule=rule_to_proto(job.rule),
         schedule=schedule_to_proto(job.schedule),
         consistency=consistency_to_proto(job.consistency),
-        replicas=job.replicas,
-        batch_size=job.batch_size,
-        accumulate=job.accumulate,
-        seed=job.seed,
-        steps=job.steps,
-        checkpoint_every=job.checkpoint_every,
-        checkpoint_keep=job.checkpoint_keep,
-        threads=job.threads,
-        codec=job.codec,
+        settings=settings_to_proto(job),
         best_metric=job.best_metric,
         best_is_lowest=job.best_is_lowest,
         samples=job.samples,
@@ -300,15 +315,7 @@ def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
         rule=rule_from_proto(message.rule),
         schedule=schedule_from_proto(message.schedule),
         consistency=consistency_from_proto(message.consistency),
-        replicas=replicas_from_proto(message.replicas, "job"),
-        batch_size=message.batch_size,
-        accumulate=message.accumulate,
-        seed=message.seed,
-        steps=message.steps,
-        checkpoint_every=message.checkpoint_every,
-        checkpoint_keep=message.checkpoint_keep,
-        threads=message.threads,
-        codec=message.codec or "raw",
+        **settings_from_proto(message.settings, "job"),
         best_metric=short(message.best_metric, "name of the best metric"),
         best_is_lowest=message.best_is_lowest,
         samples=message.samples,

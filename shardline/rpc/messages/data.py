@@ -6,11 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardline.core.exchange import (
+    CHUNK_BYTES,
+    Ack,
+    Arrival,
+    BucketPayload,
+    Contribution,
+    End,
+    Sender,
+    Sink,
+    Standing,
+    Want,
+)
 from shardline.core.outcome import Outcome
-from shardline.core.plan import BUCKET_BYTES
+from shardline.core.protocol import PROTOCOL_MINOR
 from shardline.core.tensor_bytes import copy_bytes, digest
 from shardline.errors import ProtocolError
-from shardline.lanes.base import Ack, Arrival, BucketPayload, Contribution, End, Sender, Sink, Standing, Want
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import DTYPE_TO_PROTO, hyper_to_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
@@ -23,9 +34,6 @@ from shardline.wire.protobuf import (
     write_request,
 )
 
-PROTOCOL_MINOR = 1
-CHUNK_BYTES = BUCKET_BYTES
-"""A bucket is one message as a rule: what comes in one needs not be put together on the other side."""
 SMALL_BYTES = 64 << 10
 """A message costs both sides about as much as it takes to send this; a socket's buffers hold it without a reader."""
 PUSH_PULL = "/shardline.rpc.v1.ParameterServer/PushPull"
@@ -42,15 +50,29 @@ def outcome_from_proto(value: int) -> Outcome:
         raise ProtocolError(f"outcome number {value} is unknown to this version; update it") from None
 
 
-LANES = {"grpc": common_pb2.LANE_GRPC, "tcp": common_pb2.LANE_TCP, "shm": common_pb2.LANE_SHM}
+_LANES = {name.removeprefix("LANE_").lower(): number for name, number in common_pb2.Lane.items() if number}
+_LANE_NAMES: dict[int, str] = {int(number): name for name, number in _LANES.items()}
+
+
+def lane_name(number: int) -> str | None:
+    """Name of a lane on the wire; None for one of a later version."""
+    return _LANE_NAMES.get(number or common_pb2.LANE_GRPC)
+
+
+def lane_number(name: str) -> common_pb2.Lane.ValueType:
+    """The lane's number on the wire."""
+    return _LANES[name]
 
 
 @dataclass(frozen=True)
 class Attached:
-    """By which lane the bytes of a call travel. number: what OpenLane gave; 0 = on the call's own stream."""
+    """By which lane the bytes of a call travel."""
 
     lane: str = "grpc"
     number: int = 0
+    """What OpenLane gave; 0 = on the call's own stream."""
+    in_place: bool = False
+    """The shard reads the bytes where they lie."""
 
 
 ON_STREAM = Attached()
@@ -67,7 +89,7 @@ def data_header(sender: Sender, shard: int, attached: Attached = ON_STREAM) -> c
         incarnation=sender.who.incarnation,
         secret=sender.who.secret,
         protocol_minor=PROTOCOL_MINOR,
-        lane=LANES[attached.lane],
+        lane=lane_number(attached.lane),
         attachment=attached.number,
     )
 
@@ -124,7 +146,7 @@ def is_small(contributions: Sequence[Contribution]) -> bool:
 
 def is_one_message(contributions: Sequence[Contribution], attached: Attached) -> bool:
     """Whether a push whose bytes travel by an attachment is one request: a small one, or one that need not travel."""
-    in_place = attached.lane == "shm" and all(push.payloads.in_place for push in contributions)
+    in_place = attached.in_place and all(push.payloads.in_place for push in contributions)
     return is_small(contributions) or (len(contributions) < 2 and in_place)
 
 
@@ -195,7 +217,7 @@ def referred_requests(
     when the references of a batch are sent, on the same thread: a bulk socket sends the bytes then (tcp).
     What is_one_message() is one request.
     """
-    stays = attached.lane == "shm"
+    stays = attached.in_place
 
     def refer(batch: Sequence[BucketPayload]) -> list[data_pb2.BucketRef]:
         return [
@@ -306,6 +328,7 @@ def ack_from_proto(message: data_pb2.PushAck) -> Ack:
         staleness=message.staleness,
         next_seq=message.next_seq,
         timeline=message.timeline,
+        mismatch=message.mismatch,
     )
 
 

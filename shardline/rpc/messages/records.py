@@ -11,6 +11,7 @@ from shardline.core.records import Applied, AppliedPush, Begin, Digest, Head, Im
 from shardline.core.spec import DTYPES
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
+from shardline.rpc.limits import RECORD_CHUNK_BYTES
 from shardline.rpc.messages.convert import (
     DTYPE_TO_PROTO,
     ImageAssembler,
@@ -25,7 +26,6 @@ from shardline.wire.protobuf import BYTES, varint
 
 PREVIOUS = "previous"
 """Name, among the tensors of a copied bucket, of the values of the step before."""
-CHUNK_BYTES = 2 << 20
 
 
 Entry = Record | Image | Mark
@@ -75,8 +75,8 @@ def frames_of(frame: Frame) -> Iterator[bytes]:
 def _chunks(part: int, values: Buffer | None) -> Iterator[bytes]:
     """Chunk frames written by hand, so that the values are copied once."""
     view = memoryview(values or b"")
-    for offset in range(0, len(view), CHUNK_BYTES):
-        payload = view[offset : offset + CHUNK_BYTES]
+    for offset in range(0, len(view), RECORD_CHUNK_BYTES):
+        payload = view[offset : offset + RECORD_CHUNK_BYTES]
         small = parameter_server_pb2.ReplicaChunk(part=part, offset=offset).SerializeToString()
         head = b"".join((small, varint(3 << 3 | BYTES), varint(len(payload))))
         yield b"".join((varint(5 << 3 | BYTES), varint(len(head) + len(payload)), head, payload))

@@ -556,6 +556,7 @@ class PushAck(_message.Message):
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     BUCKETS_FIELD_NUMBER: _builtins.int
+    MISMATCH_FIELD_NUMBER: _builtins.int
     outcome: _common_pb2.Outcome.ValueType
     reason: _builtins.str
     step: _builtins.int
@@ -571,6 +572,8 @@ class PushAck(_message.Message):
     credit_bytes: _builtins.int
     """reserved"""
     retry_after_s: _builtins.float
+    mismatch: _builtins.bool
+    """DUPLICATE: the bits differ from those of the contribution that counts."""
     @_builtins.property
     def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketAck]: ...
     def __init__(
@@ -586,10 +589,11 @@ class PushAck(_message.Message):
         credit_bytes: _builtins.int = ...,
         retry_after_s: _builtins.float = ...,
         buckets: _abc.Iterable[Global___BucketAck] | None = ...,
+        mismatch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "credit_bytes", b"credit_bytes", "next_seq", b"next_seq", "outcome", b"outcome", "reason", b"reason", "retry_after_s", b"retry_after_s", "staleness", b"staleness", "step", b"step", "timeline", b"timeline", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "credit_bytes", b"credit_bytes", "mismatch", b"mismatch", "next_seq", b"next_seq", "outcome", b"outcome", "reason", b"reason", "retry_after_s", b"retry_after_s", "staleness", b"staleness", "step", b"step", "timeline", b"timeline", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

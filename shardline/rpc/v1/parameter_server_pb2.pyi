@@ -164,6 +164,27 @@ Global___Placement: _TypeAlias = Placement  # noqa: Y015
 class ConfigureRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _plan_pb2.Argument: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _plan_pb2.Argument | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TERM_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
@@ -172,20 +193,17 @@ class ConfigureRequest(_message.Message):
     RULE_FIELD_NUMBER: _builtins.int
     SCHEDULE_FIELD_NUMBER: _builtins.int
     CONSISTENCY_FIELD_NUMBER: _builtins.int
-    REPLICAS_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     CUT_EVERY_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
-    CODEC_FIELD_NUMBER: _builtins.int
     ACTIVATE_FIELD_NUMBER: _builtins.int
     STANDBYS_FIELD_NUMBER: _builtins.int
     KEEP_SHARDS_FIELD_NUMBER: _builtins.int
     KEEP_STANDBYS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     timeline: _builtins.int
-    replicas: _builtins.int
     cut_every: _builtins.int
     """A cut at every multiple of this step; 0 = only on request."""
-    codec: _builtins.str
     activate: _builtins.bool
     """Admit pushes and pulls at once, without Activate (no chief: tests, benchmarks)."""
     @_builtins.property
@@ -202,6 +220,10 @@ class ConfigureRequest(_message.Message):
     def schedule(self) -> _plan_pb2.ScheduleSpec: ...
     @_builtins.property
     def consistency(self) -> _plan_pb2.ConsistencySpec: ...
+    @_builtins.property
+    def settings(self) -> _containers.MessageMap[_builtins.str, _plan_pb2.Argument]:
+        """The job's, as in JobSpec."""
+
     @_builtins.property
     def placement(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]: ...
     @_builtins.property
@@ -229,10 +251,9 @@ class ConfigureRequest(_message.Message):
         rule: _plan_pb2.RuleSpec | None = ...,
         schedule: _plan_pb2.ScheduleSpec | None = ...,
         consistency: _plan_pb2.ConsistencySpec | None = ...,
-        replicas: _builtins.int = ...,
+        settings: _abc.Mapping[_builtins.str, _plan_pb2.Argument] | None = ...,
         cut_every: _builtins.int = ...,
         placement: _abc.Iterable[Global___Placement] | None = ...,
-        codec: _builtins.str = ...,
         activate: _builtins.bool = ...,
         standbys: _abc.Iterable[_builtins.int] | None = ...,
         keep_shards: _abc.Iterable[_builtins.int] | None = ...,
@@ -240,7 +261,7 @@ class ConfigureRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["consistency", b"consistency", "plan", b"plan", "rule", b"rule", "schedule", b"schedule", "term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "codec", b"codec", "consistency", b"consistency", "cut_every", b"cut_every", "job", b"job", "keep_shards", b"keep_shards", "keep_standbys", b"keep_standbys", "placement", b"placement", "plan", b"plan", "replicas", b"replicas", "rule", b"rule", "schedule", b"schedule", "shards", b"shards", "standbys", b"standbys", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "consistency", b"consistency", "cut_every", b"cut_every", "job", b"job", "keep_shards", b"keep_shards", "keep_standbys", b"keep_standbys", "placement", b"placement", "plan", b"plan", "rule", b"rule", "schedule", b"schedule", "settings", b"settings", "shards", b"shards", "standbys", b"standbys", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

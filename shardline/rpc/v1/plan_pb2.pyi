@@ -224,7 +224,7 @@ Global___Numbers: _TypeAlias = Numbers  # noqa: Y015
 
 @_typing.final
 class Argument(_message.Message):
-    """One argument of a torch.optim class."""
+    """One argument of a torch.optim class, or one setting of a job."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -313,8 +313,11 @@ class RuleSpec(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Class name in torch.optim, such as "AdamW"."""
+    method: _builtins.str
+    """The update rule over it, NAME or NAME:KEY=VALUE,...; empty = "torch": the class itself."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParamGroup]: ...
     def __init__(
@@ -322,10 +325,11 @@ class RuleSpec(_message.Message):
         *,
         name: _builtins.str = ...,
         groups: _abc.Iterable[Global___ParamGroup] | None = ...,
+        method: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "method", b"method", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -402,36 +406,38 @@ class JobSpec(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___Argument: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___Argument | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     RULE_FIELD_NUMBER: _builtins.int
     SCHEDULE_FIELD_NUMBER: _builtins.int
     CONSISTENCY_FIELD_NUMBER: _builtins.int
-    REPLICAS_FIELD_NUMBER: _builtins.int
-    BATCH_SIZE_FIELD_NUMBER: _builtins.int
-    ACCUMULATE_FIELD_NUMBER: _builtins.int
-    SEED_FIELD_NUMBER: _builtins.int
-    STEPS_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_EVERY_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_KEEP_FIELD_NUMBER: _builtins.int
-    THREADS_FIELD_NUMBER: _builtins.int
-    CODEC_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     BEST_METRIC_FIELD_NUMBER: _builtins.int
     BEST_IS_LOWEST_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     SCRIPT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    replicas: _builtins.int
-    """Logical replicas R. In asynchronous mode 1, whatever the number of workers."""
-    batch_size: _builtins.int
-    accumulate: _builtins.int
-    seed: _builtins.int
-    steps: _builtins.int
-    """Steps to train; 0 where a script ends the job by itself."""
-    checkpoint_every: _builtins.int
-    checkpoint_keep: _builtins.int
-    threads: _builtins.int
-    codec: _builtins.str
     best_metric: _builtins.str
     """Name of the evaluation metric that decides `best`, and whether less is better."""
     best_is_lowest: _builtins.bool
@@ -447,6 +453,12 @@ class JobSpec(_message.Message):
     def schedule(self) -> Global___ScheduleSpec: ...
     @_builtins.property
     def consistency(self) -> Global___ConsistencySpec: ...
+    @_builtins.property
+    def settings(self) -> _containers.MessageMap[_builtins.str, Global___Argument]:
+        """Whole numbers, texts and so on by name: batch_size, seed, codec, ... One that is absent has its default; one that
+        the receiver does not know is refused. shardline/core/settings.py lists them.
+        """
+
     def __init__(
         self,
         *,
@@ -455,15 +467,7 @@ class JobSpec(_message.Message):
         rule: Global___RuleSpec | None = ...,
         schedule: Global___ScheduleSpec | None = ...,
         consistency: Global___ConsistencySpec | None = ...,
-        replicas: _builtins.int = ...,
-        batch_size: _builtins.int = ...,
-        accumulate: _builtins.int = ...,
-        seed: _builtins.int = ...,
-        steps: _builtins.int = ...,
-        checkpoint_every: _builtins.int = ...,
-        checkpoint_keep: _builtins.int = ...,
-        threads: _builtins.int = ...,
-        codec: _builtins.str = ...,
+        settings: _abc.Mapping[_builtins.str, Global___Argument] | None = ...,
         best_metric: _builtins.str = ...,
         best_is_lowest: _builtins.bool = ...,
         samples: _builtins.int = ...,
@@ -471,7 +475,7 @@ class JobSpec(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["consistency", b"consistency", "rule", b"rule", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accumulate", b"accumulate", "batch_size", b"batch_size", "best_is_lowest", b"best_is_lowest", "best_metric", b"best_metric", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "codec", b"codec", "consistency", b"consistency", "name", b"name", "replicas", b"replicas", "rule", b"rule", "samples", b"samples", "schedule", b"schedule", "script", b"script", "seed", b"seed", "steps", b"steps", "tensors", b"tensors", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_is_lowest", b"best_is_lowest", "best_metric", b"best_metric", "consistency", b"consistency", "name", b"name", "rule", b"rule", "samples", b"samples", "schedule", b"schedule", "script", b"script", "settings", b"settings", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

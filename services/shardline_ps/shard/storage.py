@@ -1,0 +1,248 @@
+"""The storage of one shard: its buckets, and the way of an update from "made" to "published".
+
+Where there is a standby, an update of a step is made at once and published when the standby holds it too; a push is
+published at once, and its answers wait. PROTOCOL 1.4.5, 1.8.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from shardline import consistency
+from shardline.consistency.server import BucketView, Hyper, Observers, Tally, Update
+from shardline.core.contributions import Partial
+from shardline.core.push_context import TOGETHER, PushContext
+from shardline.core.records import AppliedPush, Part
+from shardline.storage.publication import PlainPublication, Publication, areas
+from shardline_ps.shard.bucket import Bucket
+from shardline_ps.shard.cuts import CutBook
+from shardline_ps.shard.settings import ShardSettings
+from shardline_ps.standby.record_log import ReplicaLog
+
+
+class ByteCount:
+    """Bytes of sums that wait for more contributions, or for a verdict. Buckets refer to it, and not to their shard."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.value = 0
+        """No lock to read."""
+
+    def add(self, difference: int) -> None:
+        """So many more, or less."""
+        with self._lock:
+            self.value += difference
+
+
+class Made:
+    """An update of one or more buckets that waits for the standby: by bucket, whether it changes the values."""
+
+    def __init__(self) -> None:
+        self.changed: dict[int, bool] = {}
+
+
+class ShardStorage:
+    """Buckets with their locks, publication, cuts and tally; see shardline.consistency.server.Storage."""
+
+    def __init__(
+        self,
+        number: int,
+        settings: ShardSettings,
+        *,
+        publication: Publication | None = None,
+        observers: Observers,
+    ) -> None:
+        """publication: memory of the published values; None = ordinary memory of the settings' device."""
+        self.number = number
+        self.observers = observers
+        spec, mode = settings.plan.shards[number], consistency.of(settings.consistency)
+        self.waiting = ByteCount()
+        self.publication = PlainPublication(spec, settings.device) if publication is None else publication
+        """Where the buckets' values live."""
+        self.buckets = [
+            Bucket(
+                number,
+                index,
+                bucket,
+                settings.plan.tensors,
+                settings.rule,
+                settings.schedule,
+                replicas=settings.replicas,
+                pub=areas(self.publication, index, bucket, keeps_previous=mode.keeps_previous),
+                on_held=self.waiting.add,
+            )
+            for index, bucket in enumerate(spec.buckets)
+        ]
+        # Where shards are cut at instants of their own the chief says when.
+        self.cuts = CutBook(len(self.buckets), settings.cut_every if mode.consistent_cuts else 0)
+        self.lock = threading.Lock()
+        self.order = threading.Lock()
+        self.tally = Tally()
+        self.stop_step: int | None = None
+        self.log: ReplicaLog | None = None
+        """Where there is a standby: what is recorded for it."""
+
+    @property
+    def version(self) -> int:
+        """See Storage."""
+        return min(bucket.version for bucket in self.buckets)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of values, optimizer state, partial sums and cuts."""
+        return sum(bucket.nbytes for bucket in self.buckets) + self.waiting.value + self.cuts.held_bytes
+
+    def hold(self, difference: int) -> None:
+        """See Storage."""
+        self.waiting.add(difference)
+
+    def check_hyper(self, bucket: BucketView, hyper: Hyper | None) -> None:
+        """See Storage."""
+        rule = self.buckets[bucket.number].rule
+        if hyper and rule is not None and (numbers := hyper.get(bucket.group)):
+            rule.check_hyper(numbers)
+
+    # Updates
+
+    def apply_bucket(self, bucket: BucketView, total: Partial) -> None:
+        """See Storage."""
+        to, made = self.buckets[bucket.number], Made()
+        log, number = self.log, None
+        if log is not None:
+            number = log.record([part_of(to, total)], lambda: self._release(to, made))
+        # With a standby, both sides make the step at the same time; the release waits for the bucket's lock.
+        changed = self._compute(to, total)
+        if log is None or number is None:
+            to.publish(changed)
+            self._cut_if_wanted(to)
+            return
+        made.changed[to.number] = changed
+        to.pending = made
+        log.compare(number, to.number, to.values_at(to.step + 1))
+
+    def _release(self, bucket: Bucket, made: Made) -> None:
+        """The standby holds the step of a bucket."""
+        with bucket.lock:
+            if bucket.pending is not made:
+                return
+            bucket.pending = None
+            bucket.publish(made.changed[bucket.number])
+            self._cut_if_wanted(bucket)
+        self._published(bucket)
+
+    def apply_together(self, update: Update) -> None:
+        """See Storage."""
+        with self.order:
+            if self.log is not None and self._hold_together(self.log, update):
+                return
+            verdict = update.verdict
+            for bucket in self.buckets:
+                with bucket.lock:
+                    total = update.total_of(bucket)
+                    if total is None:
+                        continue
+                    changed = self._compute(bucket, total, scale=verdict.scale, skip=verdict.skip)
+                    bucket.publish(changed, skip=verdict.skip)
+                    update.applied(bucket)
+                    self._cut_if_wanted(bucket)
+                self.observers.on_publish(bucket.number)
+            update.closed()
+
+    def _hold_together(self, log: ReplicaLog, update: Update) -> bool:
+        """Make an update of all buckets, which is one record, to be published when the standby has it. `order` held.
+
+        False where the standby holds no bucket yet, or nothing waits for the update any more: nothing was done.
+        """
+        verdict, made, parts = update.verdict, Made(), []
+        for bucket in self.buckets:
+            with bucket.lock:
+                total = update.total_of(bucket)
+                if total is None:
+                    return False
+                parts.append(part_of(bucket, total))
+        number = log.record(
+            parts,
+            lambda: self._release_together(update, made),
+            scale=verdict.scale,
+            skip=verdict.skip,
+            verdict=verdict,
+        )
+        if number is None:
+            return False
+        for bucket in self.buckets:
+            with bucket.lock:
+                total = update.total_of(bucket)
+                if total is None:
+                    # A new history began meanwhile: none of this will be published.
+                    return True
+                made.changed[bucket.number] = self._compute(bucket, total, scale=verdict.scale, skip=verdict.skip)
+                bucket.pending = made
+                log.compare(number, bucket.number, bucket.values_at(bucket.step + 1))
+        return True
+
+    def _release_together(self, update: Update, made: Made) -> None:
+        """The standby holds an update of all buckets."""
+        with self.order:
+            for bucket in self.buckets:
+                with bucket.lock:
+                    if bucket.pending is not made:
+                        return
+                    bucket.pending = None
+                    bucket.publish(made.changed[bucket.number], skip=update.verdict.skip)
+                    update.applied(bucket)
+                    self._cut_if_wanted(bucket)
+                self._published(bucket)
+            update.closed()
+
+    def record(self, parts: Sequence[tuple[BucketView, Partial]], *, scale: float, push: AppliedPush) -> int | None:
+        """See Storage. Answers wait for it: see passed()."""
+        if self.log is None:
+            return None
+        told = [part_of(bucket, total) for bucket, total in parts]
+        return self.log.record(told, scale=scale, skip=not told, push=push)
+
+    def apply_now(
+        self, bucket: BucketView, total: Partial, *, scale: float, context: PushContext, record: int | None
+    ) -> None:
+        """See Storage."""
+        to = self.buckets[bucket.number]
+        with to.lock:
+            to.publish(self._compute(to, total, scale=scale, context=context))
+            if record is not None and self.log is not None:
+                self.log.compare(record, to.number, to.values)
+
+    def _compute(
+        self,
+        bucket: Bucket,
+        total: Partial,
+        *,
+        scale: float = 1.0,
+        skip: bool = False,
+        context: PushContext = TOGETHER,
+    ) -> bool:
+        """Make the next values of a bucket whose lock is held, and tell how long it took."""
+        start_s = time.monotonic()
+        try:
+            changed = bucket.compute(total, scale=scale, skip=skip, context=context)
+        except Exception as error:
+            self.observers.on_failure(error)
+            raise
+        self.observers.on_apply(time.monotonic() - start_s)
+        return changed
+
+    def _published(self, bucket: Bucket) -> None:
+        """A bucket's step was published after its standby had it; no bucket's lock held."""
+        self.observers.on_publish(bucket.number)
+        self.observers.on_counted()
+
+    def _cut_if_wanted(self, bucket: Bucket) -> None:
+        """Copy the bucket if its new step is to be cut: after the step is reached, before the next is applied."""
+        if self.cuts.wanted(bucket.step):
+            self.cuts.store(bucket.image())
+
+
+def part_of(bucket: BucketView, total: Partial) -> Part:
+    """What a bucket is about to get, copied: the sum's memory may be written over. Its lock held, or `order`."""
+    return Part.of(bucket.number, bucket.step, total.values, total.present, bucket.hyper)

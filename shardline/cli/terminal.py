@@ -1,0 +1,31 @@
+"""The console of every command: what is printed is a text, whoever it came from, and never markup or control codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console, JustifyMethod, OverflowMethod
+from rich.style import Style
+from rich.text import Text
+
+from shardline.printable import printable
+
+
+class PlainConsole(Console):
+    """rich's console, but a string, also in a table's cell, has no markup, emoji or highlights; see printable()."""
+
+    def render_str(
+        self,
+        text: str,
+        *,
+        style: str | Style = "",
+        justify: JustifyMethod | None = None,
+        overflow: OverflowMethod | None = None,
+        **how: Any,
+    ) -> Text:
+        """The one place where rich makes something of a string."""
+        return Text(printable(text), style=style, justify=justify, overflow=overflow)
+
+    def say(self, sentence: str) -> None:
+        """Print a line, however long."""
+        self.print(sentence, soft_wrap=True)

@@ -1,0 +1,76 @@
+"""How a session comes into its job: the tie to the chief, first values, the first step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from shardline.client.api.step_loop import StepLoop
+from shardline.client.exchange.outcomes import Interrupted, Restart
+from shardline.config import RoleConfig
+from shardline.core.orders import Orders, Phase
+from shardline.core.spec import JobSpec
+from shardline.errors import TaskLostError
+from shardline.rpc.link import ChiefLink, machine_fingerprint
+
+log = logging.getLogger("shardline.client")
+
+
+def link_of(
+    config: RoleConfig,
+    spec: JobSpec,
+    *,
+    address: str,
+    metrics_address: str,
+    device: torch.device,
+    loop: StepLoop,
+    cancelled: threading.Event,
+) -> ChiefLink:
+    """A worker's tie to its chief, not joined yet."""
+    return ChiefLink(
+        config.cluster.chief,
+        config.timeouts,
+        role=config.role,
+        index=config.index,
+        address=address,
+        metrics_address=metrics_address,
+        job=spec,
+        machine=machine_fingerprint(spec.threads, str(device)),
+        on_orders=loop.finder.ordered,
+        traffic=loop.place.traffic,
+        cancelled=cancelled,
+        security=config.security,
+    )
+
+
+def begin(link: ChiefLink, loop: StepLoop) -> None:
+    """From admitted to holding parameters: send first values if asked to, wait for the start, find the step."""
+    place = loop.place
+    initialized: set[int] = set()
+
+    def ready(orders: Orders) -> bool:
+        begun = orders.phase in (Phase.RUNNING, Phase.STOPPING, Phase.ENDED)
+        return begun or (orders.phase is Phase.INIT and orders.init and orders.timeline not in initialized)
+
+    while True:
+        link.wait(ready)
+        orders = link.orders
+        if orders.phase is Phase.ENDED:
+            if orders.exit_code:
+                raise TaskLostError(f"{link.task}: the job ended before it began: {orders.reason}")
+            place.renew(link)
+            return
+        place.renew(link)
+        if orders.phase is not Phase.INIT:
+            break
+        try:
+            loop.trainer.initialize()
+        except (Restart, Interrupted) as error:
+            log.info("first values: %s; asking again", error)
+        else:
+            initialized.add(orders.timeline)
+    if place.view is not None and place.view.job.script:
+        loop.finder.locate_until_there()
+        loop.barrier.begin(loop.trainer.step, begun=False)

@@ -1,0 +1,120 @@
+"""Small parts of a session: what a script trains, its named tensors, figures of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardline.client.exchange.outcomes import StepFigures
+from shardline.client.step.trainer import Trainer
+from shardline.core.orders import StepReport
+from shardline.core.spec import ConsistencySpec, JobSpec
+from shardline.errors import TensorError
+from shardline.model import model_tensors
+from shardline.observability.metrics import Metrics
+from shardline.update import check_tensors, rule_from_optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptSettings:
+    """What a script's job has besides its model and optimizer."""
+
+    name: str
+    consistency: ConsistencySpec
+    seed: int
+    checkpoint_every: int
+    checkpoint_keep: int
+    workers: int
+    """Workers of the cluster spec; each is one replica in synchronous mode."""
+
+
+def script_spec(
+    settings: ScriptSettings, model: nn.Module | Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+) -> JobSpec:
+    """The job of a person's own script. Raises JobError for a model or optimizer that can't be trained."""
+    rule = rule_from_optimizer(optimizer)
+    module = model if isinstance(model, nn.Module) else TensorHolder(model)
+    tensors = model_tensors(module, optimizer.param_groups, rule=rule)
+    check_tensors(rule, tensors)
+    return JobSpec(
+        name=settings.name,
+        tensors=tensors,
+        rule=rule,
+        consistency=settings.consistency,
+        replicas=settings.workers if settings.consistency.mode == "sync" else 1,
+        seed=settings.seed,
+        checkpoint_every=settings.checkpoint_every,
+        checkpoint_keep=settings.checkpoint_keep,
+        threads=torch.get_num_threads(),
+        script=True,
+    )
+
+
+def check_named(values: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
+    """Raise TensorError for a gradient of an unknown name, or of another shape or dtype than its tensor."""
+    for name, gradient in gradients.items():
+        if name not in values:
+            raise TensorError(f"there is no tensor {name!r} in the job; it has {', '.join(list(values)[:8])}")
+        held = values[name]
+        if gradient.shape != held.shape or gradient.dtype != held.dtype:
+            raise TensorError(
+                f"gradient for {name!r} has shape {tuple(gradient.shape)} and dtype {gradient.dtype}, the "
+                f"parameter has {tuple(held.shape)} and {held.dtype}; was it computed by another model?"
+            )
+
+
+class TensorHolder(nn.Module):
+    """Named tensors as a module, so that one function describes models and bare tensors alike."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._held = dict(tensors)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The tensors, whatever dots their names have."""
+        yield from self._held.items()  # type: ignore[misc]  # bare tensors are trained like parameters
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The tensors."""
+        for _, tensor in self.named_parameters():
+            yield tensor
+
+
+def meter_step(
+    metrics: Metrics,
+    trainer: Trainer,
+    figures: StepFigures,
+    reports: Sequence[StepReport],
+    step_s: float,
+    peers: Mapping[int, str],
+) -> None:
+    """Figures of one finished step. peers: the ps of each shard."""
+    metrics.histogram("shardline_step_seconds").observe(step_s)
+    metrics.histogram("shardline_compute_seconds").observe(sum(item.compute_s for item in reports))
+    metrics.histogram("shardline_exchange_seconds").observe(figures.seconds)
+    metrics.counter("shardline_examples_total").inc(sum(item.samples for item in reports))
+    metrics.gauge("shardline_step").set(trainer.step)
+    for item in reports:
+        if not math.isnan(item.loss):
+            metrics.gauge("shardline_loss").set(item.loss)
+    for shard, outcome in figures.outcomes.items():
+        peer = peers.get(shard, "ps")
+        for kind, raw, wire in trainer.meter.take(shard):
+            labels = {"peer": peer, "codec": trainer.job.codec, "lane": trainer.lane(shard)}
+            metrics.counter(f"shardline_{kind}_raw_bytes_total", **labels).inc(raw)
+            metrics.counter(f"shardline_{kind}_wire_bytes_total", **labels).inc(wire)
+        parts = outcome.parts(figures.computed_s)
+        metrics.histogram("shardline_push_seconds", peer=peer).observe(parts.push_s)
+        metrics.histogram("shardline_barrier_wait_seconds", shard=shard).observe(parts.wait_s)
+        metrics.histogram("shardline_pull_seconds", peer=peer).observe(parts.pull_s)
+        for ack in outcome.acks:
+            name = ack.outcome.name.lower()
+            metrics.counter("shardline_pushes_total", peer=peer, outcome=name).inc()
+            if name == "applied":
+                metrics.histogram("shardline_staleness_updates", shard=shard).observe(ack.staleness)

@@ -1,0 +1,239 @@
+"""A session's way through its steps: compute, hand over, wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from shardline.client.api.barrier import Barrier
+from shardline.client.api.own_loop import OwnLoop
+from shardline.client.api.pipeline import Pipeline, Sent
+from shardline.client.api.script_job import meter_step
+from shardline.client.api.step_finder import StepFinder
+from shardline.client.api.step_reports import StepReports
+from shardline.client.api.workplace import Workplace
+from shardline.client.exchange.outcomes import Interrupted, Restart, StepFigures, Stopped
+from shardline.client.step.expected import Expected
+from shardline.client.step.retained_contribution import RetainedContribution
+from shardline.client.step.shared_gradients import SharedGradients
+from shardline.client.step.trainer import Trainer
+from shardline.config import RoleConfig
+from shardline.core.orders import StepReport
+from shardline.data import Watch
+from shardline.errors import RolledBackError
+from shardline.host.process import Termination
+from shardline.observability.metrics import Metrics
+
+Hyper = Mapping[int, Mapping[str, float]]
+"""Numbers of parameter groups that differ from the job's, by group."""
+
+
+class StepLoop:
+    """One worker's steps, whoever writes the loop over them. Used by the session's thread."""
+
+    def __init__(self, config: RoleConfig, metrics: Metrics, termination: Termination) -> None:
+        self._index = config.index
+        self._metrics = metrics
+        self.pipeline = Pipeline(go_on=self.go_on, still_ordered=self._still_ordered, closed=self._account)
+        self.place = Workplace(config, metrics, wait_for=self.pipeline.wait_for, still_ordered=self._still_ordered)
+        self.pipeline.place = self.place
+        self.finder = StepFinder(config.timeouts, self.place, self.pipeline, leaving=termination.event.is_set)
+        self.barrier = Barrier()
+        self.own_loop = OwnLoop()
+        self.lent: SharedGradients | None = None
+        """Gradients that lie in memory of the servers."""
+        self._hyper: Callable[[], Hyper] | None = None
+        self._reports = StepReports()
+        self._accounted_s = time.monotonic()
+        self._loss: float | None = None
+        self.skipped = False
+        """The last step changed nothing, since a gradient was not finite."""
+
+    @property
+    def trainer(self) -> Trainer:
+        """State of training; raises UsageError before attach()."""
+        return self.place.trainer
+
+    @property
+    def assigns_replicas(self) -> bool:
+        """Whether this worker stands for logical replicas that the chief assigns to it."""
+        return self.trainer.course.mode.assigns_replicas
+
+    @property
+    def replica(self) -> int:
+        """First logical replica of this worker; of a script its index, known before attach()."""
+        return self.finder.assigned[0] if self.finder.assigned and self.assigns_replicas else self._index
+
+    @property
+    def _own_replica(self) -> int:
+        """As which a script contributes."""
+        return self.replica if self.assigns_replicas else 0
+
+    # The loop
+
+    def steps(self, total: int | None) -> Iterator[int]:
+        """See Session.steps."""
+        self.finder.iterating = True
+        self.own_loop.knows_the_step()
+        try:
+            while True:
+                if self.finder.next() is None:
+                    self._enter_body()
+                    return
+                number = self.finder.number
+                self._enter_body()
+                if total is not None and number >= total:
+                    if self.pipeline.settle():
+                        return
+                    continue
+                if self.trainer.course.ticks.tick == 0:
+                    self._reports.clear()
+                else:
+                    self._reports.next_tick()
+                self.pipeline.waited_s = 0.0
+                self._expect_by_itself()
+                yield number
+        finally:
+            self.finder.iterating = False
+            if self.place.current is not None:
+                self.place.current.disarm()
+
+    def _enter_body(self) -> None:
+        self.barrier.begin(self.trainer.step, begun=True)
+        self.own_loop.pulled()
+
+    def watch(self, replica: int, *, ask_loss: bool) -> Watch:
+        """See Session.watch."""
+        owned = sorted(self.finder.todo) if self.assigns_replicas else [0]
+        return self.pipeline.watch(replica, owned, ask_loss=ask_loss)
+
+    def gradients_cleared(self) -> None:
+        """The optimizer's zero_grad() was called: outside of steps(), a step begins."""
+        if not self.finder.iterating:
+            self._expect_by_itself()
+
+    def _expect_by_itself(self) -> None:
+        """A person's own loop: whatever backward() comes next is the open step's."""
+        view = self.place.view
+        if not self.place.overlaps or view is None or not view.job.script or self._hyper is None:
+            return
+        replica = self._own_replica
+        self.trainer.expect(Expected(replica=replica, owned=[replica], hyper=self._hyper))
+
+    def attached(self, hyper: Callable[[], Hyper], lent: SharedGradients | None) -> None:
+        """The session has its optimizer. hyper: its numbers. lent: what .grad is computed in, if not private."""
+        self._hyper = hyper
+        self.lent = lent
+
+    def contribute(
+        self,
+        replica: int,
+        gradients: Mapping[str, torch.Tensor],
+        *,
+        loss: float | None,
+        samples: int,
+        hyper: Hyper | None,
+        keep: bool,
+    ) -> None:
+        """See Session.contribute."""
+        trainer = self.trainer
+        mark = trainer.half.mark()
+        added = trainer.contribute(replica, gradients, samples=samples, loss=loss, hyper=hyper, keep=keep)
+        if not self.finder.iterating and added:
+            self.finder.retained = RetainedContribution(mark, added)
+        number = self.finder.leases.batch if self.finder.leases.held else trainer.step
+        report = StepReport(step=number, replica=replica, loss=float("nan") if loss is None else loss, samples=samples)
+        self._reports.add(report, waited_s=self.pipeline.waited_s)
+
+    def contribute_own(
+        self, gradients: Mapping[str, torch.Tensor], *, loss: float | None = None, hyper: Hyper | None = None
+    ) -> None:
+        """Contribute as a script's one replica. The tensors stay as they are until the step is closed."""
+        self.contribute(self._own_replica, gradients, loss=loss, samples=0, hyper=hyper, keep=True)
+
+    def finish(
+        self, gradients: Callable[[], Mapping[str, torch.Tensor]], loss: float | None, hyper: Hyper | None
+    ) -> bool:
+        """See Session.finish_step. gradients: asked for where nothing was contributed yet."""
+        self.skipped = False
+        self.own_loop.about_to_step()
+        if not self._reports.contributed:
+            # Kept as they are: this returns when they are acknowledged.
+            self.contribute_own(gradients(), loss=loss or self._loss, hyper=hyper)
+        self._loss = None
+        if not self.trainer.course.ticks.last:
+            self.trainer.end_tick()
+            self._reports.next_tick()
+            return True
+        figures: StepFigures | None = None
+        wait = self.place.gate is None or self.trainer.starting
+        while True:
+            try:
+                if wait:
+                    figures = self.trainer.finish()
+                else:
+                    self.trainer.send()
+            except (Restart, Interrupted, Stopped) as error:
+                if not self.go_on(error):
+                    self._forget()
+                    return False
+                figures = self.finder.closed_by
+                if figures is None:
+                    continue
+            self._sent(figures)
+            return True
+
+    def _sent(self, figures: StepFigures | None) -> None:
+        """The open step has left. figures: it is closed, too."""
+        began_s = self._reports.began_s
+        sent = Sent(self._reports.take(), began_s, self.finder.leases.batch)
+        self.finder.retained = None
+        self.finder.advance()
+        self.pipeline.waited_s = 0.0
+        if figures is None:
+            self.pipeline.sent = sent
+        else:
+            self._account(sent, figures)
+        self.own_loop.pulled()
+
+    def _forget(self) -> None:
+        """What was contributed to the open step is of no use any more."""
+        self._reports.clear()
+        self.finder.retained = None
+
+    def go_on(self, error: Exception) -> bool:
+        """After an exchange that didn't end: True = send the same again, False = the loop starts over."""
+        again, trainer = False, self.trainer
+        try:
+            again = self.finder.go_on(error)
+        except RolledBackError:
+            self._forget()
+            raise
+        finally:
+            if self.lent is not None and not (again and self.trainer is trainer):
+                # What was counted of a step that is given up may be read for longer, and segments go with their lanes.
+                self.lent.take_back()
+        return again
+
+    def note_loss(self, loss: float) -> None:
+        """Loss of the open step."""
+        self._loss = loss
+
+    def wait(self) -> None:
+        """Return when the model holds all parameters of the open step."""
+        self.pipeline.settle()
+
+    def _still_ordered(self) -> bool:
+        return self.finder.still_ordered()
+
+    def _account(self, sent: Sent, figures: StepFigures) -> None:
+        """Tell metrics and chief about a step that is closed."""
+        self.skipped = figures.skipped
+        step_s = time.monotonic() - max(sent.began_s, self._accounted_s)
+        self._accounted_s = time.monotonic()
+        meter_step(self._metrics, self.trainer, figures, sent.reports, step_s, self.place.peers)
+        for item in sent.reports:
+            self.finder.link.report(replace(item, exchange_s=figures.seconds, staleness=figures.staleness))

@@ -1,0 +1,56 @@
+"""What the replicas of a worker have told about the open step, for metrics and the chief."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+from shardline.core.orders import StepReport
+
+
+class StepReports:
+    """The open step's reports, one per replica. Used by the session's thread."""
+
+    def __init__(self) -> None:
+        self._reports: dict[int, StepReport] = {}
+        self._losses: dict[int, list[float]] = {}
+        self.contributed = False
+        """Some replica has contributed to the open tick."""
+        self.began_s = time.monotonic()
+        """When the open step began."""
+
+    def add(self, report: StepReport, *, waited_s: float) -> None:
+        """A replica has contributed to the open tick. waited_s: how long it was made to wait for the step before.
+
+        Its seconds are counted here; loss and samples are those of the tick.
+        """
+        before = self._reports.get(report.replica)
+        losses = self._losses.setdefault(report.replica, [])
+        losses.append(report.loss)
+        spent_s = sum(item.compute_s for item in self._reports.values())
+        compute_s = time.monotonic() - self.began_s - waited_s - spent_s
+        self._reports[report.replica] = replace(
+            report,
+            loss=losses[0] if len(losses) == 1 else math.fsum(losses) / len(losses),
+            samples=report.samples + (before.samples if before is not None else 0),
+            compute_s=compute_s + (before.compute_s if before is not None else 0.0),
+        )
+        self.contributed = True
+
+    def next_tick(self) -> None:
+        """Another tick of the same step begins."""
+        self.contributed = False
+
+    def take(self) -> tuple[StepReport, ...]:
+        """The step is sent: its reports, by replica."""
+        taken = tuple(self._reports.values())
+        self.clear()
+        return taken
+
+    def clear(self) -> None:
+        """Another step begins, or this one again."""
+        self._reports.clear()
+        self._losses.clear()
+        self.contributed = False
+        self.began_s = time.monotonic()

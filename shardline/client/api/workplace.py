@@ -1,0 +1,239 @@
+"""What a session trains with: lanes, trainer and gate for the plan and the timeline in force."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shardline import topology
+from shardline.client.exchange.observer import Observer
+from shardline.client.overlap.gate import Gate, why_not
+from shardline.client.step.course import Course
+from shardline.client.step.factory import Ties, Wishes, make_trainer
+from shardline.client.step.trainer import Trainer
+from shardline.config import RoleConfig, environment
+from shardline.core.orders import JobView
+from shardline.errors import UsageError
+from shardline.lanes.base import Lane
+from shardline.lanes.open import open_lane
+from shardline.model import named_values
+from shardline.observability.metrics import Metrics
+from shardline.rpc.channel import Peers
+from shardline.rpc.link import ChiefLink
+from shardline.topology import Hop, Surroundings
+
+log = logging.getLogger("shardline.client")
+
+
+class SessionObserver(Observer):
+    """Tells metrics and the chief what an exchange with the servers of one history meets."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        link: ChiefLink,
+        timeline: int,
+        hops: Mapping[int, Hop],
+        still_ordered: Callable[[], bool],
+    ) -> None:
+        self._metrics = metrics
+        self._link = link
+        self._timeline = timeline
+        self._hops = hops
+        self._still_ordered = still_ordered
+
+    def still_ordered(self) -> bool:
+        """See Observer."""
+        return self._still_ordered()
+
+    def retried(self, shard: int) -> None:
+        """See Observer."""
+        self._metrics.counter("shardline_rpc_retries_total", peer=self._hops[shard].task).inc()
+
+    def silent(self, shards: frozenset[int]) -> None:
+        """See Observer."""
+        self._link.suspect({self._hops[shard].task for shard in shards}, self._timeline)
+
+    def not_finite(self, name: str) -> None:
+        """See Observer."""
+        self._metrics.counter("shardline_nonfinite_total", what=name).inc()
+
+
+class Workplace:
+    """One worker's trainer, made anew when plan or timeline change.
+
+    wait_for, still_ordered: see Gate and Exchange.
+    """
+
+    def __init__(
+        self,
+        config: RoleConfig,
+        metrics: Metrics,
+        *,
+        wait_for: Callable[[Iterable[int]], None],
+        still_ordered: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._wait_for = wait_for
+        self._still_ordered = still_ordered
+        self._peers = Peers(config.timeouts, config.security)
+        self._model: nn.Module | None = None
+        self.values: Mapping[str, torch.Tensor] = {}
+        """The person's own tensors by name."""
+        self._wishes = Wishes()
+        self._course: Course | None = None
+        self.view: JobView | None = None
+        self.current: Trainer | None = None
+        self.gate: Gate | None = None
+        """Where there is one, the next forward pass waits per layer."""
+
+    def furnish(
+        self, model: nn.Module | Mapping[str, torch.Tensor], *, from_file: bool, overlap: bool, zero_copy: bool = False
+    ) -> None:
+        """Take the model. from_file: a job file's; its passes are watched, so the next one may wait per layer.
+
+        Raises UsageError where gradients would leave during the backward pass although they lie in shared memory.
+        """
+        if zero_copy and (overlap or (from_file and self._config.overlap)):
+            remedy = "give attach() one of them" if overlap else "a job overlaps by itself, but for SHARDLINE_OVERLAP=0"
+            raise UsageError(
+                f"overlap and zero_copy exclude each other, since there is nothing left to overlap with; {remedy}"
+            )
+        overlaps = self._config.overlap and (overlap or from_file)
+        self._wishes = Wishes(overlap=overlaps, zero_copy=zero_copy, credit_bytes=credit_bytes())
+        if isinstance(model, nn.Module):
+            self.values = named_values(model)
+            self._model = model if from_file and overlaps else None
+        else:
+            self.values = dict(model)
+
+    @property
+    def overlaps(self) -> bool:
+        """Gradients leave during the backward pass."""
+        return self._wishes.overlap
+
+    @property
+    def zero_copy(self) -> bool:
+        """Tensors may lie in shared memory."""
+        return self._wishes.zero_copy
+
+    @property
+    def trainer(self) -> Trainer:
+        """State of training; raises UsageError before attach()."""
+        if self.current is None:
+            raise UsageError("the session is not attached yet: call session.attach(model, optimizer) first")
+        return self.current
+
+    @property
+    def peers(self) -> dict[int, str]:
+        """The ps of each shard."""
+        return {place.shard: place.task for place in self.view.placement} if self.view is not None else {}
+
+    def renew(self, link: ChiefLink) -> None:
+        """Make the trainer of the plan and timeline in force, where it isn't there already."""
+        view = link.ask(lambda: link.client.get_job(link.identity))
+        if (
+            self.view is not None
+            and view.plan.plan_id == self.view.plan.plan_id
+            and view.timeline == self.view.timeline
+        ):
+            return
+        # Before anything is changed: where a server's name has no address now, all of this is tried again.
+        ties = self._tie(link, view)
+        self._close_trainer()
+        self.view = view
+        if self._course is None:
+            self._course = Course(view.job, self.values)
+            streams = self._course.cadence.streams and topology.of(view.job).streams
+            self._wishes = replace(self._wishes, overlap=self._wishes.overlap and streams)
+        link.suspect((), view.timeline)
+        trainer = make_trainer(view, self._course, ties, self._wishes)
+        self._open_gate(trainer)
+        self.current = trainer
+
+    def traffic(self) -> tuple[int, int, int, int]:
+        """See Trainer.traffic."""
+        return self.current.traffic if self.current is not None else (0, 0, 0, 0)
+
+    @property
+    def lost_updates(self) -> int:
+        """Asynchronous mode: pushes that a shard had acknowledged and has no more, since it was lost and restored."""
+        return self._course.half.lost if self._course is not None else 0
+
+    def _tie(self, link: ChiefLink, view: JobView) -> Ties:
+        """Lanes to whom the job's topology names."""
+        route = topology.of(view.job).route(
+            Surroundings(
+                task=self._config.task,
+                workers=max(1, self._config.cluster.num("worker")),
+                servers={place.shard: Hop(place.task, place.address) for place in view.placement},
+            )
+        )
+        hops = route.hops()
+        return Ties(
+            who=link.identity,
+            index=self._config.index,
+            route=route,
+            lanes=self._open_lanes(view, hops),
+            timeouts=self._config.timeouts,
+            observer=SessionObserver(self._metrics, link, view.timeline, hops, self._still_ordered),
+        )
+
+    def _open_lanes(self, view: JobView, hops: Mapping[int, Hop]) -> dict[int, Lane]:
+        lanes: dict[int, Lane] = {}
+        for shard, hop in hops.items():
+            peer = self._peers.get(hop.task, hop.address)
+            # Its name must be known before it can be told whether it is on this host.
+            peer.await_name()
+            peer.on_retry = self._metrics.counter("shardline_rpc_retries_total", peer=hop.task).inc
+            lanes[shard] = open_lane(
+                self._config, peer, shard, view.plan.shards[shard], on_fallback=self._count_fallback
+            )
+        return lanes
+
+    def _open_gate(self, trainer: Trainer) -> None:
+        if self._model is None:
+            return
+        reason = why_not(self._model)
+        if reason:
+            log.info("the next forward pass waits for the whole model: %s", reason)
+            return
+        numbers = {id(tensor): number for number, tensor in enumerate(trainer.weights.layout.tensors)}
+        self.gate = Gate(
+            self._model,
+            numbers,
+            wait_for=self._wait_for,
+            waiting=lambda: trainer.waiting,
+        )
+
+    def _count_fallback(self, lane: str, reason: str) -> None:
+        self._metrics.counter("shardline_lane_fallbacks_total", lane=lane).inc()
+
+    def _close_trainer(self) -> None:
+        if self.gate is not None:
+            self.gate.close()
+            self.gate = None
+        if self.current is not None:
+            self.current.close()
+
+    def close(self) -> None:
+        """Free lanes, threads and hooks."""
+        self._close_trainer()
+        self._peers.close()
+
+
+def credit_bytes() -> int:
+    """SHARDLINE_CREDIT_MB: bytes that may be on their way to a shard at once; 0 = derived from its buckets."""
+    text = environment("credit_mb") or "0"
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0.0 <= found < 1e6:
+        raise UsageError(f"SHARDLINE_CREDIT_MB is {text!r}; give megabytes, such as 4, or 0 to have them derived")
+    return int(found * 2**20)

@@ -1,0 +1,203 @@
+"""Payloads of a push that are still being computed: offered bucket by bucket, sent by priority, kept for retries."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from shardline.client.exchange.priority import SendQueue
+from shardline.core.exchange import BucketPayload, Payloads
+from shardline.errors import UnreachableError
+
+DROP_S = 120.0
+"""What one bucket may take to be prepared; on a GPU it waits for what was enqueued there before."""
+
+
+class Unready(Exception):
+    """The next bucket was not computed within the call's patience: the call ends, and is made again when there is more.
+
+    No fault of the shard or the link, however long a backward pass takes.
+    """
+
+
+class LivePayloads:
+    """Buckets of one push to one shard. offer() and close() come from the computing side, batches() from a lane.
+
+    queue: which bucket leaves next. prepare: fills, checks and encodes one bucket; called once per bucket, on the
+    thread of the lane that is to send it. What it made is kept until drop(), so that a retry sends the same bytes
+    (PROTOCOL trap 5). interrupted: asked by every waiting reader when it is woken.
+    """
+
+    def __init__(
+        self,
+        queue: SendQueue,
+        prepare: Callable[[int], BucketPayload],
+        *,
+        nbytes: int,
+        in_place: bool = False,
+        interrupted: Callable[[], Exception | None] = lambda: None,
+    ) -> None:
+        self.in_place = in_place
+        self._queue = queue
+        self._prepare = prepare
+        self._nbytes = nbytes
+        self._interrupted = interrupted
+        self._changed = threading.Condition()
+        self._sent: list[BucketPayload] = []
+        """In the order in which they left."""
+        self._raw_bytes = self._wire_bytes = 0
+        self._preparing = False
+        self._closed = False
+        self._empty: tuple[int, ...] = ()
+        self._error: Exception | None = None
+        self._patience_s = 3600.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all payloads together, at most."""
+        return self._nbytes
+
+    @property
+    def empty(self) -> Sequence[int]:
+        """Buckets without a gradient; known when batches() has ended."""
+        return self._empty
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of what was prepared, before encoding."""
+        return self._raw_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of what was prepared, encoded."""
+        return self._wire_bytes
+
+    @property
+    def order(self) -> list[int]:
+        """Buckets that have left, in order."""
+        with self._changed:
+            return [item.bucket for item in self._sent]
+
+    def be_patient(self, seconds: float) -> None:
+        """How long one call may wait for buckets altogether, from the next call on."""
+        self._patience_s = seconds
+
+    # The computing side
+
+    def offer(self, bucket: int) -> None:
+        """The bucket can be prepared from now on."""
+        with self._changed:
+            self._queue.add(bucket)
+            self._changed.notify_all()
+
+    def close(self, empty: Sequence[int] = ()) -> None:
+        """No further bucket comes. empty: those to which the push adds nothing."""
+        with self._changed:
+            self._empty = tuple(empty)
+            self._closed = True
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """End every batches() with this error, now and later."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let waiting readers ask whether they are interrupted."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def drop(self, wait_s: float = DROP_S) -> None:
+        """Free what was prepared: it is acknowledged or given up.
+
+        Returns when no bucket is being prepared any more: the thread of a call that was given up may still be at one,
+        and what it writes to is the next step's from now on. Raises UnreachableError where that takes longer.
+        """
+        with self._changed:
+            self._error = self._error or RuntimeError("the payloads of this push are gone")
+            self._prepare = _gone
+            self._changed.notify_all()
+            ended = self._changed.wait_for(lambda: not self._preparing, wait_s)
+            self._sent.clear()
+        if not ended:
+            raise UnreachableError(
+                f"a bucket of a push that was given up is still being prepared after {wait_s:.0f} s; this process "
+                f"can't train any further: start it again"
+            )
+
+    # The sending side
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the backward pass is over or something stands ready to be sent; False when the time has passed."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._closed or len(self._queue) > 0 or self._refusal() is not None, timeout_s
+            )
+
+    def batches(self) -> Iterator[Sequence[BucketPayload]]:
+        """Batches by priority; after a broken call first those that left before. See core.exchange.Payloads.
+
+        Raises Unready, what prepare() or fail() raised, or what `interrupted` returns.
+        """
+        end_s = time.monotonic() + self._patience_s
+        done = 0
+        while True:
+            with self._changed:
+                self._await_more(done, end_s)
+                batch: Sequence[BucketPayload] = self._sent[done:]
+                numbers = [] if batch else self._queue.take()
+                if not batch and not numbers:
+                    return
+                self._preparing = bool(numbers)
+            if numbers:
+                batch = self._make(numbers)
+            done += len(batch)
+            yield batch
+
+    def _await_more(self, done: int, end_s: float) -> None:
+        """Return when there is more than `done` to send, or nothing will come. The lock is held."""
+        while True:
+            refusal = self._refusal()
+            if refusal is not None:
+                raise refusal
+            if not self._preparing and (done < len(self._sent) or len(self._queue) or self._closed):
+                return
+            left_s = end_s - time.monotonic()
+            if left_s <= 0.0 or not self._changed.wait(left_s):
+                raise Unready
+
+    def _refusal(self) -> Exception | None:
+        return self._error or self._interrupted()
+
+    def _make(self, numbers: Sequence[int]) -> list[BucketPayload]:
+        made: list[BucketPayload] = []
+        error: Exception | None = None
+        try:
+            for number in numbers:
+                made.append(self._prepare(number))
+        except Exception as raised:
+            error = raised
+            raise
+        finally:
+            with self._changed:
+                # Kept even where this call is a dead one's: a retry must not prepare a bucket a second time.
+                self._sent.extend(made)
+                self._raw_bytes += sum(item.raw_bytes for item in made)
+                self._wire_bytes += sum(len(item.data) for item in made)
+                self._preparing = False
+                self._error = self._error or error
+                self._changed.notify_all()
+        return made
+
+
+def drop_all(payloads: Iterable[Payloads]) -> None:
+    """Drop those of these that are live."""
+    for item in payloads:
+        if isinstance(item, LivePayloads):
+            item.drop()
+
+
+def _gone(bucket: int) -> BucketPayload:
+    raise RuntimeError(f"bucket {bucket} was acknowledged before")

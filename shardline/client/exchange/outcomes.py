@@ -1,0 +1,113 @@
+"""What becomes of an exchange: its figures, and the exceptions that say what a worker has to do next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardline.core.exchange import Ack, Contribution, End, Want
+from shardline.core.outcome import Outcome
+from shardline.errors import NonFiniteError, ProtocolError, ShardlineError
+
+log = logging.getLogger("shardline.client")
+
+
+class Restart(Exception):
+    """The step has to begin again from Progress (PROTOCOL 1.4.1): the timeline, the assignment or the step changed."""
+
+
+class Stopped(Exception):
+    """The job goes no further; `reason` names the step."""
+
+
+class Interrupted(Exception):
+    """The session was told to look at its orders."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardTask:
+    """What one shard gets in this step."""
+
+    shard: int
+    contributions: Sequence[Contribution]
+    want: Want | None
+    patience_s: float = 0.0
+    """How long one call may wait for gradients that are still being computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOutcome:
+    """What became of it."""
+
+    acks: tuple[Ack, ...]
+    began_s: float
+    """This and the others: by the monotonic clock."""
+    pushed_s: float
+    """When the last push was acknowledged; began_s where nothing was pushed."""
+    first_s: float
+    """When the first pulled bucket began to come; 0 where none did."""
+    ended_s: float
+
+    def parts(self, computed_s: float) -> Parts:
+        """How long push, barrier wait and pull took of what came after computed_s, when the gradients were whole."""
+        began = max(self.began_s, computed_s)
+        pushed = max(self.pushed_s, began)
+        first = max(self.first_s, pushed)
+        return Parts(push_s=pushed - began, wait_s=first - pushed, pull_s=max(self.ended_s, first) - first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Seconds of one exchange with one shard."""
+
+    push_s: float
+    wait_s: float
+    pull_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """One finished exchange, for metrics and reports."""
+
+    seconds: float
+    computed_s: float
+    """When the last gradient had been computed, by the monotonic clock."""
+    outcomes: Mapping[int, ShardOutcome]
+    skipped: bool
+    """It changed nothing, since a gradient was not finite."""
+
+    @property
+    def staleness(self) -> int:
+        """Of the shard that had gone furthest."""
+        return max((ack.staleness for outcome in self.outcomes.values() for ack in outcome.acks), default=0)
+
+
+def rank(error: Exception) -> int:
+    """Most telling first: what a shard said beats what our own interruption made of the other calls."""
+    order = (Stopped, NonFiniteError, ProtocolError, ShardlineError, Restart, Interrupted)
+    return next((number for number, cls in enumerate(order) if isinstance(error, cls)), 0)
+
+
+def check_ack(ack: Ack, shard: int) -> None:
+    """Return where the push counts or was counted before; raise what to do otherwise."""
+    if ack.accepted:
+        if ack.mismatch:
+            log.error("shard %d: %s", shard, ack.reason)
+        return
+    if ack.outcome is Outcome.STOPPED:
+        raise Stopped(ack.reason)
+    if ack.outcome is Outcome.REFUSED:
+        raise ProtocolError(f"shard {shard} refused the push: {ack.reason}")
+    raise Restart(f"shard {shard}: {ack.outcome.name.lower()}: {ack.reason}")
+
+
+def check_end(end: End, shard: int) -> None:
+    """Return where a pull only has to wait; raise what to do otherwise."""
+    if end.outcome is Outcome.WAITING:
+        return
+    if end.outcome is Outcome.STOPPED:
+        raise Stopped(end.reason)
+    if end.outcome is Outcome.REFUSED:
+        raise ProtocolError(f"shard {shard} refused the pull: {end.reason}")
+    raise Restart(f"shard {shard}: {end.outcome.name.lower()}: {end.reason}")

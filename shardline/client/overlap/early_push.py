@@ -1,0 +1,238 @@
+"""Gradients that leave while the backward pass still runs, and the push they feed."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from shardline import consistency
+from shardline.client.exchange.arrivals import Key
+from shardline.client.exchange.live import LivePayloads
+from shardline.client.exchange.priority import SendQueue, default_credit
+from shardline.client.step.expected import Expected
+from shardline.client.step.layout import homes
+from shardline.client.step.payloads import PushTools
+from shardline.codecs import CODECS
+from shardline.codecs.coding import pushed
+from shardline.core.exchange import BucketPayload
+from shardline.core.reduce import Block, cover
+from shardline.core.spec import JobSpec, TensorKind
+from shardline.errors import JobError
+
+
+def why_not_early(job: JobSpec, expected: Expected, *, first: bool) -> str:
+    """Why a replica's gradients can't leave before all of them have been computed; "" where they can. Pure.
+
+    first: it is the first step after a (re)start.
+    """
+    terms, mode = job.consistency, consistency.of(job.consistency)
+    if first:
+        return "in the first step after a start, parts of it may be counted already"
+    if mode.clips_at_worker and terms.clip_norm > 0.0:
+        return "clipping in asynchronous mode needs all of them"
+    if mode.clips_at_worker and terms.nan_policy == "skip":
+        return "all shards have to skip a gradient that is not finite, in asynchronous mode on the worker's word"
+    if terms.nan_policy == "skip" and expected.loss is None:
+        return "a loss that is not finite has to be known before anything leaves"
+    if mode.sums_in_tree and (len(cover(expected.owned, job.replicas)) > 1 or max(expected.owned) != expected.replica):
+        return "this worker's replicas make more than one push"
+    if len(expected.owned) > 1 and not pushed(CODECS.parse(job.codec)).exact:
+        return "what a codec rounds is not added up before it is sent"
+    return ""
+
+
+def not_stepped(step: int) -> JobError:
+    """Gradients have left in a backward pass that no step followed."""
+    return JobError(
+        f"step {step}: backward() has sent gradients, and no step() followed; with overlap every backward() needs its "
+        f"step(), since what it computed has left. Where a batch may be left out, or is only looked at, use "
+        f"attach(..., overlap=False), SHARDLINE_OVERLAP=0 or torch.autograd.grad()"
+    )
+
+
+class EarlyPush:
+    """One replica's gradients on their way to all shards while they are computed. A listener of GradientHooks.
+
+    block: the replica is its last one, earlier ones are in staging. once: see FireCount.
+    begin: starts the exchange; called when the first bucket is ready. on_nonfinite: called with names of tensors whose
+    gradients have NaN or infinity before their bucket leaves, on the thread of a lane; what it raises ends the push.
+    """
+
+    def __init__(
+        self,
+        tools: PushTools,
+        replica: int,
+        block: Block,
+        *,
+        once: set[int],
+        ranks: Sequence[Sequence[int]],
+        begin: Callable[[], None],
+        on_nonfinite: Callable[[Sequence[str]], None],
+    ) -> None:
+        plan = tools.plan
+        self._plan = plan
+        self._gpu = tools.gpu
+        self._marks: dict[int, torch.cuda.Event] = {}
+        """On a GPU: what each gradient is complete after."""
+        self._end: torch.cuda.Event | None = None
+        self._staging = tools.staging
+        self._replica = replica
+        self._presum = block.count > 1
+        self.block = block
+        """What the push counts for."""
+        self._once = once
+        self._begin = begin
+        self._on_nonfinite = on_nonfinite
+        self._lock = threading.Lock()
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._versions: dict[int, int] = {}
+        self._twice: set[int] = set()
+        self._added: set[Key] = set()
+        """Buckets that staging has this replica's part of already."""
+        self._early: set[Key] = set()
+        """Buckets that could leave during the backward pass."""
+        self._begun = False
+        self._closed = False
+        self.error: Exception | None = None
+        """What went wrong. In a hook it is kept, since autograd must not see it."""
+        self._lacking = {
+            (s, b): len({piece.tensor for piece in bucket.slices})
+            for s, shard in enumerate(plan.shards)
+            for b, bucket in enumerate(shard.buckets)
+            if bucket.kind is TensorKind.PARAM
+        }
+        self.payloads = {
+            s: LivePayloads(
+                SendQueue(
+                    ranks[s], [bucket.nbytes for bucket in shard.buckets], tools.credit_bytes or default_credit(shard)
+                ),
+                functools.partial(self._prepare, s),
+                nbytes=shard.nbytes,
+                interrupted=tools.interrupted,
+            )
+            for s, shard in enumerate(plan.shards)
+        }
+        self._homes = homes(plan)
+
+    def __call__(self, number: int, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is complete."""
+        gradient = parameter.grad
+        ready: list[Key] = []
+        with self._lock:
+            if self._closed or gradient is None:
+                return
+            if number in self._gradients:
+                self._twice.add(number)
+                return
+            self._gradients[number], self._versions[number] = gradient, gradient._version
+            if self._gpu is not None:
+                # The hook runs on the stream that completed the gradient.
+                self._marks[number] = self._gpu.mark()
+            if number in self._once:
+                for key in self._homes[number]:
+                    self._lacking[key] -= 1
+                    if self._lacking[key] == 0:
+                        ready.append(key)
+            self._early.update(ready)
+            first = bool(ready) and not self._begun
+            self._begun = self._begun or bool(ready)
+        try:
+            if first:
+                self._begin()
+            for shard, bucket in ready:
+                self.payloads[shard].offer(bucket)
+        except Exception as error:
+            self.error = self.error or error
+
+    def close(self, gradients: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor]) -> None:
+        """The backward pass is over: offer the rest, by tensor number; what has no gradient stays absent.
+
+        Raises JobError where a gradient is not what has left.
+        """
+        with self._lock:
+            self._closed = True
+        self._check_unchanged(gradients)
+        self._gradients = dict(gradients)
+        if self._gpu is not None:
+            self._end = self._gpu.mark()
+        if not self._begun:
+            self._begun = True
+            self._begin()
+        empty: dict[int, list[int]] = {shard: [] for shard in self.payloads}
+        offered: dict[int, list[int]] = {shard: [] for shard in self.payloads}
+        for key in self._staging.keys:
+            if key not in self._early:
+                (offered if self._has_values(key, buffers) else empty)[key[0]].append(key[1])
+        for shard, payloads in self.payloads.items():
+            for bucket in offered[shard]:
+                payloads.offer(bucket)
+            payloads.close(empty[shard])
+
+    @property
+    def begun(self) -> bool:
+        """Whether something may have left."""
+        return self._begun
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more leaves: this is why."""
+        self.error = self.error or error
+        for payloads in self.payloads.values():
+            payloads.fail(error)
+
+    def _has_values(self, key: Key, buffers: Mapping[int, torch.Tensor]) -> bool:
+        """Whether a bucket that is offered only now has anything in it; what needs no lane's thread is added here."""
+        spec = self._plan.shards[key[0]].buckets[key[1]]
+        is_buffer = spec.kind is TensorKind.BUFFER
+        source = buffers if is_buffer else self._gradients
+        there = any(piece.tensor in source for piece in spec.slices)
+        if there and not is_buffer:
+            return True
+        # Buffers go back to what they were before the push has left, so these are copied now.
+        self._staging.add_bucket(
+            key, self._replica, source, presum=self._presum, keep=False, after=[self._end] if self._end else ()
+        )
+        self._added.add(key)
+        return there or not self._staging.is_empty(key, self.block)
+
+    def _check_unchanged(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        left = [number for number in self._gradients if any(key in self._early for key in self._homes[number])]
+        for number in left:
+            now, then = gradients.get(number), self._gradients[number]
+            if now is not then or now._version != self._versions[number] or number in self._twice:
+                raise JobError(
+                    f"the gradient of {self._plan.tensors[number].name!r} changed after the backward pass had sent it "
+                    f"(a second backward(), clip_grad_norm_ or the like before step()); train this model without "
+                    f"overlap: --no-overlap, or attach(..., overlap=False) in a script"
+                )
+
+    def _prepare(self, shard: int, bucket: int) -> BucketPayload:
+        """Fill, check and encode one bucket; on the thread of the lane that sends it."""
+        key = shard, bucket
+        names: list[str] = []
+        if key not in self._added:
+            with torch.no_grad():
+                bad = self._staging.add_bucket(
+                    key, self._replica, self._gradients, presum=self._presum, keep=True, after=self._after(key)
+                )
+            names = [self._plan.tensors[number].name for number in bad]
+        if names:
+            self._on_nonfinite(names)
+        return self._staging.payload(key, self.block, names)
+
+    def _after(self, key: Key) -> list[torch.cuda.Event]:
+        """On a GPU: what all gradients of a bucket are complete after."""
+        if key not in self._early and self._end is not None:
+            return [self._end]
+        slices = self._plan.shards[key[0]].buckets[key[1]].slices
+        return [self._marks[piece.tensor] for piece in slices if piece.tensor in self._marks]
+
+    def drop(self) -> None:
+        """Free gradients and payloads: they are acknowledged or given up."""
+        with self._lock:
+            self._closed = True
+            self._gradients = {}
+        for payloads in self.payloads.values():
+            payloads.drop()

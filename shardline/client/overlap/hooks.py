@@ -1,0 +1,74 @@
+"""Hooks on a model's parameters that tell when a gradient is complete."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from shardline.core.plan import Plan
+from shardline.core.spec import TensorKind
+
+Listener = Callable[[int, torch.Tensor], None]
+"""(tensor number, parameter) when its gradient of a backward pass is complete."""
+
+
+class GradientHooks:
+    """A hook on every trained parameter; calls one listener, or nobody."""
+
+    def __init__(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
+        self._trained = [
+            (number, tensors[number]) for number, spec in enumerate(plan.tensors) if spec.kind is TensorKind.PARAM
+        ]
+        self._handles: dict[int, RemovableHandle] = {}
+        self._listener: Listener | None = None
+
+    def listen(self, listener: Listener) -> None:
+        """Call this listener from now on. A parameter that has become trainable since is hooked too."""
+        self._listener = listener
+        for number, tensor in self._trained:
+            if tensor.requires_grad and tensor.is_leaf and number not in self._handles:
+                hook = functools.partial(self._fired, number)
+                self._handles[number] = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def ignore(self) -> None:
+        """Call nobody."""
+        self._listener = None
+
+    def _fired(self, number: int, parameter: torch.Tensor) -> None:
+        listener = self._listener
+        if listener is not None:
+            listener(number, parameter)
+
+    def close(self) -> None:
+        """Leave the parameters as they were."""
+        self.ignore()
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+
+class FireCount:
+    """How often each parameter's gradient is completed in one backward pass. A listener of GradientHooks.
+
+    Once, except where a pass runs others within itself (reentrant checkpointing) or there are several passes: the
+    gradient is whole only when they have all ended.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def __call__(self, number: int, parameter: torch.Tensor) -> None:
+        """A parameter's gradient is complete."""
+        with self._lock:
+            self._counts[number] += 1
+
+    @property
+    def once(self) -> set[int]:
+        """Parameters whose gradients are whole when their hook is called."""
+        return {number for number, count in self._counts.items() if count == 1}

@@ -1,0 +1,83 @@
+"""Puts a trainer together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardline.client.exchange.observer import Observer
+from shardline.client.exchange.shard_exchange import Exchange
+from shardline.client.overlap.as_computed import AsComputed
+from shardline.client.overlap.hooks import GradientHooks
+from shardline.client.step.course import Course
+from shardline.client.step.layout import ModelLayout
+from shardline.client.step.payloads import PushTools
+from shardline.client.step.residence import PRIVATE, Residence
+from shardline.client.step.sending import AtOnce, Sending
+from shardline.client.step.staging import Staging
+from shardline.client.step.trainer import Trainer
+from shardline.client.step.weights import Weights
+from shardline.client.step.zero_copy import ZeroCopy, check_shareable
+from shardline.codecs import coding_of
+from shardline.config import Timeouts
+from shardline.core.exchange import Sender
+from shardline.core.identity import Identity
+from shardline.core.orders import JobView
+from shardline.lanes.base import Lane
+from shardline.topology import Route
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """How a worker's tensors and gradients are to be handled, where the job lets it."""
+
+    overlap: bool = False
+    """Gradients may leave during the backward pass, see Trainer.expect()."""
+    zero_copy: bool = False
+    """Tensors may lie in shared memory, see zero_copy."""
+    credit_bytes: int = 0
+    """See SendQueue; 0 = derived from the buckets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ties:
+    """A worker's ties to the servers of one plan and one history."""
+
+    who: Identity
+    index: int
+    """The worker's number."""
+    route: Route
+    lanes: Mapping[int, Lane]
+    """By shard."""
+    timeouts: Timeouts
+    observer: Observer
+
+
+def make_trainer(view: JobView, course: Course, ties: Ties, wishes: Wishes) -> Trainer:
+    """A trainer for the plan and the history of `view`. Raises UsageError where zero_copy can't be had."""
+    plan, job = view.plan, view.job
+    layout = ModelLayout(plan, course.held.pulled)
+    residence: Residence = PRIVATE
+    if wishes.zero_copy:
+        check_shareable(job, course.cadence)
+        residence = ZeroCopy(plan, layout, ties.lanes)
+    weights = Weights(plan, layout, coding_of(job.codec, plan), residence)
+    exchange = Exchange(ties.lanes, weights.sinks, ties.timeouts, index=ties.index, observer=ties.observer)
+
+    def allocate(shard: int, bucket: int, nbytes: int) -> memoryview | None:
+        return ties.lanes[shard].allocate(bucket, nbytes)
+
+    encoders = course.encoders(weights.coding.push, ties.index)
+    staging = Staging(plan, course.half.tree_replicas, encoders, allocate, weights.gpu)
+    tools = PushTools(
+        plan=plan,
+        staging=staging,
+        interrupted=exchange.refusal,
+        credit_bytes=wishes.credit_bytes,
+        gpu=weights.gpu,
+    )
+    sending: Sending = AtOnce(plan)
+    if wishes.overlap and course.cadence.streams:
+        sending = AsComputed(job, course.half, GradientHooks(plan, layout.tensors), tools, ties.observer)
+    sender = Sender(job=job.name, timeline=view.timeline, plan_id=plan.plan_id, who=ties.who)
+    return Trainer(view, sender, course, ties.route, weights, tools, exchange, sending)

@@ -1,0 +1,114 @@
+"""How the gradients of a step leave a worker: all at the end of the step, or each as it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from shardline.client.exchange.live import LivePayloads
+from shardline.client.exchange.priority import bucket_ranks
+from shardline.client.step.expected import Expected
+from shardline.core.plan import Plan
+from shardline.core.reduce import Block
+
+Values = Mapping[int, torch.Tensor]
+"""By tensor number."""
+Begin = Callable[[Block, Mapping[int, LivePayloads]], None]
+"""(block, payloads by shard): called when the first bucket is ready, to start their exchange."""
+
+
+class Sending(Protocol):
+    """The way of one worker's gradients. Used by the computing thread."""
+
+    uses: dict[int, None] | None
+    """Tensors in the order of their first use, filled in the first step by who watches the forward pass; or None."""
+
+    @property
+    def early(self) -> bool:
+        """Whether gradients of the open step are awaited, or have left, during the backward pass."""
+        ...
+
+    @property
+    def begun(self) -> bool:
+        """Whether something of the open step may have left during the backward pass."""
+        ...
+
+    def ranks(self, shard: int) -> Sequence[int]:
+        """Rank of each bucket of a shard, 0 = most urgent."""
+        ...
+
+    def pull_order(self, shard: int, *, hold: bool) -> list[int]:
+        """Buckets in the order in which to ask for them; [] = the plan's. hold: the backward pass still runs."""
+        ...
+
+    def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None:
+        """A replica's last backward pass comes next. first: of the first step after a start. Raises NonFiniteError."""
+        ...
+
+    def close(self, gradients: Values, buffers: Values, hyper: Mapping[int, Mapping[str, float]]) -> None:
+        """The backward pass of an early push is over: the rest may leave. Raises what went wrong in it."""
+        ...
+
+    def not_stepped(self, step: int) -> Exception:
+        """Ends an early push that no step() followed; returns what to raise."""
+        ...
+
+    def disarm(self) -> None:
+        """Expect no backward pass any more."""
+        ...
+
+    def end_step(self) -> None:
+        """The open step is acknowledged or given up: free what it held."""
+        ...
+
+    def learn(self) -> None:
+        """After a step: what was seen in it of the order of things."""
+        ...
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        ...
+
+
+class AtOnce:
+    """Everything leaves when the step ends."""
+
+    uses: dict[int, None] | None = None
+    early = False
+    begun = False
+
+    def __init__(self, plan: Plan) -> None:
+        self._ranks = bucket_ranks(plan, range(len(plan.tensors)))
+
+    def ranks(self, shard: int) -> Sequence[int]:
+        """See Sending."""
+        return self._ranks[shard]
+
+    def pull_order(self, shard: int, *, hold: bool) -> list[int]:
+        """See Sending."""
+        return []
+
+    def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None:
+        """See Sending."""
+
+    def close(self, gradients: Values, buffers: Values, hyper: Mapping[int, Mapping[str, float]]) -> None:
+        """See Sending."""
+        raise AssertionError("nothing leaves early")
+
+    def not_stepped(self, step: int) -> Exception:
+        """See Sending."""
+        raise AssertionError("nothing leaves early")
+
+    def disarm(self) -> None:
+        """See Sending."""
+
+    def end_step(self) -> None:
+        """See Sending."""
+
+    def learn(self) -> None:
+        """See Sending."""
+
+    def detach(self) -> None:
+        """See Sending."""

@@ -1,0 +1,128 @@
+"""The tensors that pulls fill: which of them have come, who may read them yet, and what a forward pass changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from shardline.client.exchange.arrivals import Arrivals, Key
+from shardline.client.exchange.device import ON_HOST, host_path
+from shardline.client.exchange.running import Running
+from shardline.client.step.layout import ModelLayout, homes, keys_of
+from shardline.client.step.residence import Residence
+from shardline.client.step.sink import BucketSink
+from shardline.codecs.coding import JobCoding
+from shardline.core.plan import Plan
+from shardline.core.spec import TensorKind
+from shardline.errors import ProtocolError
+
+
+class Weights:
+    """A worker's copy of the job's tensors. Lanes write to it through `sinks`; the rest is for the computing thread."""
+
+    def __init__(self, plan: Plan, layout: ModelLayout, coding: JobCoding, residence: Residence) -> None:
+        self._plan = plan
+        self.layout = layout
+        self.coding = coding
+        self.residence = residence
+        self.arrivals = Arrivals((s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets)))
+        self.gpu = host_path(layout.tensors)
+        """Copies to and from the GPU that all tensors are on; None where they aren't on one."""
+        self._host = self.gpu or ON_HOST
+        self.sinks = {
+            s: BucketSink(layout, s, coding, self.arrivals, host=self.gpu, residence=residence)
+            for s in range(len(plan.shards))
+        }
+        self._homes = homes(plan)
+        self._buffer_keys = keys_of(self._homes, layout.buffers)
+        self.have: int | None = None
+        """Step of the parameters in the tensors, where they are known to be whole."""
+        self._touched = False
+        """A forward pass of the open step may have changed the buffers."""
+
+    # A pull
+
+    def forget(self) -> None:
+        """What the tensors hold may be of any step."""
+        self.have = None
+
+    def begin_pull(self, *, hold: bool) -> None:
+        """A pull of everything begins. hold: a backward pass still reads the tensors, see release()."""
+        self.have = None
+        if not hold:
+            self._host.fence()
+        self.arrivals.begin(hold=hold)
+
+    def release(self) -> None:
+        """The backward pass is over: what has come may be written."""
+        if self.arrivals.holding:
+            self._host.fence()
+            self.arrivals.release()
+
+    def await_all(self, running: Running) -> None:
+        """Return when every bucket of an exchange that has ended well is in the tensors."""
+        self._load(self.arrivals.keys, running)
+
+    def wait_for(self, tensors: Iterable[int], running: Running | None) -> None:
+        """Return when these tensors (numbers in the plan) hold what the running exchange brings.
+
+        Raises what ended the exchange where it did not bring them.
+        """
+        numbers = list(tensors)
+        wanted = [number for number in numbers if self._plan.tensors[number].kind is not TensorKind.FROZEN]
+        self._load(keys_of(self._homes, wanted), running)
+        with torch.no_grad():
+            self.layout.settle(numbers)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether wait_for() may have anything to do."""
+        return self.arrivals.waiting or self.layout.unsettled or self._host.unjoined
+
+    def _load(self, wanted: Iterable[Key], running: Running | None) -> None:
+        keys = list(wanted)
+        if self.arrivals.load(keys, running.look if running is not None else _nothing):
+            self._host.join(keys)
+            return
+        if running is not None:
+            running.wait()
+        raise ProtocolError("a pull ended well without all the buckets it was to bring")
+
+    def settle(self, step: int | None) -> Mapping[int, int]:
+        """All buckets are here: make the tensors hold them. step: where all are of one. Returns versions by shard."""
+        self._host.join(self.arrivals.keys)
+        with torch.no_grad():
+            self.layout.settle()
+        if step is not None:
+            self.residence.settle(step)
+        self.have = step
+        return {shard: sink.base_version for shard, sink in self.sinks.items()}
+
+    # Buffers
+
+    def enter_pass(self, *, pending: bool, running: Running | None) -> None:
+        """Before each replica's forward pass: buffers are those of theta_t, whatever replica ran before.
+
+        pending: theta_t is on its way.
+        """
+        # What arrives is as it should be, unless a forward pass has run on it.
+        if self._touched or not pending:
+            if pending:
+                self._load(self._buffer_keys, running)
+            self.restore()
+        self._touched = True
+
+    def restore(self) -> None:
+        """Put the buffers of theta_t back."""
+        with torch.no_grad():
+            self.layout.restore()
+        self._touched = False
+
+    def untouched(self) -> None:
+        """What forward passes did belongs to a step that is given up."""
+        self._touched = False
+
+
+def _nothing() -> None:
+    """There is no exchange to look at."""

@@ -1,0 +1,74 @@
+"""Eager synchronous steps: a bucket applies a step as soon as every replica's contribution is there. PROTOCOL 1.4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardline.consistency.base import Clock, Consistency
+from shardline.consistency.replica_steps import ReplicaSteps
+from shardline.consistency.server import BucketView, ServerHalf, Storage, Terms
+from shardline.consistency.voted import Voted
+from shardline.core.contributions import Partial, mean
+from shardline.core.gradients import nonfinite_names
+from shardline.core.reduce import is_finite, stays_finite
+from shardline.core.spec import ConsistencySpec, TensorKind
+from shardline.errors import NonFiniteError
+
+
+@dataclass(frozen=True)
+class Eager(Consistency):
+    """Every step is one update from all replicas."""
+
+    name: ClassVar[str] = "sync"
+    clock: ClassVar[Clock] = Clock.STEP
+    keeps_previous: ClassVar[bool] = True
+    sums_in_tree: ClassVar[bool] = True
+    pulls_by_step: ClassVar[bool] = True
+    publishes_after_standby: ClassVar[bool] = True
+    consistent_cuts: ClassVar[bool] = True
+    bit_exact: ClassVar[bool] = True
+
+    def under(self, spec: ConsistencySpec) -> Consistency:
+        """Clipping by the global norm and skipping a step need one decision over all shards."""
+        return Voted() if spec.clip_norm > 0.0 or spec.nan_policy == "skip" else self
+
+    def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
+        """See Consistency."""
+        return EagerSteps(storage, terms)
+
+
+class EagerSteps(ReplicaSteps):
+    """The last contribution to a bucket applies its step; buckets do not wait for each other."""
+
+    def complete(self, bucket: BucketView) -> None:
+        """Apply the step."""
+        try:
+            total = bucket.contributions.take()
+            if bucket.spec.kind is TensorKind.PARAM:
+                total = mean(total, self.divisor)
+                self._check_sum(bucket, total)
+            self.storage.apply_bucket(bucket, total)
+        except Exception:
+            # Nothing was published: what was counted is forgotten, so that it can be sent again.
+            bucket.contributions.clear()
+            bucket.hyper = None
+            raise
+
+    def completed(self, bucket: BucketView, step: int) -> None:
+        """Tell who waits for it."""
+        self.storage.observers.on_publish(bucket.number)
+
+    def _check_sum(self, bucket: BucketView, total: Partial) -> None:
+        """Finite contributions can have a sum that is not; it is never applied."""
+        values, count = total.values, self.terms.contributors
+        if count == 1 or values is None or stays_finite(total.bound, values.dtype) or is_finite(values):
+            return
+        names = ", ".join(nonfinite_names(bucket.names, bucket.spec, values))
+        error = NonFiniteError(
+            f"shard {self.storage.number}, step {bucket.step}: the sum of {count} replicas' gradients of {names} has "
+            f"NaN or infinity though each of them is finite; it was not applied. Lower the learning rate, or train in "
+            f"a wider dtype"
+        )
+        self.storage.observers.on_failure(error)
+        raise error

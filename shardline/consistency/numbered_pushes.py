@@ -1,0 +1,210 @@
+"""Numbered pushes (PROTOCOL 1.5): a worker numbers its pushes to a shard, and each counts once, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from shardline.consistency.server import BucketView, Guard, Hyper, Push, ServerHalf, Storage, Terms, Want
+from shardline.core.contributions import Partial
+from shardline.core.gradients import Gradient, all_finite, check_gradient, on_device
+from shardline.core.image import WorkerSequence
+from shardline.core.outcome import Decision, Outcome
+from shardline.core.push_context import PushContext
+from shardline.core.records import Applied, AppliedPush, Record
+from shardline.core.reduce import Block
+
+
+def admit_push(seq: int, *, last_seq: int, skip: bool = False) -> Decision:
+    """Whether push number `seq` of an incarnation counts at a shard that has counted up to last_seq.
+
+    Exactly last_seq + 1 is accepted: remembering only the highest number would lose the retry of a lower one.
+    """
+    if seq < 1:
+        return Decision(Outcome.REFUSED, f"sequence number {seq}; numbers start at 1")
+    if seq <= last_seq:
+        return Decision(Outcome.DUPLICATE, f"push {seq} was applied before, the shard is at {last_seq}")
+    if seq > last_seq + 1:
+        return Decision(Outcome.OUT_OF_SEQUENCE, f"push {seq} came where {last_seq + 1} was expected")
+    return Decision(Outcome.SKIPPED if skip else Outcome.APPLIED)
+
+
+def resume(seq: int, *, last_seq: int) -> int | None:
+    """Number under which a push without an answer is sent again when the history has changed: its own.
+
+    last_seq: what the shard says now. Where it holds the push already the answer is DUPLICATE. None where it has gone
+    back behind the push before: that one is lost too, and this one is computed anew.
+    """
+    return seq if seq <= last_seq + 1 else None
+
+
+def staleness(version: int, base_version: int) -> int:
+    """Updates applied by others between the pull and this push's apply."""
+    return max(0, version - base_version)
+
+
+Totals = Sequence[tuple[BucketView, Partial]]
+"""What each bucket gets of a push."""
+
+
+class NumberedPushes(ServerHalf):
+    """The numbers of every worker's pushes. A subclass says what becomes of a push that counts."""
+
+    def __init__(self, storage: Storage, terms: Terms) -> None:
+        super().__init__(storage, terms)
+        self.pushes: dict[str, AppliedPush] = {}
+        """The last push of each worker that counted. `order` guards it."""
+
+    # What a subclass decides
+
+    def take(self, totals: Totals, push: AppliedPush, context: PushContext, *, scale: float) -> None:
+        """A push counts, and is the worker's last one. totals: empty where it only takes up its number.
+
+        scale: what its gradients are still to be multiplied by. `order` held.
+        """
+        raise NotImplementedError
+
+    # Contributions
+
+    def push(
+        self,
+        push: Push,
+        gradients: Mapping[int, Gradient],
+        *,
+        hyper: Hyper | None = None,
+        guard: Guard = lambda: None,
+        then: Callable[[], None] = lambda: None,
+    ) -> tuple[Decision, int]:
+        """See ServerHalf."""
+        storage = self.storage
+        self._check(gradients, hyper)
+        # A codec may have made infinities of what was finite at the worker.
+        skip = push.skip or (self.terms.nan_policy == "skip" and not all_finite(gradients.values()))
+        with storage.order:
+            refused = guard()
+            if refused is not None:
+                return refused, 0
+            last = self._last(push.task, push.incarnation)
+            decision = self.admit(push, last, skip=skip)
+            lag = last.staleness
+            if decision.outcome in (Outcome.APPLIED, Outcome.SKIPPED):
+                applied = decision.outcome is Outcome.APPLIED
+                if applied:
+                    lag = staleness(storage.version, push.base_version)
+                    with storage.lock:
+                        storage.tally.applied(lag)
+                last = replace(last, last_seq=push.seq, outcome=decision.outcome, staleness=lag)
+                self.pushes[push.task] = last
+                context = PushContext(
+                    task=push.task,
+                    incarnation=push.incarnation,
+                    base_version=push.base_version,
+                    staleness=lag,
+                    clock=push.seq,
+                )
+                totals = self._totals(gradients, hyper or {}) if applied else ()
+                self.take(totals, last, context, scale=push.scale)
+            then()
+        for bucket in storage.buckets:
+            storage.observers.on_publish(bucket.number)
+        return decision, lag
+
+    def admit(self, push: Push, last: AppliedPush, *, skip: bool) -> Decision:
+        """Whether a push counts; last: the one before it. `order` held."""
+        stop = self.storage.stop_step
+        if stop is not None and self.storage.buckets[0].step >= stop:
+            return Decision(Outcome.STOPPED, f"the job stops at version {stop}")
+        return admit_push(push.seq, last_seq=last.last_seq, skip=skip)
+
+    def _check(self, gradients: Mapping[int, Gradient], hyper: Hyper | None) -> None:
+        for number, gradient in gradients.items():
+            bucket = self.storage.buckets[number]
+            check_gradient(
+                gradient,
+                shard=self.storage.number,
+                bucket=bucket.spec,
+                names=bucket.names,
+                block=Block(0, 1),
+                refuse_nonfinite=self.terms.nan_policy == "stop",
+            )
+        for bucket in self.storage.buckets:
+            self.storage.check_hyper(bucket, hyper)
+
+    def _totals(self, gradients: Mapping[int, Gradient], hyper: Hyper) -> Totals:
+        """What each bucket gets, on its device; its hyper-parameters are set. `order` held."""
+        totals = []
+        for bucket in self.storage.buckets:
+            gradient, total = gradients.get(bucket.number), Partial(None, ())
+            if gradient is not None:
+                values, borrowed = on_device(gradient, bucket.device)
+                total = Partial(values, gradient.present, borrowed)
+            with bucket.lock:
+                bucket.hyper = hyper.get(bucket.group)
+            totals.append((bucket, total))
+        return totals
+
+    # What may be asked
+
+    def serve(self, bucket: BucketView, want: Want) -> Outcome:
+        """See ServerHalf. Values of an earlier step are not kept."""
+        if want.step is None:
+            return Outcome.SERVED
+        if want.step > bucket.step:
+            return Outcome.WAITING
+        return Outcome.SERVED if want.at_least or want.step == bucket.step else Outcome.OVERTAKEN
+
+    def progress(self, replica: int) -> int:
+        """The shard's version: no replica is waited for."""
+        return min(bucket.step for bucket in self.storage.buckets)
+
+    def last_push(self, task: str, incarnation: int = 0) -> int:
+        """See ServerHalf."""
+        with self.storage.order:
+            known = self.pushes.get(task)
+        return known.last_seq if known is not None and incarnation in (0, known.incarnation) else 0
+
+    def _last(self, task: str, incarnation: int) -> AppliedPush:
+        """The last push of an incarnation that counted; a new incarnation starts at 0."""
+        known = self.pushes.get(task)
+        if known is None or known.incarnation != incarnation:
+            return AppliedPush(task=task, incarnation=incarnation, last_seq=0, outcome=Outcome.APPLIED)
+        return known
+
+    # History
+
+    def sequences(self) -> dict[str, WorkerSequence]:
+        """See ServerHalf."""
+        return {task: WorkerSequence(push.incarnation, push.last_seq) for task, push in self.pushes.items()}
+
+    def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
+        """The next push of each worker is expected."""
+        with self.storage.order:
+            self.pushes = {
+                task: AppliedPush(
+                    task=task, incarnation=held.incarnation, last_seq=held.last_seq, outcome=Outcome.APPLIED
+                )
+                for task, held in sequences.items()
+            }
+
+    # Standby
+
+    def remembered(self) -> tuple[Sequence[AppliedPush], Applied | None]:
+        """See ServerHalf."""
+        return tuple(self.pushes.values()), None
+
+    def recall(self, pushes: Sequence[AppliedPush], verdict: Applied | None) -> None:
+        """See ServerHalf."""
+        with self.storage.order:
+            self.pushes = {push.task: push for push in pushes}
+
+    def replay(self, record: Record, *, whole: bool) -> None:
+        """See ServerHalf. The numbers come with the mark; those of records before it are among them."""
+        super().replay(record, whole=whole)
+        push = record.push
+        if push is None or not whole:
+            return
+        with self.storage.order:
+            self.pushes[push.task] = push
+        if push.outcome is Outcome.APPLIED:
+            with self.storage.lock:
+                self.storage.tally.applied(push.staleness)

@@ -1,0 +1,201 @@
+"""Synchronous steps (PROTOCOL 1.4): which contribution counts, which pull is served. Eager and voted steps share this.
+
+A bucket at `step` t holds theta_t, collects contributions of step t, and still publishes theta_{t-1}.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import ClassVar
+
+from shardline.consistency.server import BucketView, Guard, Hyper, ServerHalf, Storage, Terms, Want
+from shardline.core.gradients import Gradient, check_gradient, on_device
+from shardline.core.outcome import Decision, Outcome
+from shardline.core.reduce import Block, is_node
+
+
+def admit_push(step: int, counted: Collection[int], block: Block, *, bucket_step: int, replicas: int) -> Decision:
+    """Whether a whole contribution of `block` for `step` counts in a bucket at bucket_step.
+
+    counted: replicas whose contribution to bucket_step is held. The caller holds the bucket's lock.
+    """
+    if block.count < 1 or block.end > replicas:
+        return Decision(Outcome.REFUSED, f"block {block} is outside the job's {replicas} replicas")
+    if not is_node(block, replicas):
+        return Decision(Outcome.REFUSED, f"block {block} is no node of the sum over {replicas} replicas")
+    if step < bucket_step:
+        return Decision(Outcome.DUPLICATE, f"step {step} is closed, the bucket is at {bucket_step}")
+    if step > bucket_step:
+        return Decision(Outcome.REFUSED, f"step {step} is ahead of the bucket, which is at {bucket_step}")
+    held = sum(replica in counted for replica in range(block.first, block.end))
+    if held == block.count:
+        return Decision(Outcome.DUPLICATE, f"replicas {block} are counted in step {step}")
+    if held:
+        return Decision(Outcome.SPLIT, f"{held} of {block.count} replicas of {block} are counted in step {step}")
+    return Decision(Outcome.COUNTED)
+
+
+def serve_pull(want: int, *, bucket_step: int, oldest: int = 0) -> Outcome:
+    """Whether theta_want can be sent: SERVED, WAITING (not there yet) or OVERTAKEN (gone).
+
+    oldest: step at which the bucket got its values by Init or Restore; what came before it was never published here,
+    and the second buffer holds nothing yet.
+    """
+    if want > bucket_step:
+        return Outcome.WAITING
+    if want < max(bucket_step - 1, oldest):
+        return Outcome.OVERTAKEN
+    return Outcome.SERVED
+
+
+def progress(bucket_step: int, replica_counted: bool) -> int:
+    """The step a replica has to work on, as far as one bucket knows. A (re)started worker takes the lowest."""
+    return bucket_step + 1 if replica_counted else bucket_step
+
+
+class ReplicaSteps(ServerHalf):
+    """Each bucket gathers the contributions of all replicas to its open step. A subclass says what closes the step."""
+
+    outcome: ClassVar[Outcome] = Outcome.COUNTED
+    """What a contribution that counts is answered."""
+
+    def __init__(self, storage: Storage, terms: Terms) -> None:
+        super().__init__(storage, terms)
+        self._opened_s: float | None = None
+        """When the first contribution to bucket 0's open step came."""
+
+    # What a subclass decides
+
+    def admit(self, bucket: BucketView, step: int, block: Block) -> Decision:
+        """Whether a contribution counts. The bucket's lock held."""
+        stop = self.storage.stop_step
+        if stop is not None and step >= stop:
+            return Decision(Outcome.STOPPED, f"the job stops at step {stop}")
+        return admit_push(
+            step,
+            bucket.contributions.counted,
+            block,
+            bucket_step=bucket.step,
+            replicas=self.terms.contributors,
+        )
+
+    def ready(self, bucket: BucketView) -> bool:
+        """Whether the open step of a bucket is complete. Its lock held."""
+        return bucket.contributions.complete
+
+    @property
+    def divisor(self) -> int:
+        """What the sum of a step's contributions is divided by."""
+        return self.terms.contributors
+
+    def counted(self, step: int, nonfinite: Collection[str]) -> None:
+        """A contribution counts from now on, and may make the step complete. The bucket's lock held."""
+
+    def complete(self, bucket: BucketView) -> None:
+        """A bucket has all contributions of its step. Its lock held."""
+        raise NotImplementedError
+
+    def completed(self, bucket: BucketView, step: int) -> None:
+        """The same after it, without the lock."""
+        raise NotImplementedError
+
+    # Contributions
+
+    def contribute(
+        self,
+        bucket: int,
+        step: int,
+        block: Block,
+        gradient: Gradient,
+        *,
+        hyper: Hyper | None = None,
+        nonfinite: Collection[str] = (),
+        guard: Guard = lambda: None,
+    ) -> Decision:
+        """See ServerHalf."""
+        storage, to = self.storage, self.storage.buckets[bucket]
+        bound = check_gradient(
+            gradient,
+            shard=storage.number,
+            bucket=to.spec,
+            names=to.names,
+            block=block,
+            refuse_nonfinite=self.terms.nan_policy == "stop",
+        )
+        storage.check_hyper(to, hyper)
+        with to.lock:
+            decision = guard() or self.admit(to, step, block)
+            if decision.outcome is Outcome.DUPLICATE:
+                if step == to.step and to.contributions.bits_differ(block, gradient.fingerprint):
+                    decision = self._mismatch(to, step, block)
+                return decision
+            if decision.outcome is not Outcome.COUNTED:
+                return decision
+            self._add(to, block, gradient, bound)
+            if block.first == 0:
+                to.hyper = (hyper or {}).get(to.group)
+            self.counted(step, nonfinite)
+            ready = self.ready(to)
+            if ready:
+                self.complete(to)
+        if bucket == 0:
+            # One bucket stands for the push: the others needn't meet at the shard's lock.
+            with storage.lock:
+                storage.tally.pushes += 1
+        storage.observers.on_counted()
+        if ready:
+            self.completed(to, step)
+        return Decision(self.outcome)
+
+    def _add(self, to: BucketView, block: Block, gradient: Gradient, bound: float) -> None:
+        values, borrowed = on_device(gradient, to.device)
+        if to.number == 0:
+            self._time_barrier(to, block)
+        to.contributions.add(block, values, gradient.present, gradient.fingerprint, borrowed=borrowed, bound=bound)
+
+    def _time_barrier(self, bucket: BucketView, block: Block) -> None:
+        """Tell how long the step's first contribution waited for its last; bucket 0 stands for the shard."""
+        now_s = time.monotonic()
+        if self._opened_s is None or not bucket.contributions.counted:
+            self._opened_s = now_s
+        if len(bucket.contributions.counted) + block.count == self.terms.contributors:
+            self.storage.observers.on_barrier(now_s - self._opened_s)
+
+    def _mismatch(self, bucket: BucketView, step: int, block: Block) -> Decision:
+        with self.storage.lock:
+            self.storage.tally.duplicate_mismatches += 1
+        return Decision(
+            Outcome.DUPLICATE,
+            f"replicas {block} sent other bits for step {step}, bucket {bucket.number} ({bucket.names[0]}), than "
+            f"before; the first ones count. Do all workers have one kind of machine and the same number of threads?",
+            mismatch=True,
+        )
+
+    # What may be asked
+
+    def serve(self, bucket: BucketView, want: Want) -> Outcome:
+        """See ServerHalf."""
+        if want.step is None:
+            return Outcome.SERVED
+        if want.at_least:
+            return Outcome.SERVED if want.step <= bucket.step else Outcome.WAITING
+        return serve_pull(want.step, bucket_step=bucket.step, oldest=bucket.oldest)
+
+    def progress(self, replica: int) -> int:
+        """See ServerHalf."""
+        found = []
+        for bucket in self.storage.buckets:
+            with bucket.lock:
+                found.append(progress(bucket.step, replica in bucket.contributions.counted))
+        return min(found)
+
+    def waiting_for(self) -> list[int]:
+        """See ServerHalf."""
+        lowest = min(bucket.step for bucket in self.storage.buckets)
+        missing: set[int] = set()
+        for bucket in self.storage.buckets:
+            with bucket.lock:
+                if bucket.step == lowest:
+                    missing.update(bucket.contributions.missing())
+        return sorted(missing)

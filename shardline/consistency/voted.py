@@ -1,0 +1,196 @@
+"""Voted synchronous steps: a complete step waits until the lead has decided on it for all shards. PROTOCOL 1.4."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardline.consistency.base import Clock, Consistency
+from shardline.consistency.replica_steps import ReplicaSteps
+from shardline.consistency.server import BucketView, ServerHalf, ShardVote, Staged, Storage, Terms
+from shardline.core.contributions import Partial, mean
+from shardline.core.gradients import norm_parts
+from shardline.core.image import WorkerSequence
+from shardline.core.outcome import Outcome
+from shardline.core.records import Applied
+from shardline.core.spec import TensorKind
+
+
+@dataclass(frozen=True)
+class Voted(Consistency):
+    """Every step is one update from all replicas, scaled or skipped by one decision over all shards."""
+
+    name: ClassVar[str] = "voted"
+    clock: ClassVar[Clock] = Clock.STEP
+    keeps_previous: ClassVar[bool] = True
+    sums_in_tree: ClassVar[bool] = True
+    waits_for_verdict: ClassVar[bool] = True
+    pulls_by_step: ClassVar[bool] = True
+    publishes_after_standby: ClassVar[bool] = True
+    consistent_cuts: ClassVar[bool] = True
+    bit_exact: ClassVar[bool] = True
+
+    def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
+        """See Consistency."""
+        return VotedSteps(storage, terms)
+
+
+class VotedSteps(ReplicaSteps):
+    """Contributions are staged; the whole shard votes on its mean gradient and applies the verdict in all buckets."""
+
+    outcome: ClassVar[Outcome] = Outcome.STAGED
+
+    def __init__(self, storage: Storage, terms: Terms) -> None:
+        super().__init__(storage, terms)
+        self._nonfinite: dict[int, set[str]] = {}
+        """Tensors that workers named as not finite, by step."""
+        self._completed: set[int] = set()
+        self._staged: Staged | None = None
+        """What the open vote is about."""
+        self._epoch = 0
+        """Counts rollbacks and restores, so that a verdict of before changes nothing."""
+
+    # Until all is there
+
+    def counted(self, step: int, nonfinite: Collection[str]) -> None:
+        """Note what the vote has to name, before the step can be seen complete, so that the vote never misses it."""
+        if nonfinite:
+            with self.storage.lock:
+                self._nonfinite.setdefault(step, set()).update(nonfinite)
+
+    def complete(self, bucket: BucketView) -> None:
+        """Nothing: the other buckets are waited for."""
+
+    def completed(self, bucket: BucketView, step: int) -> None:
+        """Tell once when every bucket has all contributions of the step."""
+        for other in self.storage.buckets:
+            with other.lock:
+                if other.step != step or not self.ready(other):
+                    return
+        with self.storage.lock:
+            if step in self._completed:
+                return
+            self._completed.add(step)
+        self.storage.observers.on_complete(step)
+
+    # The vote
+
+    def vote(self, step: int) -> tuple[ShardVote, Staged] | None:
+        """The mean gradient of a complete step with its square sums. Its replicas stay counted until the verdict.
+
+        None where the contributions were dropped since the step was complete (a new timeline).
+        """
+        with self.storage.lock:
+            nonfinite = set(self._nonfinite.pop(step, set()))
+            epoch = self._epoch
+        sums: list[tuple[int, float]] = []
+        totals: list[Partial] = []
+        for bucket in self.storage.buckets:
+            with bucket.lock:
+                if bucket.step != step or not self.ready(bucket):
+                    self.storage.hold(-sum(total.held_bytes for total in totals))
+                    return None
+                total = bucket.contributions.take()
+            if bucket.spec.kind is TensorKind.PARAM:
+                total = mean(total, self.divisor)
+                found, names = norm_parts(self.terms.plan, bucket.spec, total)
+                sums += found
+                nonfinite |= names
+            self.storage.hold(total.held_bytes)
+            totals.append(total)
+        vote = ShardVote(step=step, sums=tuple(sums), nonfinite=tuple(sorted(nonfinite)))
+        staged = Staged(step, epoch, totals)
+        with self.storage.lock:
+            self._staged = staged
+        if epoch != self._epoch:
+            # Dropped while the vote was made.
+            self._forget_staged()
+            return None
+        return vote, staged
+
+    def waits_for(self, staged: Staged) -> bool:
+        """See ServerHalf."""
+        return self._staged is staged
+
+    def decided(self, staged: Staged, verdict: Applied) -> None:
+        """See ServerHalf."""
+        with self.storage.lock:
+            # Not where the shard has gone back meanwhile: the steps that follow there are others.
+            if self.waits_for(staged):
+                self.last_verdict = verdict
+
+    def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
+        """See ServerHalf."""
+        verdict = Applied(step=staged.step, scale=scale, skip=skip)
+        self.storage.apply_together(_StagedUpdate(self, staged, verdict))
+
+    def open_for(self, bucket: BucketView, staged: Staged) -> bool:
+        """Whether the bucket waits for this verdict: it was not restored since the vote. Its lock held."""
+        return bucket.step == staged.step and staged.epoch == self._epoch
+
+    def let_go(self, staged: Staged, bucket: int) -> None:
+        """A total was applied, or never will be. The bucket's lock is held."""
+        self.storage.hold(-staged.totals[bucket].held_bytes)
+        staged.totals[bucket] = Partial(None, ())
+
+    def close(self, staged: Staged, verdict: Applied) -> None:
+        """A step is published in every bucket. `order` held. Nothing where the shard was restored since."""
+        self.storage.observers.on_counted()
+        with self.storage.lock:
+            if staged.epoch != self._epoch:
+                return
+            if self._staged is staged:
+                # Else the next step is voted on already, and its verdict may be known.
+                self._staged, self.last_verdict = None, verdict
+            self._completed.discard(staged.step)
+            self.storage.tally.skipped_steps += verdict.skip
+
+    # History
+
+    def abandon(self) -> None:
+        """No vote of before is open any more."""
+        self._epoch += 1
+        self._forget_staged()
+
+    def cleared(self) -> None:
+        """What was noted of open steps is forgotten."""
+        with self.storage.lock:
+            self._nonfinite.clear()
+            self._completed.clear()
+
+    def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
+        """The steps that follow will get verdicts of their own."""
+        self.last_verdict = None
+        self.cleared()
+
+    def _forget_staged(self) -> None:
+        """Let go of what a vote is about; whoever still holds it finds nothing in it."""
+        with self.storage.lock:
+            staged, self._staged = self._staged, None
+        if staged is None:
+            return
+        for bucket in self.storage.buckets:
+            with bucket.lock:
+                self.let_go(staged, bucket.number)
+
+
+@dataclass(frozen=True)
+class _StagedUpdate:
+    """A verdict on its way into all buckets."""
+
+    steps: VotedSteps
+    staged: Staged
+    verdict: Applied
+
+    def total_of(self, bucket: BucketView) -> Partial | None:
+        """See Update."""
+        return self.staged.totals[bucket.number] if self.steps.open_for(bucket, self.staged) else None
+
+    def applied(self, bucket: BucketView) -> None:
+        """See Update."""
+        self.steps.let_go(self.staged, bucket.number)
+
+    def closed(self) -> None:
+        """See Update."""
+        self.steps.close(self.staged, self.verdict)

@@ -1,0 +1,9 @@
+"""The worker's half of a consistency: what a step waits for, and what is sent again after a restart."""
+
+from __future__ import annotations
+
+from shardline.consistency.worker.base import Mark, Stamp, WorkerHalf
+from shardline.consistency.worker.own_pushes import OwnPushes
+from shardline.consistency.worker.shared_steps import SharedSteps
+
+__all__ = ["Mark", "OwnPushes", "SharedSteps", "Stamp", "WorkerHalf"]

@@ -1,0 +1,95 @@
+"""Asynchronous updates: a worker numbers its pushes, and each shard applies them in that order. PROTOCOL 1.5. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from shardline.consistency.numbered_pushes import resume
+from shardline.consistency.worker.base import Mark, Stamp, WorkerHalf
+from shardline.core.exchange import Standing
+from shardline.core.reduce import Block
+
+
+class OwnPushes(WorkerHalf):
+    """A contribution belongs to (worker, number, shard); whatever is newest is computed with.
+
+    `step` counts this worker's pushes, whatever became of them.
+    """
+
+    @property
+    def job_step(self) -> int:
+        """Updates of the shard that has the fewest."""
+        return min(self.base.values(), default=0)
+
+    def asks_for(self, owned: Sequence[int]) -> Sequence[int]:
+        """See WorkerHalf.asks_for: the asking worker's own number is told anyway."""
+        return ()
+
+    def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
+        """See WorkerHalf.located."""
+        found = {shard: standing.last_seq for shard, standing in standings.items()}
+        self.lost += sum(max(0, number - found.get(shard, 0)) for shard, number in self.acknowledged.items())
+        self.acknowledged = found
+        return set(owned)
+
+    def awaited(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> Mapping[tuple[int, int], int]:
+        """See WorkerHalf.awaited."""
+        return {(0, shard): standing.last_seq + 1 for shard, standing in standings.items()}
+
+    @property
+    def exact(self) -> int | None:
+        """See WorkerHalf.exact."""
+        return None
+
+    @property
+    def tree_replicas(self) -> int:
+        """See WorkerHalf.tree_replicas."""
+        return 1
+
+    def slot(self, replica: int) -> int:
+        """See WorkerHalf.slot."""
+        return 0
+
+    def brings_buffers(self, replica: int) -> bool:
+        """See WorkerHalf.brings_buffers: there is no replica 0 to wait for."""
+        return True
+
+    def blocks(self, owned: Collection[int]) -> Sequence[Block]:
+        """See WorkerHalf.blocks."""
+        return (Block(0, 1),)
+
+    def stamp(self, shard: int) -> Stamp:
+        """See WorkerHalf.stamp."""
+        return Stamp(seq=self.acknowledged.get(shard, 0) + 1, base=self.base.get(shard, 0))
+
+    @property
+    def target(self) -> int | None:
+        """See WorkerHalf.target."""
+        return None
+
+    def closed(self, step: int, shards: Collection[int], base: Mapping[int, int], *, dropped: bool) -> bool:
+        """See WorkerHalf.closed."""
+        for shard in shards:
+            self.acknowledged[shard] = self.acknowledged.get(shard, 0) + 1
+        self.base, self.step = dict(base), step
+        return dropped
+
+    def went_back(self, mark: Mark) -> bool:
+        """Of any shard, and of others' pushes too: what this loop computes next is computed with all of them."""
+        held, sent = self.acknowledged, {shard: number + 1 for shard, number in mark.acknowledged.items()}
+        lost = any(resume(seq, last_seq=held.get(shard, 0)) is None for shard, seq in sent.items())
+        return lost or any(self.base.get(shard, 0) < version for shard, version in mark.base.items())
+
+    def counted(self, mark: Mark) -> bool:
+        """See WorkerHalf.counted."""
+        return all(self.acknowledged.get(shard, 0) > number for shard, number in mark.acknowledged.items())
+
+    def resume(self, mark: Mark) -> None:
+        """Shards that have applied it know it by its number; its base is what it was computed with."""
+        self.acknowledged = dict(mark.acknowledged)
+        self.base = dict(mark.base)
+
+    def accept(self, mark: Mark) -> bool:
+        """See WorkerHalf.accept."""
+        self.step += 1
+        return False

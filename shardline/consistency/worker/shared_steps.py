@@ -1,0 +1,92 @@
+"""Synchronous steps: every replica contributes once to each numbered step. PROTOCOL 1.4. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from shardline.consistency.worker.base import Mark, Stamp, WorkerHalf
+from shardline.core.exchange import Standing
+from shardline.core.reduce import Block, cover
+
+
+class SharedSteps(WorkerHalf):
+    """A contribution belongs to (step, replica): sending it again is harmless, and only that step is waited for."""
+
+    @property
+    def job_step(self) -> int:
+        """See WorkerHalf.job_step."""
+        return self.step
+
+    def asks_for(self, owned: Sequence[int]) -> Sequence[int]:
+        """See WorkerHalf.asks_for."""
+        return owned
+
+    def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
+        """See WorkerHalf.located."""
+        steps = self._steps(standings, owned)
+        self.step = min(steps.values())
+        return {replica for replica, step in steps.items() if step == self.step}
+
+    @staticmethod
+    def _steps(standings: Mapping[int, Standing], owned: Sequence[int]) -> dict[int, int]:
+        return {replica: min(found.replicas[replica] for found in standings.values()) for replica in owned}
+
+    def awaited(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> Mapping[tuple[int, int], int]:
+        """See WorkerHalf.awaited: a step that not all shards have is made again at all of them."""
+        steps = self._steps(standings, owned)
+        return {(replica, shard): step for replica, step in steps.items() for shard in standings}
+
+    @property
+    def exact(self) -> int | None:
+        """See WorkerHalf.exact."""
+        return self.step
+
+    @property
+    def tree_replicas(self) -> int:
+        """See WorkerHalf.tree_replicas."""
+        return self.job.replicas
+
+    def slot(self, replica: int) -> int:
+        """See WorkerHalf.slot."""
+        return replica
+
+    def brings_buffers(self, replica: int) -> bool:
+        """See WorkerHalf.brings_buffers."""
+        return replica == 0
+
+    def blocks(self, owned: Collection[int]) -> Sequence[Block]:
+        """See WorkerHalf.blocks."""
+        return cover(owned, self.job.replicas)
+
+    def stamp(self, shard: int) -> Stamp:
+        """See WorkerHalf.stamp."""
+        return Stamp(step=self.step)
+
+    @property
+    def target(self) -> int | None:
+        """See WorkerHalf.target."""
+        return self.step + 1
+
+    def closed(self, step: int, shards: Collection[int], base: Mapping[int, int], *, dropped: bool) -> bool:
+        """See WorkerHalf.closed."""
+        before, self.base, self.step = self.base, dict(base), step
+        return self._stood_still(before)
+
+    def _stood_still(self, base: Mapping[int, int]) -> bool:
+        """Whether the step since these versions made no new one of any shard: all have skipped it."""
+        return self.job.consistency.nan_policy == "skip" and self.base == base
+
+    def went_back(self, mark: Mark) -> bool:
+        """See WorkerHalf.went_back."""
+        return self.step < mark.step
+
+    def counted(self, mark: Mark) -> bool:
+        """See WorkerHalf.counted."""
+        return self.step > mark.step
+
+    def resume(self, mark: Mark) -> None:
+        """See WorkerHalf.resume: the step says what it is."""
+
+    def accept(self, mark: Mark) -> bool:
+        """See WorkerHalf.accept."""
+        return self._stood_still(mark.base)

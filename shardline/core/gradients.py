@@ -1,0 +1,109 @@
+"""What a contribution brings to a bucket, and what can be said of it: finite or not, its square sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardline.core.contributions import Partial, Present
+from shardline.core.plan import BucketSpec, Plan
+from shardline.core.reduce import Block, bucket_square_sums, is_finite, magnitude, quantum_key, stays_finite
+from shardline.core.spec import TensorKind
+from shardline.errors import NonFiniteError, TensorError
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One bucket's part of a contribution. values: flat tensor, None where nothing is contributed."""
+
+    values: torch.Tensor | None
+    present: Present
+    fingerprint: int = 0
+    """Of the encoded bytes, to tell a repetition with other bits by; 0 = not known."""
+    bound: float = math.inf
+    """No element is larger in magnitude, as the sender has seen; infinity where it has not looked."""
+    borrowed: bool = False
+    """values is memory of somebody else (a worker's segment, a received message): it is read, never written, and no
+    reference to it is left once the step is applied or its contributions are dropped."""
+
+
+def on_device(gradient: Gradient, device: torch.device) -> tuple[torch.Tensor | None, bool]:
+    """The gradient's values on a bucket's device, and whether they are still borrowed: a copy is the shard's own."""
+    values = gradient.values
+    if values is None or values.device == device:
+        return values, gradient.borrowed
+    return values.to(device), False
+
+
+def all_finite(gradients: Collection[Gradient]) -> bool:
+    """Whether no gradient has NaN or infinity."""
+    return all(
+        gradient.values is None or is_bounded(gradient, gradient.values) or is_finite(gradient.values)
+        for gradient in gradients
+    )
+
+
+def peak(gradient: Gradient, values: torch.Tensor) -> float:
+    """The largest magnitude: what its sender has seen, or what is seen now; not finite where an element isn't."""
+    return gradient.bound if is_bounded(gradient, values) else magnitude(values)
+
+
+def is_bounded(gradient: Gradient, values: torch.Tensor) -> bool:
+    """Whether its sender has seen that it is finite, with room for it to be doubled."""
+    return stays_finite(gradient.bound, values.dtype)
+
+
+def nonfinite_names(names: Sequence[str], bucket: BucketSpec, values: torch.Tensor) -> list[str]:
+    """Tensors of the bucket whose slice isn't finite, quoted; names: one per slice."""
+    found = []
+    for name, piece in zip(names, bucket.slices, strict=True):
+        if not is_finite(values[piece.offset : piece.end]) and repr(name) not in found:
+            found.append(repr(name))
+    return found
+
+
+def norm_parts(plan: Plan, bucket: BucketSpec, total: Partial) -> tuple[list[tuple[int, float]], set[str]]:
+    """(quantum in the plan, square sum) of a bucket's mean gradient, and the names of tensors that aren't finite."""
+    values = total.values
+    if values is None:
+        return [], set()
+    pieces = [piece for piece, present in zip(bucket.slices, total.present, strict=True) if present]
+    parts = [(plan.tensors[piece.tensor], piece) for piece in pieces]
+    sums = [
+        (quantum_key(plan, pieces[index].tensor, quantum), value)
+        for index, quantum, value in bucket_square_sums(values, parts)
+    ]
+    nonfinite: set[str] = set()
+    if not is_finite(values):
+        nonfinite = {tensor.name for tensor, piece in parts if not is_finite(values[piece.offset : piece.end])}
+    return sums, nonfinite
+
+
+def check_gradient(
+    gradient: Gradient, *, shard: int, bucket: BucketSpec, names: Sequence[str], block: Block, refuse_nonfinite: bool
+) -> float:
+    """Refuse what a contribution may not hold, by the kind of bucket; returns the largest magnitude, if looked.
+
+    names: one per slice of the bucket. Raises TensorError or NonFiniteError.
+    """
+    values = gradient.values
+    if values is None:
+        return 0.0
+    if bucket.kind is TensorKind.FROZEN:
+        raise TensorError(f"{names[0]!r} is frozen (requires_grad is False): it takes no gradient")
+    if bucket.kind is TensorKind.BUFFER:
+        if block.first != 0:
+            raise TensorError(f"buffer {names[0]!r} comes from replica 0, not from replicas {block}")
+        return math.inf
+    if not refuse_nonfinite:
+        return math.inf
+    bound = peak(gradient, values)
+    if not math.isfinite(bound):
+        raise NonFiniteError(
+            f"shard {shard}: gradient of {', '.join(nonfinite_names(names, bucket, values))} from replicas {block} has "
+            f"NaN or infinity; nothing was changed. Lower the learning rate, clip gradients, or set nan_policy='skip'"
+        )
+    return bound

@@ -1,0 +1,197 @@
+"""What the chief and the parameter servers say about themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of tensors since a task started; raw: as held in memory, wire: as sent."""
+
+    push_raw_bytes: int = 0
+    push_wire_bytes: int = 0
+    pull_raw_bytes: int = 0
+    pull_wire_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            push_raw_bytes=self.push_raw_bytes + other.push_raw_bytes,
+            push_wire_bytes=self.push_wire_bytes + other.push_wire_bytes,
+            pull_raw_bytes=self.pull_raw_bytes + other.pull_raw_bytes,
+            pull_wire_bytes=self.pull_wire_bytes + other.pull_wire_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldCut:
+    """A cut that a shard holds for the chief."""
+
+    step: int
+    complete: bool = False
+    skipped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandbyStatus:
+    """A standby that a ps holds."""
+
+    shard: int
+    synced: bool = False
+    """It may be promoted."""
+    record: int = 0
+    """The last record of its copy that it holds."""
+    copy: int = 0
+    bytes: int = 0
+    appointment: int = 0
+    """The one that it was copied for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardStatus:
+    """One shard on one ps."""
+
+    shard: int
+    step_min: int = 0
+    """Lowest step of its buckets; the highest is at most one more in synchronous mode."""
+    step_max: int = 0
+    version: int = 0
+    initialized: bool = False
+    cuts: tuple[HeldCut, ...] = ()
+    pushes: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    skipped_steps: int = 0
+    waiting_for: tuple[int, ...] = ()
+    """Replicas missing in the lowest open step."""
+    bytes: int = 0
+    duplicate_mismatches: int = 0
+    standby: str = ""
+    """One of STANDBY_STATES."""
+    standby_task: str = ""
+    standby_record: int = 0
+    """The last record that it has acknowledged."""
+    standby_silent_s: float = 0.0
+    standby_problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PsStatus:
+    """One parameter server."""
+
+    task: str
+    term: int = 0
+    chief_uuid: str = ""
+    timeline: int = 0
+    active: bool = False
+    shards: tuple[ShardStatus, ...] = ()
+    traffic: Traffic = field(default_factory=Traffic)
+    failure: str = ""
+    """Sentence for the person where it can't go on."""
+    standbys: tuple[StandbyStatus, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskStatus:
+    """One task as the chief sees it."""
+
+    task: str
+    state: str
+    incarnation: int = 0
+    address: str = ""
+    metrics_address: str = ""
+    last_heard_s: float = 0.0
+    """Seconds since its last heartbeat."""
+    step: int = 0
+    replicas: tuple[int, ...] = ()
+    traffic: Traffic = field(default_factory=Traffic)
+    push_bytes_per_s: float = 0.0
+    pull_bytes_per_s: float = 0.0
+    shards: tuple[ShardStatus, ...] = ()
+    steps_per_s: float = 0.0
+    staleness: float = 0.0
+    """Mean of its last steps, in versions."""
+    compute_s: float = 0.0
+    """Seconds of computing in one of its last steps, on average."""
+    exchange_s: float = 0.0
+    """The same of push, barrier wait and pull."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventStatus:
+    """One sentence of the chief's."""
+
+    time: float
+    """Unix time."""
+    level: str
+    """"info", "warning" or "error"."""
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointStatus:
+    """A committed checkpoint that is still on disk."""
+
+    step: int
+    path: str
+    bytes: int
+    age_s: float
+    """Seconds since it was committed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChiefStatus:
+    """The job as the chief sees it."""
+
+    job: str = ""
+    phase: str = "waiting"
+    """One of PHASES."""
+    step: int = 0
+    steps: int = 0
+    """Steps to train; 0 where a script ends the job by itself."""
+    first_step: int = 0
+    """Step this run started from."""
+    loss: float = float("nan")
+    steps_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+    """Wire bytes pushed and pulled by all workers."""
+    seconds: float = 0.0
+    tasks: tuple[TaskStatus, ...] = ()
+    last_metrics: Mapping[str, float] = field(default_factory=dict)
+    checkpoint_step: int = -1
+    """-1 = none yet."""
+    checkpoint_path: str = ""
+    events: tuple[str, ...] = ()
+    exit_code: int = 0
+    reason: str = ""
+    out_dir: str = ""
+    consistency: str = "sync"
+    time: float = 0.0
+    """Unix time of the chief when it answered."""
+    missing: tuple[str, ...] = ()
+    """Tasks of the cluster spec that have never joined."""
+    said: tuple[EventStatus, ...] = ()
+    """`events` with their time and level."""
+    checkpoints: tuple[CheckpointStatus, ...] = ()
+    last_metrics_step: int = -1
+    best_step: int = -1
+    best_metrics: Mapping[str, float] = field(default_factory=dict)
+    staleness: float = 0.0
+    """Mean of the last steps, in versions."""
+    staleness_max: int = 0
+    """Highest of the run."""
+    push_bytes_per_s: float = 0.0
+    """Through all parameter servers."""
+    pull_bytes_per_s: float = 0.0
+    replicas: int = 0
+    rule: str = ""
+    """Name of the update rule."""
+    dead_s: float = 0.0
+    """Silence after which a task is dead."""
+    page: str = ""
+    """Address of the chief's own page; empty where it serves none."""
+    shard_bytes: tuple[int, ...] = ()
+    """Bytes of the values in each shard, by its number."""
+    faults: tuple[str, ...] = ()
+    """What fails at present while the job goes on (checkpoints, logs, the journal), a sentence each."""

@@ -1,0 +1,221 @@
+"""The server half of the lane seam: what a lane other than the call's own stream has to do, and who has opened one.
+
+An attachment belongs to one incarnation of one worker and to one shard. It changes no state: references in the calls
+say what its bytes are, and the calls' replies say what became of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from shardline.core.plan import ShardSpec
+from shardline.core.tensor_bytes import Buffer
+from shardline.errors import UnreachableError
+from shardline.lanes.base import LaneUnavailable
+from shardline.storage.publication import Publication
+
+log = logging.getLogger("shardline.lanes")
+MAX_ATTACHMENTS = 4096
+"""Per server; far above what a cluster has, so that a client gone wrong can't fill the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Whose attachment it is."""
+
+    task: str
+    incarnation: int
+    shard: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosted:
+    """What a lane is told of the shard that it is opened to."""
+
+    shard: int
+    publication: Publication
+    by_reference: bool
+    """A published step is what a pull of it brings, and stays as it is until every replica has pushed the next."""
+    pushes: int
+    """Contributions that one step takes of one worker, at most."""
+
+
+class Ticket(Protocol):
+    """One referred bucket on its way in. Used on the server's loop."""
+
+    @property
+    def memory(self) -> memoryview:
+        """The encoded bytes, valid when done."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """All bytes are there, or never will be: then wait() raises."""
+        ...
+
+    async def wait(self) -> None:
+        """Return when all bytes are there. Raises UnreachableError where the attachment broke or is late."""
+        ...
+
+
+class Attachment(Protocol):
+    """One open lane, as push and pull see it. Used on the server's loop, unless a method says otherwise."""
+
+    lane: str
+    holder: Holder
+    borrowed: bool
+    """The bytes of a push lie in memory that the worker writes again after the step: never to be written here."""
+    window: int
+    """Buckets of a push to expect at once, at most."""
+
+    def expect(self, offset: int, nbytes: int) -> Ticket:
+        """The next referred bucket of a push. Raises ProtocolError where it can't lie there."""
+        ...
+
+    def published(self, bucket: int, step: int) -> tuple[int, int] | None:
+        """(area, offset) at which the worker itself sees theta_step of a bucket; None = its bytes have to be sent."""
+        ...
+
+    def reply_slot(self, bucket: int, nbytes: int) -> tuple[int, memoryview] | None:
+        """(offset in area 2, memory) that the worker can read, for bytes made for it; None = send() them.
+
+        May be called from any thread. The worker has read what was there before: it asks for one pull at a time.
+        """
+        ...
+
+    async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
+        """Send bytes after those sent before; returns when they are queued and the queue is short enough.
+
+        intact() is asked when they have left: False = what was sent was overwritten meanwhile, and the attachment is
+        broken so that nobody uses it.
+        """
+        ...
+
+    def abort(self, reason: str) -> None:
+        """A push or pull ended in mid-transfer: what is under way means nothing any more. May be called twice."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; waiting tickets raise. May be called twice."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What a worker needs to take its side of a new attachment."""
+
+    attachment: Attachment
+    port: int = 0
+    up_token: bytes = b""
+    down_token: bytes = b""
+    socket: str = ""
+    token: bytes = b""
+
+
+class LaneOffer(Protocol):
+    """One kind of lane that this server offers."""
+
+    lane: str
+    keeps_replies: bool
+    """Each attachment has memory for the replies that are made for one worker; else they are sent as they are made."""
+
+    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> Opening:
+        """Prepare an attachment; the worker's sockets come later. Raises LaneUnavailable with a sentence."""
+        ...
+
+    def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> Publication | None:
+        """Memory for a shard's published values that workers can read in place; None = any memory will do."""
+        ...
+
+    def close(self) -> None:
+        """Take no more sockets."""
+        ...
+
+
+class Attachments:
+    """All attachments of one server, by number. Used on the server's loop."""
+
+    def __init__(self) -> None:
+        self._offers: dict[str, LaneOffer] = {}
+        self._held: dict[int, Attachment] = {}
+        # Numbers of an earlier life of this server mean nothing here, and can't be mistaken for ours.
+        self._numbers = itertools.count(secrets.randbits(48) + 1)
+
+    def offer(self, offer: LaneOffer) -> None:
+        """Offer a lane from now on."""
+        self._offers[offer.lane] = offer
+
+    @property
+    def lanes(self) -> list[str]:
+        """Lanes offered besides grpc."""
+        return sorted(self._offers)
+
+    def count(self) -> Mapping[str, int]:
+        """Open attachments by lane."""
+        counts = dict.fromkeys(self._offers, 0)
+        for attachment in self._held.values():
+            counts[attachment.lane] = counts.get(attachment.lane, 0) + 1
+        return counts
+
+    def open(self, lane: str, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> tuple[int, Opening]:
+        """Prepare an attachment in place of the holder's earlier one on this shard. Raises LaneUnavailable."""
+        offer = self._offers.get(lane)
+        if offer is None:
+            raise LaneUnavailable(f"this ps offers the lanes grpc, {', '.join(self.lanes) or 'and no other'}")
+        for number, held in list(self._held.items()):
+            if held.holder.task == holder.task and held.holder.shard == holder.shard:
+                self._drop(number, "its worker opened another lane")
+        if len(self._held) >= MAX_ATTACHMENTS:
+            raise LaneUnavailable(f"this ps holds {len(self._held)} attachments already, its limit")
+        opening = offer.open(holder, hosted, loop)
+        number = next(self._numbers)
+        self._held[number] = opening.attachment
+        return number, opening
+
+    def find(self, number: int, lane: str, holder: Holder) -> Attachment:
+        """The attachment of this number; raises UnreachableError where its holder has to open one anew."""
+        attachment = self._held.get(number)
+        if attachment is None or attachment.holder != holder or attachment.lane != lane:
+            raise UnreachableError(
+                f"attachment {number:#x} ({lane}) of {holder.task} to shard {holder.shard} is not open here; "
+                f"open it again"
+            )
+        return attachment
+
+    def drop(self, attachment: Attachment, reason: str) -> None:
+        """End one attachment, whoever holds it."""
+        for number, held in list(self._held.items()):
+            if held is attachment:
+                self._drop(number, reason)
+
+    def keep_only(self, members: Mapping[str, int] | None) -> None:
+        """End the attachments of incarnations that are not in the table of the living."""
+        if members is None:
+            return
+        for number, held in list(self._held.items()):
+            if members.get(held.holder.task) != held.holder.incarnation:
+                self._drop(number, "its worker is fenced")
+
+    def drop_all(self, reason: str) -> None:
+        """End all of them."""
+        for number in list(self._held):
+            self._drop(number, reason)
+
+    def _drop(self, number: int, reason: str) -> None:
+        attachment = self._held.pop(number)
+        log.debug("attachment %#x (%s) of %s ends: %s", number, attachment.lane, attachment.holder.task, reason)
+        attachment.abort(reason)
+        attachment.close()
+
+    def close(self) -> None:
+        """End everything."""
+        self.drop_all("this ps ends")
+        for offer in self._offers.values():
+            offer.close()
+        self._offers.clear()

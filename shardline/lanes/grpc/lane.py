@@ -1,0 +1,28 @@
+"""Lane grpc."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shardline.lanes.kind import LaneKind
+
+if TYPE_CHECKING:
+    from shardline.config import RoleConfig
+    from shardline.core.plan import ShardSpec
+    from shardline.lanes.base import Lane
+    from shardline.rpc.channel import Peer
+
+
+@dataclass(frozen=True)
+class Grpc(LaneKind):
+    """Chunks of at most 4 MB inside the call's own stream; always works."""
+
+    name: ClassVar[str] = "grpc"
+    opened: ClassVar[bool] = False
+
+    def connect(self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec) -> Lane:
+        """The worker's half."""
+        from shardline.lanes.grpc.client import GrpcLane
+
+        return GrpcLane(peer, shard, [bucket.elements for bucket in spec.buckets])

@@ -1,0 +1,46 @@
+"""Lane shm."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shardline.lanes.kind import LaneKind
+
+if TYPE_CHECKING:
+    from shardline.config import RoleConfig
+    from shardline.core.plan import ShardSpec
+    from shardline.lanes.attachments import LaneOffer
+    from shardline.lanes.base import Lane
+    from shardline.rpc.channel import Peer
+
+
+@dataclass(frozen=True)
+class Shm(LaneKind):
+    """Both processes map the same sealed memory; the call says where the bytes lie. Linux, one host, one user."""
+
+    name: ClassVar[str] = "shm"
+    same_host: ClassVar[bool] = True
+
+    def connect(self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec) -> Lane:
+        """The worker's half."""
+        from shardline.lanes.shm.client import ShmLane
+
+        return ShmLane(peer, shard, spec, timeout_s=config.timeouts.rpc_s)
+
+    def offer(
+        self,
+        config: RoleConfig,
+        *,
+        on_host: bool,
+        take: Callable[[int], memoryview],
+        on_refused: Callable[[str, Exception], None],
+    ) -> LaneOffer | None:
+        """The server's half; None on another system, and where a GPU has the values."""
+        from shardline.lanes.shm.server import ShmOffer
+
+        if sys.platform != "linux" or not on_host:
+            return None
+        return ShmOffer(run_dir=config.run_dir, timeout_s=config.timeouts.rpc_s, on_refused=on_refused)

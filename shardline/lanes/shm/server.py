@@ -1,0 +1,324 @@
+"""The server half of lane shm: what it publishes lies in sealed segments, and workers of the host pass theirs.
+
+| memory | written by | read by |
+|---|---|---|
+| areas 0 and 1, theta_t in t & 1 | the shard, as it applies a step | workers, until they have pushed the next one |
+| a worker's gradients | the worker, once a pull has shown the next step | the shard, until it has applied the step |
+| a worker's replies (asynchronous, lossy codecs) | the shard, for one pull | that worker, before its next pull |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shardline.core.plan import ShardSpec
+from shardline.core.tensor_bytes import Buffer
+from shardline.errors import ProtocolError, UnreachableError, UsageError
+from shardline.host import segments
+from shardline.host.segments import Segment, SegmentError
+from shardline.lanes.attachments import Holder, Hosted, Opening
+from shardline.lanes.base import LaneUnavailable
+from shardline.lanes.socket_thread import SocketThread
+from shardline.lanes.token_acceptor import MAX_GUESTS, LeftQuietly, TokenAcceptor
+from shardline.storage.publication import PlainPublication, Publication, bucket_offsets, num_areas, view_of
+
+log = logging.getLogger("shardline.lanes")
+Take = Callable[[socket.socket, int, int], None]
+"""(socket, descriptor, bytes of the segment): whom a worker's segment is for."""
+
+
+class SegmentPublication:
+    """Published parameters in one or two segments that others can map only for reading; see Publication."""
+
+    def __init__(self, spec: ShardSpec, *, keeps_previous: bool) -> None:
+        self._spec = spec
+        self._offsets = bucket_offsets(spec)
+        self.areas_of = [num_areas(bucket, keeps_previous=keeps_previous) for bucket in spec.buckets]
+        """Areas that each bucket uses."""
+        count = max(self.areas_of, default=1)
+        self.areas = [
+            Segment.create(self.nbytes, name=f"shardline-published-{area}", read_only=True) for area in range(count)
+        ]
+        self._flats = [torch.frombuffer(area.memory, dtype=torch.uint8) for area in self.areas]
+
+    def tensor(self, which: int, bucket: int) -> torch.Tensor:
+        """See Publication."""
+        return view_of(self._flats[which], self._spec.buckets[bucket], self._offsets[bucket])
+
+    def offset(self, bucket: int) -> int:
+        """See Publication."""
+        return self._offsets[bucket]
+
+    @property
+    def nbytes(self) -> int:
+        """See Publication."""
+        return self._offsets[-1]
+
+
+def publish(spec: ShardSpec, keeps_previous: bool) -> Publication:
+    """Segments where this machine has them, else ordinary memory, said once."""
+    try:
+        return SegmentPublication(spec, keeps_previous=keeps_previous)
+    except SegmentError as error:
+        log.warning("parameters are not published in shared memory: %s; lane shm is not offered for them", error)
+        return PlainPublication(spec, torch.device("cpu"))
+
+
+class ShmTicket:
+    """One referred bucket; its bytes are there already. See attachments.Ticket."""
+
+    done = True
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+
+    async def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class ShmAttachment:
+    """One worker's segments; see attachments.Attachment."""
+
+    lane = "shm"
+    borrowed = True
+    window = 1 << 30
+
+    def __init__(
+        self,
+        holder: Holder,
+        publication: SegmentPublication,
+        *,
+        by_reference: bool,
+        pushes: int,
+        forget: Callable[[], None],
+    ) -> None:
+        """pushes: as many contributions one step takes of one worker at most."""
+        self.holder = holder
+        self._publication = publication
+        self._pushes = pushes
+        self._by_reference = by_reference
+        self._forget = forget
+        self._gradients: Segment | None = None
+        self._replies = (
+            None if by_reference else Segment.create(publication.nbytes, name="shardline-replies", read_only=True)
+        )
+
+    def take(self, sock: socket.socket, fd: int, nbytes: int) -> None:
+        """The worker's segment has come: map it, pass ours. Takes the descriptor. Raises OSError, SegmentError.
+
+        Called on the socket thread.
+        """
+        least = max(self._publication.nbytes, segments.ALIGNMENT_BYTES)
+        if not least <= nbytes <= least * self._pushes:
+            os.close(fd)
+            raise SegmentError(
+                f"the worker's segment has {nbytes:,} bytes; the shard's gradients need {least:,} for each of at most "
+                f"{self._pushes} pushes"
+            )
+        segment = Segment.adopt(fd, nbytes)
+        # First: a worker that was welcomed pushes at once.
+        self._gradients = segment
+        segments.welcome(sock, self._publication.areas if self._by_reference else [], self._replies)
+
+    def expect(self, offset: int, nbytes: int) -> ShmTicket:
+        """A view of the worker's gradients. Raises ProtocolError where it isn't within them, or at a crooked place."""
+        held = self._gradients
+        if held is None:
+            raise UnreachableError(f"{self.holder.task} has passed no segment to shard {self.holder.shard} (any more)")
+        if offset % segments.ALIGNMENT_BYTES or offset + nbytes > held.nbytes:
+            raise ProtocolError(
+                f"{nbytes} bytes at {offset} of the segment of {self.holder.task} are referred to; it has "
+                f"{held.nbytes} bytes, and places are multiples of {segments.ALIGNMENT_BYTES}"
+            )
+        return ShmTicket(held.memory[offset : offset + nbytes])
+
+    def published(self, bucket: int, step: int) -> tuple[int, int] | None:
+        """Where the worker sees theta_step itself."""
+        if not self._by_reference:
+            return None
+        area = step & 1 if self._publication.areas_of[bucket] == 2 else 0
+        return area, self._publication.offset(bucket)
+
+    def reply_slot(self, bucket: int, nbytes: int) -> tuple[int, memoryview] | None:
+        """The bucket's place among this worker's replies."""
+        # Once: close() may come from the loop meanwhile, and what is under a shard's lock must not fail for that.
+        replies = self._replies
+        if replies is None:
+            return None
+        offset = self._publication.offset(bucket)
+        return offset, replies.memory[offset : offset + nbytes]
+
+    async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
+        """Nothing is sent on this lane."""
+        raise ProtocolError(
+            f"{self.holder.task} asks shard {self.holder.shard} on lane shm for something else than an exact step; "
+            f"ask on lane grpc"
+        )
+
+    def abort(self, reason: str) -> None:
+        """The worker makes a new segment for whatever comes after; this one is never read again."""
+        self._forget()
+        self._gradients = None
+
+    def close(self) -> None:
+        """Free everything that no running call holds."""
+        self.abort("closed")
+        self._replies = None
+
+
+class SegmentHandshake:
+    """A worker's one message: its token, and the descriptor of its segment; see token_acceptor.Handshake."""
+
+    who = "a process at the segments' socket"
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._nbytes = 0
+        self._fds: list[int] = []
+
+    def hear(self) -> bytes:
+        """The token, once the message has come. Raises LeftQuietly where a neighbour only looked who lives here."""
+        try:
+            segments.check_user(self.sock)
+            token, self._nbytes, self._fds = segments.hear_knock(self.sock)
+        except SegmentError as error:
+            raise ProtocolError(str(error)) from error
+        except ConnectionError as error:
+            raise LeftQuietly from error
+        return token
+
+    def admit(self, bearer: Take) -> None:
+        """Map the worker's segment and pass the shard's."""
+        fds, self._fds = self._fds, []
+        try:
+            bearer(self.sock, fds[0], self._nbytes)
+        except SegmentError as error:
+            raise ProtocolError(str(error)) from error
+        self.sock.close()
+
+    def refuse(self) -> None:
+        """Say so."""
+        segments.refuse(self.sock)
+
+    def close(self) -> None:
+        """Close the socket and what came with it."""
+        fds, self._fds = self._fds, []
+        segments.close_all(fds)
+        self.sock.close()
+
+
+class ShmOffer:
+    """Offers lane shm at one unix socket; see attachments.LaneOffer.
+
+    run_dir: folder of the socket where network namespaces differ; None = the abstract namespace. timeout_s: how long a
+    token is good for (a third of --timeout). on_refused: told of every connection that was turned away.
+    Raises UsageError where the socket can't be made.
+    """
+
+    lane = "shm"
+    keeps_replies = True
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path | None,
+        timeout_s: float,
+        on_refused: Callable[[str, Exception], None] = lambda method, error: None,
+    ) -> None:
+        self.address = segments.new_address(run_dir)
+        self._path = None if run_dir is None else Path(self.address)
+        listener = _listen(self.address, self._path)
+        self._thread = SocketThread("segments")
+        self.acceptor: TokenAcceptor[Take] = TokenAcceptor(
+            listener,
+            self._thread,
+            lambda sock, address: SegmentHandshake(sock),
+            label="segments",
+            valid_s=timeout_s,
+            on_refused=on_refused,
+        )
+        self._closed = False
+        self.acceptor.open()
+
+    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> Opening:
+        """An attachment without the worker's segment, and the token that brings it."""
+        if not isinstance(hosted.publication, SegmentPublication):
+            raise LaneUnavailable(f"shard {hosted.shard} does not lie in shared memory here")
+        try:
+            attachment = ShmAttachment(
+                holder,
+                hosted.publication,
+                by_reference=hosted.by_reference,
+                pushes=hosted.pushes,
+                forget=lambda: self.acceptor.revoke(token),
+            )
+        except SegmentError as error:
+            raise LaneUnavailable(str(error)) from error
+        token = self.acceptor.grant(attachment.take)
+        return Opening(attachment=attachment, socket=self.address, token=token)
+
+    def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> Publication:
+        """Segments where this machine has them."""
+        return publish(spec, keeps_previous)
+
+    def close(self) -> None:
+        """Take no more segments. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.acceptor.close()
+        self._thread.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def _listen(address: str, path: Path | None) -> socket.socket:
+    """A listening unix socket at an address; path: the same as a file, where it is one."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        place = segments.to_kernel(address)
+        if path is None:
+            listener.bind(place)
+            listener.listen(MAX_GUESTS)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            sweep(path.parent)
+            _listen_in_folder(listener, path)
+    except (OSError, SegmentError) as error:
+        listener.close()
+        raise UsageError(f"can't listen at {address} for lane shm: {error}; see --run-dir") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _listen_in_folder(listener: socket.socket, path: Path) -> None:
+    """The path is there from the moment somebody answers: before, a neighbour that starts would sweep it away."""
+    early = path.with_suffix(".new")
+    try:
+        listener.bind(str(early))
+        # Nobody can connect yet. The process's mask would be all threads' mask.
+        early.chmod(0o600)
+        listener.listen(MAX_GUESTS)
+        early.rename(path)
+    except OSError:
+        early.unlink(missing_ok=True)
+        raise
+
+
+def sweep(folder: Path) -> None:
+    """Remove sockets of servers that are gone: a path outlives a crash, unlike everything else of this lane."""
+    for path in folder.glob("shardline-*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(str(path))
+            except OSError as error:
+                if segments.is_gone(error):
+                    path.unlink(missing_ok=True)

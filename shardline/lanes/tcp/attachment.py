@@ -1,0 +1,391 @@
+"""One worker's bulk sockets: buckets in over one, published parameters out over the other.
+
+Each direction has one owner thread, shared by all workers. Whatever breaks one direction closes both: a stream of bare
+bytes can't be picked up in its middle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from shardline.core.tensor_bytes import Buffer
+from shardline.errors import ProtocolError, UnreachableError
+from shardline.lanes.attachments import Holder
+from shardline.lanes.socket_thread import READ, WRITE, SocketThread
+from shardline.lanes.tcp.frames import WHOLE, shut
+
+WINDOW = 8
+"""Buckets of a push that may be on their way in at once: enough to keep the socket busy while others are counted."""
+QUEUED_BYTES = 4 << 20
+"""What may wait to be sent before send() holds its caller back."""
+TURN_BYTES = 2 << 20
+"""What one connection may move before others get their turn."""
+BATCH_BYTES = 512 << 10
+"""What the kernel gathers before it wakes the receive thread: few calls, yet still within the processor's cache."""
+_NOT_YET = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class TcpTicket:
+    """One referred bucket on its way in; see attachments.Ticket."""
+
+    def __init__(self, attachment: TcpAttachment, memory: memoryview) -> None:
+        self.memory = memory
+        self.filled = 0
+        self.whole = len(memory) == 0
+        self._attachment = attachment
+
+    @property
+    def done(self) -> bool:
+        """All bytes are there, or never will be."""
+        return self.whole or bool(self._attachment.failure)
+
+    async def wait(self) -> None:
+        """Return when all bytes are there. Raises UnreachableError where they won't come."""
+        await self._attachment.until(lambda: self.whole)
+        if not self.whole:
+            raise UnreachableError(self._attachment.failure)
+
+
+@dataclass
+class _Payload:
+    """Bytes on their way out. marked: they have left, and only the WHOLE behind them is missing."""
+
+    rest: memoryview
+    size: int
+    intact: Callable[[], bool]
+    marked: bool = False
+
+
+Item = TypeVar("Item")
+
+
+class _Direction(Generic[Item]):
+    """One socket of an attachment, used by its owner thread alone once it is there, and what waits for it."""
+
+    def __init__(
+        self, thread: SocketThread, limit_s: float, changed: Callable[[], None], broke: Callable[[str], None]
+    ) -> None:
+        self.moved_s = 0.0
+        self.limit_s = limit_s
+        self._thread = thread
+        self._changed = changed
+        self._broke = broke
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._failed = False
+        self._queue: deque[Item] = deque()
+
+    def attach(self, sock: socket.socket) -> None:
+        """The worker's socket is there. On any thread; from now on it belongs to the owner."""
+        with self._lock:
+            welcome = not self._failed and self._sock is None
+            if welcome:
+                self._sock = sock
+        if welcome:
+            self._thread.post(self._move)
+        else:
+            sock.close()
+
+    def stalled(self) -> None:
+        """Nothing moved for too long."""
+        state = "came" if self._sock is None else "moved"
+        self._broke(f"nothing {state} for {self.limit_s:.0f} s")
+
+    def fail(self) -> None:
+        """Nothing moves any more. From any thread; may be called twice."""
+        with self._lock:
+            self._queue.clear()
+            if not self._failed:
+                self._failed = True
+                if self._sock is not None:
+                    # Calls under way return at once.
+                    shut(self._sock)
+                self._thread.post(self._free)
+
+    def _append(self, item: Item) -> None:
+        """One more to be moved after those before."""
+        with self._lock:
+            if self._failed:
+                return
+            self._queue.append(item)
+            first = len(self._queue) == 1
+        if first:
+            self._thread.post(self._begin)
+
+    def _first(self) -> Item | None:
+        with self._lock:
+            return self._queue[0] if self._queue else None
+
+    def _moved(self) -> bool:
+        """The first one is through; False where nothing counts any more."""
+        with self._lock:
+            if self._failed:
+                return False
+            self._queue.popleft()
+        return True
+
+    def _begin(self) -> None:
+        """There is something to move."""
+        self.moved_s = time.monotonic()
+        if not self._failed:
+            self._thread.guard(self)
+            self._move()
+
+    def _move(self) -> None:
+        """Move what can be moved now. On the owner thread."""
+        if self._sock is not None and not self._failed:
+            self._transfer(self._sock, isinstance(self._sock, ssl.SSLSocket))
+
+    def _transfer(self, sock: socket.socket, secure: bool) -> None:
+        raise NotImplementedError
+
+    def _rest(self, sock: socket.socket) -> None:
+        """There is nothing to move at present."""
+        self._thread.unwatch(sock)
+        self._thread.unguard(self)
+
+    def _free(self) -> None:
+        self._thread.unguard(self)
+        if self._sock is not None:
+            self._thread.unwatch(self._sock)
+            self._sock.close()
+
+
+class Incoming(_Direction[TcpTicket]):
+    """The socket on which buckets of pushes come, read only while some are expected: that is the sender's credit."""
+
+    def __init__(
+        self, thread: SocketThread, limit_s: float, changed: Callable[[], None], broke: Callable[[str], None]
+    ) -> None:
+        super().__init__(thread, limit_s, changed, broke)
+        self._batch = 1
+
+    def expect(self, ticket: TcpTicket) -> None:
+        """The next bytes belong to this ticket."""
+        self._append(ticket)
+
+    def _transfer(self, sock: socket.socket, secure: bool) -> None:
+        budget = TURN_BYTES
+        while True:
+            ticket = self._first()
+            if ticket is None:
+                self._thread.unguard(self)
+                if budget == TURN_BYTES:
+                    # More has come than is expected. Until then the socket stays watched: the next bucket is near.
+                    self._thread.unwatch(sock)
+                return
+            try:
+                count = sock.recv_into(ticket.memory[ticket.filled :])
+            except _NOT_YET:
+                break
+            except OSError as error:
+                self._broke(f"receiving failed: {error}")
+                return
+            if count == 0:
+                self._broke("the worker closed its socket in mid-transfer")
+                return
+            self._took(ticket, count)
+            budget -= count
+            if secure:
+                # What TLS has decrypted already makes no socket readable.
+                if budget <= 0 and not sock.pending():  # type: ignore[attr-defined]
+                    break
+            elif budget <= 0 or not ticket.whole:
+                break
+        if not secure:
+            self._gather(sock)
+        self._thread.watch(sock, READ, self._move)
+
+    def _took(self, ticket: TcpTicket, count: int) -> None:
+        self.moved_s = time.monotonic()
+        ticket.filled += count
+        if ticket.filled < len(ticket.memory):
+            return
+        if self._moved():
+            ticket.whole = True
+            self._changed()
+
+    def _gather(self, sock: socket.socket) -> None:
+        """Have the kernel wake us for a batch of bytes, or for the end of a bucket.
+
+        Never for more than is sure to come: it would not wake us at all.
+        """
+        ticket = self._first()
+        batch = min(BATCH_BYTES, len(ticket.memory) - ticket.filled) if ticket is not None else 1
+        if batch != self._batch:
+            self._batch = batch
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, batch)
+
+
+class Outgoing(_Direction[_Payload]):
+    """The socket on which pulled buckets leave."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits to be sent, or is being sent."""
+        with self._lock:
+            return sum(item.size for item in self._queue)
+
+    def put(self, payload: memoryview, intact: Callable[[], bool]) -> None:
+        """Send these bytes after those before."""
+        self._append(_Payload(payload, len(payload), intact))
+
+    def _transfer(self, sock: socket.socket, secure: bool) -> None:
+        budget = TURN_BYTES
+        while budget > 0:
+            item = self._first()
+            if item is None:
+                self._rest(sock)
+                return
+            try:
+                count = sock.send(item.rest)
+            except _NOT_YET:
+                break
+            except OSError as error:
+                self._broke(f"sending failed: {error}")
+                return
+            self.moved_s = time.monotonic()
+            budget -= count
+            item.rest = item.rest[count:]
+            if len(item.rest) == 0:
+                if not self._left(item):
+                    return
+            elif not secure:
+                # The kernel took what it has room for.
+                break
+        self._thread.watch(sock, WRITE, self._move)
+
+    def _left(self, item: _Payload) -> bool:
+        """All bytes have left: say so behind them, or take the next; False = they were overwritten meanwhile."""
+        if not item.marked:
+            if not item.intact():
+                self._broke("parameters were overwritten while they were sent")
+                return False
+            item.marked = True
+            item.rest = memoryview(WHOLE)
+            return True
+        if not self._moved():
+            return False
+        self._changed()
+        return True
+
+
+class TcpAttachment:
+    """One open tcp lane; see attachments.Attachment.
+
+    take: memory for a bucket on its way in. forget: called once when it can't be used any more.
+    """
+
+    lane = "tcp"
+    borrowed = False
+    window = WINDOW
+
+    def __init__(
+        self,
+        holder: Holder,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        receiver: SocketThread,
+        sender: SocketThread,
+        limit_s: float,
+        take: Callable[[int], memoryview],
+        forget: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.holder = holder
+        self.failure = ""
+        self._loop = loop
+        self._take = take
+        self._forget = forget
+        self._failing = threading.Lock()
+        self._waiters: list[asyncio.Future[None]] = []
+        self._waking = False
+        self.incoming = Incoming(receiver, limit_s, self._changed, self._fail)
+        self.outgoing = Outgoing(sender, limit_s, self._changed, self._fail)
+
+    def expect(self, offset: int, nbytes: int) -> TcpTicket:
+        """The next referred bucket of a push."""
+        if offset:
+            raise ProtocolError(f"a bucket on lane tcp is said to lie at {offset}; bulk sockets have no places, send 0")
+        self._check()
+        ticket = TcpTicket(self, self._take(nbytes))
+        if not ticket.whole:
+            self.incoming.expect(ticket)
+            # It may have broken in between, when nobody knew of this ticket yet.
+            self._check()
+        return ticket
+
+    def published(self, bucket: int, step: int) -> None:
+        """Nothing here is read in place."""
+
+    def reply_slot(self, bucket: int, nbytes: int) -> None:
+        """As published()."""
+
+    async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
+        """Queue bytes; returns when little enough is queued. Raises UnreachableError where the sockets broke."""
+        self._check()
+        view = memoryview(payload)
+        if view.nbytes == 0:
+            return
+        self.outgoing.put(view.cast("B"), intact)
+        await self.until(lambda: self.outgoing.queued_bytes <= QUEUED_BYTES)
+        self._check()
+
+    def abort(self, reason: str) -> None:
+        """Close both sockets: what is under way on them means nothing any more."""
+        self._fail(reason)
+
+    def close(self) -> None:
+        """Free everything."""
+        self._fail("it was closed")
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Wait for something that the socket threads bring about, or for the end of this attachment."""
+        while not ready() and not self.failure:
+            waiter = self._loop.create_future()
+            self._waiters.append(waiter)
+            # Once more: it may have come before anybody could see that it is waited for.
+            if ready() or self.failure:
+                return
+            await waiter
+
+    def _check(self) -> None:
+        if self.failure:
+            raise UnreachableError(self.failure)
+
+    def _changed(self) -> None:
+        """From the socket threads: one wake-up of the loop, if somebody waits and none is under way."""
+        if self._waiters and not self._waking:
+            self._waking = True
+            # A loop that is closed has nobody who waits.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._waking = False
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _fail(self, reason: str) -> None:
+        with self._failing:
+            if self.failure:
+                return
+            self.failure = (
+                f"the bulk sockets of {self.holder.task} (incarnation {self.holder.incarnation:#x}) to shard "
+                f"{self.holder.shard} are closed: {reason}"
+            )
+        self.incoming.fail()
+        self.outgoing.fail()
+        self._forget()
+        self._changed()

@@ -1,0 +1,46 @@
+"""Lane tcp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from shardline.lanes.kind import LaneKind
+
+if TYPE_CHECKING:
+    from shardline.config import RoleConfig
+    from shardline.core.plan import ShardSpec
+    from shardline.lanes.attachments import LaneOffer
+    from shardline.lanes.base import Lane
+    from shardline.rpc.channel import Peer
+
+
+@dataclass(frozen=True)
+class Tcp(LaneKind):
+    """Two bulk sockets beside the call, one per direction, received straight into the memory they are for."""
+
+    name: ClassVar[str] = "tcp"
+
+    def connect(self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec) -> Lane:
+        """The worker's half."""
+        from shardline.lanes.tcp.client import TcpLane
+
+        elements = [bucket.elements for bucket in spec.buckets]
+        return TcpLane(peer, shard, elements, timeouts=config.timeouts, tls=config.security.client_context())
+
+    def offer(
+        self,
+        config: RoleConfig,
+        *,
+        on_host: bool,
+        take: Callable[[int], memoryview],
+        on_refused: Callable[[str, Exception], None],
+    ) -> LaneOffer:
+        """The server's half, on one more port of the interface of its address."""
+        from shardline.cluster import parse_address
+        from shardline.lanes.tcp.server import TcpOffer
+
+        host, _ = parse_address(config.cluster.address(config.task))
+        tls, timeout_s = config.security.server_context(), config.timeouts.rpc_s
+        return TcpOffer(config.bind or host, tls, timeout_s=timeout_s, take=take, on_refused=on_refused)

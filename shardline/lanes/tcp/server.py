@@ -1,0 +1,145 @@
+"""The server half of lane tcp: one port for the bulk sockets of all workers, two threads whatever their number."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+
+from shardline.core.plan import ShardSpec
+from shardline.errors import UsageError
+from shardline.lanes.attachments import Holder, Hosted, Opening
+from shardline.lanes.socket_thread import SocketThread
+from shardline.lanes.tcp import frames
+from shardline.lanes.tcp.attachment import TcpAttachment
+from shardline.lanes.token_acceptor import MAX_GUESTS, TokenAcceptor
+
+_WILDCARDS = ("", "*", "0.0.0.0", "::")
+
+Take = Callable[[socket.socket], None]
+
+
+class BulkHandshake:
+    """The preamble of a bulk socket; see token_acceptor.Handshake."""
+
+    def __init__(self, sock: socket.socket, address: str, tls: ssl.SSLContext | None) -> None:
+        self.sock = sock
+        self.who = f"bulk connection from {address}"
+        self._tls = tls
+        self._tuned = False
+        self._preamble = bytearray(frames.PREAMBLE_BYTES)
+        self._filled = 0
+
+    def hear(self) -> bytes:
+        """The token, once the preamble has come."""
+        if not self._tuned:
+            frames.tune(self.sock)
+            if self._tls is not None:
+                self.sock = self._tls.wrap_socket(self.sock, server_side=True, do_handshake_on_connect=False)
+            self._tuned = True
+        if self._tls is not None:
+            self.sock.do_handshake()  # type: ignore[attr-defined]
+            self._tls = None
+        while self._filled < len(self._preamble):
+            count = self.sock.recv_into(memoryview(self._preamble)[self._filled :])
+            if count == 0:
+                raise ConnectionAbortedError("closed without a token")
+            self._filled += count
+        return frames.read_preamble(self._preamble)
+
+    def admit(self, bearer: Take) -> None:
+        """Say so, and hand the socket on."""
+        self.sock.send(frames.ACCEPTED)
+        bearer(self.sock)
+
+    def refuse(self) -> None:
+        """Say so."""
+        self.sock.send(frames.REFUSED)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.sock.close()
+
+
+class TcpOffer:
+    """Offers lane tcp on a free port of one interface; see attachments.LaneOffer.
+
+    host: of the server's own address. server_context: for both directions, where the cluster has TLS. timeout_s: how
+    long a token is good for, and how long a transfer may make no progress (a third of --timeout). take: memory for
+    what comes in. on_refused: told of every connection that was turned away, on the receive thread.
+    Raises UsageError where the interface can't be listened on.
+    """
+
+    lane = "tcp"
+    keeps_replies = False
+
+    def __init__(
+        self,
+        host: str,
+        server_context: ssl.SSLContext | None = None,
+        *,
+        timeout_s: float,
+        take: Callable[[int], memoryview],
+        on_refused: Callable[[str, Exception], None] = lambda method, error: None,
+    ) -> None:
+        listener = _listen(host)
+        self.port: int = listener.getsockname()[1]
+        self._timeout_s = timeout_s
+        self._take = take
+        self._receiver = SocketThread("bulk-receive")
+        self._sender = SocketThread("bulk-send")
+        self.acceptor: TokenAcceptor[Take] = TokenAcceptor(
+            listener,
+            self._receiver,
+            lambda sock, address: BulkHandshake(sock, address, server_context),
+            label="bulk",
+            valid_s=timeout_s,
+            on_refused=on_refused,
+        )
+        self._closed = False
+        self.acceptor.open()
+
+    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> Opening:
+        """An attachment without sockets, and the tokens that bring them."""
+        attachment = TcpAttachment(
+            holder,
+            loop,
+            receiver=self._receiver,
+            sender=self._sender,
+            limit_s=self._timeout_s,
+            take=self._take,
+            forget=lambda: self.acceptor.revoke(up, down),
+        )
+        up, down = self.acceptor.grant(attachment.incoming.attach), self.acceptor.grant(attachment.outgoing.attach)
+        return Opening(attachment=attachment, port=self.port, up_token=up, down_token=down)
+
+    def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> None:
+        """Nothing is read in place on this lane."""
+
+    def close(self) -> None:
+        """Take no more sockets and end both threads; attachments are closed before. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.acceptor.close()
+        self._receiver.close()
+        self._sender.close()
+
+
+def _listen(host: str) -> socket.socket:
+    name = host.strip("[]")
+    try:
+        if name in _WILDCARDS:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=MAX_GUESTS)
+        else:
+            family, _, _, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(address[:2], family=family, backlog=MAX_GUESTS)
+    except OSError as error:
+        raise UsageError(
+            f"can't listen for bulk sockets on {host} ({error}); does it belong to this machine?"
+        ) from error
+    listener.setblocking(False)
+    return listener

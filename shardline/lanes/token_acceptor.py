@@ -1,0 +1,295 @@
+"""Lets workers in on sockets of their own: one-time tokens, and who has connected without having shown one yet.
+
+A call gives a worker its token; the worker shows it on a new connection, in its lane's own words (a Handshake). Every
+lane uses this, so that the same bounds hold on each: MAX_GUESTS connections without a token at a time, GUEST_S seconds
+for each of them, one use of a token, and an end to its validity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from shardline.errors import ProtocolError
+from shardline.lanes.socket_thread import READ, WRITE, SocketThread
+
+log = logging.getLogger("shardline.lanes")
+MAX_GUESTS = 64
+"""Connections that have not shown a token yet; the kernel keeps more of them waiting."""
+GUEST_S = 5.0
+"""Seconds that one of them may take."""
+TOKEN_BYTES = 32
+_KEY_BYTES = 8
+
+T = TypeVar("T")
+B = TypeVar("B", contravariant=True)
+
+
+def new_token() -> bytes:
+    """A token for one connection."""
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
+@dataclass(frozen=True)
+class _Granted(Generic[T]):
+    token: bytes
+    bearer: T
+    until_s: float
+
+
+class Tokens(Generic[T]):
+    """One-time tokens, each for one connection of one attachment. Thread-safe."""
+
+    def __init__(self, valid_s: float) -> None:
+        self._valid_s = valid_s
+        self._lock = threading.Lock()
+        # Looked up by its first bytes, which takes any time; compared as a whole in constant time.
+        self._granted: dict[bytes, _Granted[T]] = {}
+
+    def grant(self, bearer: T, *, now_s: float) -> bytes:
+        """A token that redeem() turns into `bearer`, once."""
+        token = new_token()
+        with self._lock:
+            self._prune(now_s)
+            self._granted[token[:_KEY_BYTES]] = _Granted(token, bearer, now_s + self._valid_s)
+        return token
+
+    def redeem(self, token: bytes, *, now_s: float) -> T | None:
+        """What the token was granted for; None if it is wrong, was used before or comes late."""
+        with self._lock:
+            self._prune(now_s)
+            granted = self._granted.get(token[:_KEY_BYTES])
+            if granted is None or not hmac.compare_digest(granted.token, token):
+                return None
+            del self._granted[token[:_KEY_BYTES]]
+            return granted.bearer
+
+    def revoke(self, token: bytes) -> None:
+        """Make a token worthless. May be called twice."""
+        with self._lock:
+            self._granted.pop(token[:_KEY_BYTES], None)
+
+    def _prune(self, now_s: float) -> None:
+        # All are valid for the same time, so the oldest come first.
+        for key, granted in list(self._granted.items()):
+            if granted.until_s > now_s:
+                return
+            del self._granted[key]
+
+    def __len__(self) -> int:
+        return len(self._granted)
+
+
+class LeftQuietly(Exception):
+    """The guest hung up without a word: nothing to count or to report."""
+
+
+class Handshake(Protocol[B]):
+    """One connection's introduction, in its lane's words. Used by the socket thread alone; nothing here may block."""
+
+    sock: socket.socket
+    """Non-blocking. hear() may replace it (TLS) before it raises for the first time."""
+
+    @property
+    def who(self) -> str:
+        """The guest, for the sentence that says why it was refused."""
+        ...
+
+    def hear(self) -> bytes:
+        """The token, once all of the introduction has come.
+
+        Raises BlockingIOError, SSLWantReadError or SSLWantWriteError while more has to come; ProtocolError or OSError
+        with the reason for a refusal; LeftQuietly.
+        """
+        ...
+
+    def admit(self, bearer: B) -> None:
+        """Pass on what the guest brought. Raises ProtocolError or OSError if it can't be used."""
+        ...
+
+    def refuse(self) -> None:
+        """Say that the guest is not let in. May raise OSError."""
+        ...
+
+    def close(self) -> None:
+        """Close the socket and whatever else was not passed on."""
+        ...
+
+
+class Guest(Generic[T]):
+    """A connection that has not shown its token yet."""
+
+    limit_s = GUEST_S
+
+    def __init__(self, acceptor: TokenAcceptor[T], handshake: Handshake[T]) -> None:
+        self.moved_s = time.monotonic()
+        self.handshake = handshake
+        self._acceptor = acceptor
+
+    def stalled(self) -> None:
+        """It said too little for too long. Its time does not begin again with each byte."""
+        self._acceptor.turn_away(self, f"no token within {self.limit_s:.0f} s")
+
+    def step(self) -> None:
+        """Hear what there is."""
+        self._acceptor.hear(self)
+
+
+class TokenAcceptor(Generic[T]):
+    """A listening socket, its tokens, and the guests that have not shown theirs yet.
+
+    listener: non-blocking; closed with the acceptor. thread: runs everything but grant(), revoke(), open() and
+    close(), which any thread may call. handshake(socket, address): for each new connection. label: of this kind of
+    connection, in on_refused(label, error), which is called on the thread for every guest that was turned away.
+    valid_s: seconds for which a token is good.
+    """
+
+    limit_s = 1.0
+    """Pause after the system refused to accept a connection."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        thread: SocketThread,
+        handshake: Callable[[socket.socket, str], Handshake[T]],
+        *,
+        label: str,
+        valid_s: float,
+        on_refused: Callable[[str, Exception], None],
+    ) -> None:
+        self.moved_s = 0.0
+        self.refused = 0
+        """Guests that were turned away."""
+        self.tokens: Tokens[T] = Tokens(valid_s)
+        self._listener = listener
+        self._thread = thread
+        self._handshake = handshake
+        self._label = label
+        self._on_refused = on_refused
+        self._guests: set[Guest[T]] = set()
+        self._closed = False
+
+    @property
+    def guests(self) -> int:
+        """Connections that have not shown a token yet."""
+        return len(self._guests)
+
+    def grant(self, bearer: T) -> bytes:
+        """A token whose holder is passed to Handshake.admit() with `bearer`."""
+        return self.tokens.grant(bearer, now_s=time.monotonic())
+
+    def revoke(self, *tokens: bytes) -> None:
+        """Make tokens worthless. May be called twice."""
+        for token in tokens:
+            self.tokens.revoke(token)
+
+    def open(self) -> None:
+        """Accept connections from now on."""
+        self._thread.post(self._look)
+
+    def close(self) -> None:
+        """Accept no more, and turn away who has not shown a token. Called before the thread ends."""
+        self._thread.post(self._close)
+
+    # On the thread
+
+    def _close(self) -> None:
+        self._closed = True
+        self._thread.unguard(self)
+        self._thread.unwatch(self._listener)
+        self._listener.close()
+        for guest in list(self._guests):
+            self.turn_away(guest, "this server ends")
+
+    def stalled(self) -> None:
+        """The pause after a failed accept is over."""
+        self._thread.unguard(self)
+        self._look()
+
+    def _look(self) -> None:
+        if not self._closed:
+            self._thread.watch(self._listener, READ, self._accept)
+
+    def _accept(self) -> None:
+        while len(self._guests) < MAX_GUESTS:
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue
+            except OSError as error:
+                # Most likely there are no descriptors left, and the next try would fail at once too.
+                log.warning("can't accept a %s connection: %s; next try in %.0f s", self._label, error, self.limit_s)
+                self.moved_s = time.monotonic()
+                self._thread.guard(self)
+                break
+            self._enters(sock, address)
+        self._thread.unwatch(self._listener)
+
+    def _enters(self, sock: socket.socket, address: object) -> None:
+        sock.setblocking(False)
+        place = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
+        guest = Guest(self, self._handshake(sock, place))
+        self._guests.add(guest)
+        self._thread.guard(guest)
+        guest.step()
+
+    def hear(self, guest: Guest[T]) -> None:
+        """Let a guest in, turn it away, or wait for the rest of what it says."""
+        handshake = guest.handshake
+        try:
+            token = handshake.hear()
+        except ssl.SSLWantWriteError:
+            self._thread.watch(handshake.sock, WRITE, guest.step)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            self._thread.watch(handshake.sock, READ, guest.step)
+        except LeftQuietly:
+            self._goes(guest)
+            handshake.close()
+        except (OSError, ProtocolError) as error:
+            self.turn_away(guest, str(error))
+        else:
+            self._shows(guest, token)
+
+    def _shows(self, guest: Guest[T], token: bytes) -> None:
+        bearer = self.tokens.redeem(token, now_s=time.monotonic())
+        if bearer is None:
+            self.turn_away(guest, "its token is wrong, was used before or came late")
+            return
+        # From here on the socket may belong to somebody else.
+        self._goes(guest)
+        try:
+            guest.handshake.admit(bearer)
+        except (OSError, ProtocolError) as error:
+            self._refuse(guest, str(error))
+
+    def _goes(self, guest: Guest[T]) -> None:
+        """It is a guest no longer; there is room for another."""
+        self._guests.discard(guest)
+        self._thread.unguard(guest)
+        self._thread.unwatch(guest.handshake.sock)
+        self._look()
+
+    def turn_away(self, guest: Guest[T], reason: str) -> None:
+        """Tell a guest that it is not let in, and close its connection."""
+        self._goes(guest)
+        self._refuse(guest, reason)
+
+    def _refuse(self, guest: Guest[T], reason: str) -> None:
+        self.refused += 1
+        with contextlib.suppress(OSError):
+            guest.handshake.refuse()
+        guest.handshake.close()
+        sentence = f"{guest.handshake.who} was refused: {reason}"
+        log.debug("%s", sentence)
+        self._on_refused(self._label, ProtocolError(sentence))

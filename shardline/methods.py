@@ -1,0 +1,49 @@
+"""All seams and what is in their tables: `python -m shardline.methods` writes what --help shows, as JSON.
+
+Everything that lists methods takes them from here: the checks of jobs, `shardline methods`, --help and the docs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardline.seams import Table
+
+SEAMS: Mapping[str, tuple[str, str, str]] = {
+    "consistency": ("shardline.consistency", "CONSISTENCIES", "Who may proceed, and whose contributions count."),
+    "rule": ("shardline.update", "RULES", "How the servers change the parameters by what workers send."),
+    "codec": ("shardline.codecs", "CODECS", "How gradients and parameters travel."),
+    "cadence": ("shardline.cadence", "CADENCES", "When a worker talks to the servers, and what it then sends."),
+    "topology": ("shardline.topology", "TOPOLOGIES", "Whom a worker talks to."),
+}
+"""By the name of the job's field: module and name of the table, and what it decides."""
+WRITTEN = Path(__file__).parent / "cli" / "methods.json"
+"""The same as text, for --help, which imports no table: they need torch."""
+
+
+def table(seam: str) -> Table[Any]:
+    """The table of a seam; imports its package."""
+    module, name, _ = SEAMS[seam]
+    found: Table[Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def described() -> dict[str, list[tuple[str, str]]]:
+    """By seam, how each method is written and its line."""
+    return {seam: table(seam).describe() for seam in SEAMS}
+
+
+def written() -> dict[str, list[tuple[str, str]]]:
+    """The same for the methods of the package itself, read from a file."""
+    found: dict[str, list[tuple[str, str]]] = json.loads(WRITTEN.read_text(encoding="utf-8"))
+    return found
+
+
+if __name__ == "__main__":
+    json.dump(described(), sys.stdout, indent=1)
+    print()

@@ -1,0 +1,58 @@
+"""Methods from outside of the package: Python files that add residents to the tables of shardline.seams.
+
+SHARDLINE_PLUGINS names them, as PATH does folders; `--plugin FILE` adds to it. Every task that reads a table runs them
+once, servers too: a plugin is code that whoever starts the task chose, never something that travels.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping, MutableMapping
+from pathlib import Path
+
+from shardline.errors import JobError, UsageError
+from shardline.python_file import run_file
+
+VARIABLE = "SHARDLINE_PLUGINS"
+
+_lock = threading.RLock()
+_loaded: dict[str, object] = {}
+_loading = False
+
+
+def named(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The files that the environment names."""
+    return [path for path in environ.get(VARIABLE, "").split(os.pathsep) if path]
+
+
+def add(paths: Iterable[Path], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Name further files, for this process and those that it starts. Raises UsageError where one is not there."""
+    names = dict.fromkeys(named(environ))
+    for path in paths:
+        if not path.is_file():
+            raise UsageError(f"there is no plugin {path}; name a .py file that adds methods to Shardline's tables")
+        names[str(path.absolute())] = None
+    if names:
+        environ[VARIABLE] = os.pathsep.join(names)
+
+
+def load() -> None:
+    """Run the named files that did not run yet. Raises UsageError naming the file and line of what one raised."""
+    global _loading
+    names = named()
+    if all(path in _loaded for path in names):
+        return
+    with _lock:
+        if _loading:
+            # A plugin reads a table while it is run.
+            return
+        _loading = True
+        try:
+            for path in names:
+                if path not in _loaded:
+                    _loaded[path] = run_file(Path(path), "shardline_plugin")
+        except JobError as error:
+            raise UsageError(f"plugin {error}") from error
+        finally:
+            _loading = False

@@ -1,0 +1,57 @@
+"""Run a Python file that a person names, as a module of its own."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from shardline.errors import JobError, ShardlineError
+
+
+def run_file(path: Path, prefix: str, *, check: Callable[[ast.Module], None] = lambda tree: None) -> ModuleType:
+    """The module that the file makes, under a name that no other module could have.
+
+    check: looks at the parsed file before any of it is run, and may raise. The file's folder comes first on sys.path
+    from then on, as with `python FILE`. Raises JobError with file, line and what was raised.
+    """
+    resolved = path.resolve()
+    try:
+        tree = ast.parse(resolved.read_bytes(), filename=str(resolved))
+    except OSError as error:
+        raise JobError(f"{path} can't be read: {error.strerror}") from error
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise JobError(f"{path}{f', line {line}' if line else ''}: {type(error).__name__}: {error}") from error
+    check(tree)
+    folder = str(resolved.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    name = f"{prefix}_{resolved.stem}_{hashlib.blake2b(str(resolved).encode(), digest_size=6).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    assert spec is not None and spec.loader is not None  # a .py file has both
+    module = importlib.util.module_from_spec(spec)
+    # Registered before it runs, as an import does: dataclasses and typing look their module up by name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(name, None)
+        raise JobError(_what_it_raised(path, resolved, error)) from error
+    return module
+
+
+def _what_it_raised(path: Path, resolved: Path, error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(resolved)]
+    where = f"{path}, line {lines[-1]}" if lines else f"{path}"
+    if isinstance(error, ShardlineError):
+        return f"{where}: {error}"
+    if isinstance(error, SystemExit):
+        return f"{where}: the file ends the process (SystemExit: {error.code}) instead of defining `job`"
+    return f"{where}: {type(error).__name__}: {error}"

@@ -1,0 +1,84 @@
+"""What every data message is asked first: who sends it, in which history, on which lane."""
+
+from __future__ import annotations
+
+import contextlib
+
+from shardline.core.identity import Identity
+from shardline.core.outcome import Decision, Outcome
+from shardline.core.protocol import FEATURES
+from shardline.core.reduce import Block
+from shardline.errors import UnreachableError
+from shardline.lanes.attachments import Attachment, Attachments, Holder
+from shardline.rpc.limits import MAX_FIGURES, at_most, short
+from shardline.rpc.messages.data import ON_STREAM, lane_name
+from shardline.rpc.v1 import common_pb2, data_pb2
+from shardline.server.backend import Backend
+
+_TO_PROTO = {outcome: common_pb2.Outcome.Value(f"OUTCOME_{outcome.name}") for outcome in Outcome}
+
+
+def outcome_to_proto(outcome: Outcome) -> common_pb2.Outcome.ValueType:
+    """The proto value of the same name."""
+    return _TO_PROTO[outcome]
+
+
+def outcome_name(outcome: int) -> str:
+    """Lower-case name, such as "counted" for OUTCOME_COUNTED."""
+    return common_pb2.Outcome.Name(common_pb2.Outcome.ValueType(outcome)).removeprefix("OUTCOME_").lower()
+
+
+def attachment_of(attachments: Attachments, data: common_pb2.DataHeader) -> Attachment | None:
+    """The attachment that a message's bytes ride on; None = on its own stream. Raises UnreachableError."""
+    lane = lane_name(data.lane)
+    if lane is None or lane == ON_STREAM.lane:
+        return None
+    return attachments.find(data.attachment, lane, holder_of(data))
+
+
+def drop_named(attachments: Attachments, data: common_pb2.DataHeader, reason: str) -> None:
+    """End the attachment that a message names, where it is its sender's: the number is known to who opened it alone."""
+    with contextlib.suppress(UnreachableError):
+        named = attachment_of(attachments, data)
+        if named is not None:
+            attachments.drop(named, reason)
+
+
+def holder_of(data: common_pb2.DataHeader) -> Holder:
+    """Who sent a message."""
+    return Holder(task=data.task, incarnation=data.incarnation, shard=data.shard)
+
+
+def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> Decision:
+    """Whether a data message may be looked at at all. Raises ProtocolError where its names are none."""
+    at_most(len(data.required_features), MAX_FIGURES, "features that a message requires")
+    for name in (data.job, data.plan_id, data.task, *data.required_features):
+        short(name, "a name in the head of a message")
+    unknown = sorted(set(data.required_features) - set(FEATURES))
+    if unknown:
+        return Decision(Outcome.REFUSED, f"this ps can't do what the message requires: {', '.join(unknown)}")
+    if lane_name(data.lane) is None:
+        return Decision(Outcome.REFUSED, f"lane number {data.lane} is unknown to this ps")
+    if data.stage:
+        return Decision(Outcome.REFUSED, f"the message is for pipeline stage {data.stage}; this job has none")
+    decision = backend.admit(
+        job=data.job,
+        timeline=data.timeline,
+        plan_id=data.plan_id,
+        who=Identity(data.task, data.incarnation, data.secret),
+        init=init,
+    )
+    if decision.outcome is Outcome.SERVED and data.shard not in backend.shards:
+        return Decision(Outcome.REFUSED, f"shard {data.shard} is not hosted here; this ps has {sorted(backend.shards)}")
+    return decision
+
+
+def admit_push(backend: Backend, header: data_pb2.PushHeader, *, init: bool) -> Decision:
+    """Whether a push may be looked at: like all data, and of replicas that there are; sets of them are bitmaps."""
+    decision = admit_data(backend, header.data, init=init)
+    if init or decision.outcome is not Outcome.SERVED:
+        return decision
+    shard, block = backend.shard(header.data.shard), Block(header.block.first, header.block.count)
+    if not shard.consistency.whole_pushes and block.end > shard.replicas:
+        return Decision(Outcome.REFUSED, f"block {block} is outside the job's {shard.replicas} replicas")
+    return decision

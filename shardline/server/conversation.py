@@ -1,0 +1,182 @@
+"""One PushPull: pushes come in, a pull runs beside them, and what both answer leaves in one queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from shardline.core.outcome import Outcome
+from shardline.errors import ProtocolError
+from shardline.lanes.attachments import Attachments
+from shardline.rpc.v1 import data_pb2
+from shardline.server.admission import admit_data, attachment_of
+from shardline.server.backend import Backend, HostedShard
+from shardline.server.calls import OpenCall
+from shardline.server.inline_apply import QUICK_BYTES
+from shardline.server.pull_sender import SHARED_CALL, AsyncReply, pull
+from shardline.server.push_receiver import PushReceiver, PushResult
+from shardline.wire.protobuf import PushFrameView, ReplyView, write_reply
+
+REPLY_QUEUE = 4
+"""Messages a call may have ready before a slow reader holds it back."""
+JOINED_BYTES = 64 << 10
+"""Of a pull's message to which an ack is joined: a large one would be copied for it."""
+
+
+class Replies:
+    """What one call answers, in order: messages, then None or the error that ended it.
+
+    An ack and the pull's message behind it leave as one where both are ready: a small step is one message each way.
+    """
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[tuple[bytes, bool] | Exception | None] = asyncio.Queue(REPLY_QUEUE)
+        self._next: list[tuple[bytes, bool] | Exception | None] = []
+        """What was taken from the queue and is no part of the message before it."""
+
+    async def put(self, message: bytes) -> None:
+        """A message of the pull."""
+        await self._queue.put((message, False))
+
+    async def put_ack(self, ack: data_pb2.PushAck) -> None:
+        """What became of a push."""
+        await self._queue.put((write_reply(ReplyView(ack=ack)), True))
+
+    async def end(self, error: Exception | None) -> None:
+        """Nothing follows."""
+        await self._queue.put(error)
+
+    async def get(self) -> bytes | Exception | None:
+        """The next one; waits for it."""
+        item = self._next.pop() if self._next else await self._queue.get()
+        if not isinstance(item, tuple):
+            return item
+        message, is_ack = item
+        if is_ack and not self._queue.empty():
+            following = self._queue.get_nowait()
+            if isinstance(following, tuple) and not following[1] and len(following[0]) <= JOINED_BYTES:
+                # Fields of one message, in any order. Behind, it leaves a chunk where it lies aligned.
+                return following[0] + message
+            self._next.append(following)
+        return message
+
+
+class PushPullTalk:
+    """Takes the requests of one call; its replies go to `replies`, then None or the error that ended it.
+
+    on_push: told of every push that has ended.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        attachments: Attachments,
+        replies: Replies,
+        call: OpenCall,
+        on_push: Callable[[PushResult], None],
+    ) -> None:
+        self._backend = backend
+        self._attachments = attachments
+        self._replies = replies
+        self._call = call
+        self._on_push = on_push
+
+    async def run(self, request: AsyncIterator[Any]) -> None:
+        """Take all requests, and put the end into the queue."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._read(request, group)
+        except* Exception as errors:
+            await self._replies.end(first_error(errors))
+        else:
+            await self._replies.end(None)
+
+    async def _read(self, request: AsyncIterator[Any], group: asyncio.TaskGroup) -> None:
+        """Take the call's requests; a pull runs beside the pushes."""
+        fused: AsyncReply | None = None
+        latest: data_pb2.PullRequest | None = None
+        pulls = 0
+
+        def copy(shard: HostedShard) -> None:
+            if fused is not None:
+                fused.copy(shard)
+
+        receiver = PushReceiver(
+            self._backend, self._attachments, async_reply=copy, spawn=group.create_task, on_admitted=self._call.of
+        )
+        try:
+            async for message in request:
+                if message.error is not None:
+                    raise message.error
+                if message.pull is not None:
+                    # Each pull may hold a copy of the shard, so one call can't ask for any number of them.
+                    pulls += 1
+                    if pulls > 1:
+                        raise ProtocolError("PushPull carries one pull; this call has sent another before")
+                    self._call.of(message.pull.data.task, message.pull.data.incarnation)
+                    if message.pull.WhichOneof("want") == "latest" and self._follows_push(message.pull):
+                        latest, shard = message.pull, self._backend.shard(message.pull.data.shard)
+                        if shard.consistency.replies_with_push:
+                            coding = self._backend.coding.pull
+                            # Answered from the state right after the push that this call brings.
+                            attachment = attachment_of(self._attachments, message.pull.data)
+                            fused = AsyncReply(message.pull, shard, coding, attachment)
+                    elif not is_soon_whole(message.push):
+                        group.create_task(self._pull(message.pull))
+                if message.push is not None:
+                    result = await receiver.feed(message.push)
+                    if result is not None:
+                        self._on_push(result)
+                        if message.pull is not None and latest is None and is_soon_whole(message.push):
+                            # Of the step that this push was for, mostly: with it, it may be ready at once.
+                            group.create_task(self._pull(message.pull))
+                        await self._replies.put_ack(result.ack)
+                        if fused is not None and latest is not None and fused.copied:
+                            shard = self._backend.shard(latest.data.shard)
+                            async for message_out in fused.messages(self._backend, shard):
+                                await self._replies.put(message_out)
+                            fused = latest = None
+            if latest is not None:
+                await self._pull(latest)
+        finally:
+            await receiver.abandon()
+
+    def _follows_push(self, request: data_pb2.PullRequest) -> bool:
+        """Whether a pull of whatever there is means: after the push of this call."""
+        shard = self._backend.shards.get(request.data.shard)
+        admitted = admit_data(self._backend, request.data, init=False).outcome is Outcome.SERVED
+        return shard is not None and shard.consistency.whole_pushes and admitted
+
+    async def _pull(self, request: data_pb2.PullRequest) -> None:
+        async for message in pull(self._backend, self._attachments, request, outer=SHARED_CALL):
+            await self._replies.put(message)
+
+
+def first_error(errors: BaseExceptionGroup[Any]) -> Exception:
+    """The first plain error of a group of tasks."""
+    for error in errors.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            return first_error(error)
+        if isinstance(error, Exception):
+            return error
+    return RuntimeError(str(errors))
+
+
+def is_soon_whole(push: PushFrameView | None) -> bool:
+    """Whether a frame ends a push, of so little that what it leads to had better be answered all at once.
+
+    Of more the first buckets are answered while the last are counted.
+    """
+    if push is None or push.commit is None:
+        return False
+    return sum(ref.bucket.payload_bytes for ref in push.refs) <= QUICK_BYTES
+
+
+def readable(frame: PushFrameView | None, error: ProtocolError | None) -> PushFrameView:
+    """The frame of a request, or why it can't be read."""
+    if error is not None:
+        raise error
+    if frame is None:
+        raise ProtocolError("a request of Push without a frame")
+    return frame

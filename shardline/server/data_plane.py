@@ -1,0 +1,203 @@
+"""The gRPC face of the data plane: open a lane, push, pull, progress. Decisions are made elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from shardline.core.outcome import Outcome
+from shardline.errors import ProtocolError
+from shardline.lanes.attachments import Attachments, Hosted
+from shardline.lanes.base import LaneUnavailable
+from shardline.rpc import errors as rpc_errors
+from shardline.rpc.messages.data import lane_name
+from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
+from shardline.server.admission import admit_data, holder_of, outcome_to_proto
+from shardline.server.backend import Backend
+from shardline.server.calls import OpenCalls
+from shardline.server.conversation import PushPullTalk, Replies, readable
+from shardline.server.pull_sender import pull
+from shardline.server.push_receiver import NoRoomError, PushReceiver, PushResult
+from shardline.wire.protobuf import ReplyView, read_request, write_reply
+
+
+class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
+    """Serves the calls that workers make over one backend; the other calls of the service are not implemented.
+
+    attachments: lanes that workers may open. on_push: told of every push that has ended, on the loop.
+    """
+
+    def __init__(
+        self, backend: Backend, attachments: Attachments, *, on_push: Callable[[PushResult], None] = lambda result: None
+    ) -> None:
+        self._backend = backend
+        self._attachments = attachments
+        self._on_push = on_push
+        self.calls = OpenCalls()
+
+    @rpc_errors.unary
+    async def OpenLane(
+        self, request: parameter_server_pb2.OpenLaneRequest, context: Any
+    ) -> parameter_server_pb2.OpenLaneReply:
+        """Prepare an attachment for a worker that is admitted."""
+        data = request.data
+        decision = admit_data(self._backend, data, init=True)
+        if decision.outcome is not Outcome.SERVED:
+            reason = decision.reason
+            if decision.outcome is Outcome.REFUSED:
+                # Not for want of the lane, and another one would bring it no further.
+                reason = f"shard {data.shard} takes nothing of {data.task}: {reason}"
+            return parameter_server_pb2.OpenLaneReply(outcome=outcome_to_proto(decision.outcome), reason=reason)
+        lane = lane_name(data.lane) or f"number {data.lane}"
+        try:
+            number, opening = self._attachments.open(
+                lane, holder_of(data), hosted(self._backend, data.shard), asyncio.get_running_loop()
+            )
+        except LaneUnavailable as error:
+            return parameter_server_pb2.OpenLaneReply(
+                outcome=common_pb2.OUTCOME_REFUSED, reason=f"it opens no {lane} lane: {error}"
+            )
+        return parameter_server_pb2.OpenLaneReply(
+            outcome=common_pb2.OUTCOME_SERVED,
+            attachment=number,
+            port=opening.port,
+            up_token=opening.up_token,
+            down_token=opening.down_token,
+            socket=opening.socket,
+            token=opening.token,
+        )
+
+    @rpc_errors.unary
+    async def Push(self, request: AsyncIterator[Any], context: Any) -> data_pb2.PushReply:
+        """One contribution; acknowledged when all its buckets are counted or staged."""
+        result: PushResult | None = None
+        with self.calls.enter() as call:
+            receiver = PushReceiver(self._backend, self._attachments, spawn=asyncio.create_task, on_admitted=call.of)
+            try:
+                async for message in request:
+                    if result is not None:
+                        raise ProtocolError("Push carries one push; use PushPull for several")
+                    result = await receiver.feed(readable(message.push, message.error))
+            except NoRoomError as no_room:
+                result = no_room.result
+            finally:
+                await receiver.abandon()
+        if result is None:
+            raise ProtocolError("the push ended without a commit; nothing that is not acknowledged counts")
+        self._on_push(result)
+        return data_pb2.PushReply(ack=result.ack)
+
+    @rpc_errors.writer
+    async def Pull(self, request: data_pb2.PullRequest, context: Any) -> None:
+        """Buckets as they become ready."""
+        with self.calls.enter() as call:
+            # Where it is not admitted it ends by itself.
+            call.of(request.data.task, request.data.incarnation)
+            answer: Any = pull(self._backend, self._attachments, request, outer=1)
+            async with contextlib.aclosing(answer) as messages:
+                async for message in messages:
+                    await call.write(context, message)
+
+    @rpc_errors.writer
+    async def PushPull(self, request: AsyncIterator[Any], context: Any) -> None:
+        """Pushes and a pull in full duplex."""
+        with self.calls.enter() as call:
+            replies = Replies()
+            talk = PushPullTalk(self._backend, self._attachments, replies, call, self._on_push)
+            task = asyncio.create_task(talk.run(request))
+            try:
+                while (reply := await replies.get()) is not None:
+                    if isinstance(reply, NoRoomError):
+                        # Like any push that does not count, it ends the call.
+                        self._on_push(reply.result)
+                        await call.write(context, write_reply(ReplyView(ack=reply.result.ack)))
+                        return
+                    if isinstance(reply, Exception):
+                        raise reply
+                    await call.write(context, reply)
+            finally:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    @rpc_errors.unary
+    async def Progress(self, request: data_pb2.ProgressRequest, context: Any) -> data_pb2.ProgressReply:
+        """What the shard has counted of some replicas."""
+        backend = self._backend
+        decision = admit_data(backend, request.data, init=False)
+        reply = data_pb2.ProgressReply(
+            outcome=outcome_to_proto(decision.outcome), reason=decision.reason, timeline=backend.timeline
+        )
+        if decision.outcome is not Outcome.SERVED:
+            return reply
+        shard = backend.shard(request.data.shard)
+        await shard.answerable()
+        known = shard.replicas
+        if len(request.replicas) > known or any(replica >= known for replica in request.replicas):
+            raise ProtocolError(f"Progress asks for replicas {list(request.replicas)[:8]}; the job has {known}")
+        for replica in request.replicas:
+            step = await backend.work(shard.progress, replica)
+            reply.replicas.append(data_pb2.ReplicaProgress(replica=replica, step=step))
+        reply.step_min, reply.step_max, reply.version = shard.step_min, shard.step_max, shard.version
+        reply.last_seq = shard.last_push(request.data.task, request.data.incarnation)
+        return reply
+
+
+def hosted(backend: Backend, number: int) -> Hosted:
+    """What a lane is told of a shard."""
+    shard = backend.shard(number)
+    return Hosted(
+        shard=number,
+        publication=shard.publication,
+        by_reference=shard.consistency.pulls_by_step and backend.coding.pull.codec.is_view,
+        pushes=shard.replicas,
+    )
+
+
+def data_plane_alone(backend: Backend, attachments: Attachments) -> Callable[[grpc.aio.Server], None]:
+    """For RpcServer: the service of which only the data plane is there; its other calls are UNIMPLEMENTED."""
+    plane = DataPlane(backend, attachments)  # type: ignore[abstract]  # the generated base answers the rest
+    return lambda server: add_data_plane(plane, server)
+
+
+def add_data_plane(servicer: DataPlane, server: grpc.aio.Server) -> None:
+    """Add the service to a server; the calls that carry tensor bytes get hand-written frames."""
+    generated = _Captured()
+    parameter_server_pb2_grpc.add_ParameterServerServicer_to_server(servicer, generated)  # type: ignore[arg-type]
+    for service, handlers in generated.handlers.items():
+        own: dict[str, Any] = {
+            "Push": grpc.stream_unary_rpc_method_handler(
+                servicer.Push,
+                request_deserializer=read_request,
+                response_serializer=data_pb2.PushReply.SerializeToString,
+            ),
+            "Pull": grpc.unary_stream_rpc_method_handler(
+                servicer.Pull,
+                request_deserializer=data_pb2.PullRequest.FromString,
+                # The handler writes its messages itself: see Outgoing.
+                response_serializer=None,
+            ),
+            "PushPull": grpc.stream_stream_rpc_method_handler(
+                servicer.PushPull, request_deserializer=read_request, response_serializer=None
+            ),
+        }
+        handler = grpc.method_handlers_generic_handler(service, {**handlers, **own})
+        server.add_generic_rpc_handlers((handler,))
+
+
+class _Captured:
+    """Takes the method table that generated code would give to a server, so that entries can be replaced."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, dict[str, Any]] = {}
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Generated code also offers the table in this form; the other one names the methods."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        """The table."""
+        self.handlers[service] = handlers

@@ -1,0 +1,437 @@
+"""Answers one pull: waits for each bucket's step and sends it as soon as it may be sent."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from shardline.codecs.base import PLAIN_TURN, Turn
+from shardline.codecs.coding import Coding
+from shardline.consistency.server import Want
+from shardline.core.exchange import CHUNK_BYTES
+from shardline.core.outcome import Outcome
+from shardline.core.tensor_bytes import Buffer
+from shardline.errors import ProtocolError
+from shardline.lanes.attachments import Attachment, Attachments
+from shardline.rpc.messages.convert import DTYPE_TO_PROTO
+from shardline.rpc.messages.data import ON_STREAM
+from shardline.rpc.v1 import data_pb2
+from shardline.server.admission import admit_data, attachment_of, outcome_to_proto
+from shardline.server.backend import Backend, HostedShard, numbers
+from shardline.storage.base import ParameterBlock
+from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
+
+STATES_PER_FRAME = 16
+"""Buckets in one message at most, so that a worker begins with the first while the last are still applied."""
+GATHER_S = 0.002
+"""How long a bucket that can be referred to waits for those behind it."""
+REPLIES = 2
+"""Number of the shared area with a worker's own replies."""
+SHARED_CALL = 2
+"""Field of a pull's frames in the messages of PushPull."""
+DEFAULT_WAIT_S = 10.0
+MAX_WAIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One bucket as it leaves."""
+
+    state: data_pb2.BucketState
+    payload: Buffer
+    raw_bytes: int
+    intact: Callable[[], bool] = lambda: True
+    """Whether the payload, which may be a view of published parameters, has not been overwritten."""
+
+
+def parse_want(request: data_pb2.PullRequest) -> Want:
+    """The wanted step; raises ProtocolError for wants of later versions."""
+    if request.what not in (data_pb2.PULL_WHAT_UNSPECIFIED, data_pb2.PULL_WHAT_PARAMS):
+        # By number: this version may have no name for it.
+        raise ProtocolError(f"pull of what = {request.what} is not offered by this ps")
+    have = request.have_step if request.HasField("have_step") else None
+    match request.WhichOneof("want"):
+        case "exact_step":
+            return Want(step=request.exact_step, have=have, task=request.data.task)
+        case "at_least_step":
+            return Want(step=request.at_least_step, at_least=True, have=have, task=request.data.task)
+        case "latest":
+            return Want(step=None, have=have, task=request.data.task)
+        case other:
+            raise ProtocolError(f"pull without a want this version knows ({other})")
+
+
+def wanted_buckets(shard: HostedShard, request: data_pb2.PullRequest) -> list[int]:
+    """Buckets in the order asked for, each once; raises ProtocolError where the shard hasn't got one."""
+    for number in request.buckets:
+        if number >= len(shard.buckets):
+            raise ProtocolError(
+                f"shard {shard.number} has {len(shard.buckets)} buckets, the pull names bucket {number}"
+            )
+    if len(set(request.buckets)) < len(request.buckets):
+        raise ProtocolError(f"shard {shard.number}: the pull names a bucket twice; name each once")
+    return list(request.buckets) or list(range(len(shard.buckets)))
+
+
+def refer_bucket(
+    shard: HostedShard, number: int, want: Want, coding: Coding, attachment: Attachment | None
+) -> Encoded | Outcome:
+    """What a shard has published of a step, without a copy, or why not. Takes no lock, so the loop may run it.
+
+    theta_t stays in its buffer until every replica has pushed t + 1, which the one that pulls it does only after it
+    has read it; whoever is overtaken all the same sees `intact` say so, and is not waited for any more.
+    """
+    bucket = shard.buckets[number]
+    if not bucket.initialized:
+        return Outcome.NOT_CONFIGURED
+    assert want.step is not None
+    # The step is written last when a step is applied: what it says is published is whole.
+    outcome = shard.serve(number, want)
+    if outcome is not Outcome.SERVED:
+        return outcome
+    restored = bucket.restored
+    if want.step <= bucket.overwritten:
+        return Outcome.OVERTAKEN
+    changed_step = bucket.changed_step
+    state = bucket_state(bucket, want.step)
+    if want.have is not None and changed_step <= want.have <= want.step:
+        state.unchanged = True
+        return Encoded(state, b"", 0)
+    state.codec, state.payload_bytes = coding.name, bucket.spec.nbytes
+    place = attachment.published(number, want.step) if attachment is not None else None
+    if place is not None:
+        state.area, state.offset = place
+        return Encoded(state, b"", bucket.spec.nbytes)
+    payload = coding.bucket(shard.number, number).encoder.encode(bucket.values_at(want.step), PLAIN_TURN)
+    return Encoded(
+        state,
+        payload,
+        bucket.spec.nbytes,
+        lambda: state.step > bucket.overwritten and bucket.restored == restored,
+    )
+
+
+def may_refer(shard: HostedShard, want: Want, coding: Coding) -> bool:
+    """Whether refer_bucket may be asked: an exact step of parameters in the machine's memory, as they are."""
+    return (
+        shard.consistency.pulls_by_step
+        and want.step is not None
+        and not want.at_least
+        and coding.codec.is_view
+        and shard.on_host
+    )
+
+
+def bucket_state(bucket: ParameterBlock, step: int) -> data_pb2.BucketState:
+    """Head of one pulled bucket."""
+    return data_pb2.BucketState(
+        bucket=bucket.number,
+        step=step,
+        version=bucket.version,
+        dtype=DTYPE_TO_PROTO[bucket.spec.dtype],
+        elements=bucket.spec.elements,
+    )
+
+
+Into = Callable[[int, int], tuple[int, memoryview] | None]
+"""(bucket, bytes) -> (offset in area 2, memory) for a copy that the caller's peer can read, or None."""
+
+
+def encode_bucket(
+    shard: HostedShard, number: int, want: Want, coding: Coding, into: Into = lambda bucket, nbytes: None
+) -> Encoded | Outcome:
+    """Copy and encode one bucket for a task under its lock, or say why not. Runs in the pool."""
+    bucket = shard.buckets[number]
+    with bucket.lock:
+        if not bucket.initialized:
+            return Outcome.NOT_CONFIGURED
+        outcome = shard.serve(number, want)
+        if outcome is not Outcome.SERVED:
+            return outcome
+        step = bucket.step if want.step is None or want.at_least else want.step
+        state = bucket_state(bucket, step)
+        if want.have is not None and bucket.changed_step <= want.have <= step:
+            state.unchanged = True
+            return Encoded(state, b"", 0)
+        written = coding.bucket(shard.number, number)
+        memory = coding.memory(shard.number, number, want.task)
+        turn = Turn(step, receiver=want.task, base=want.have, memory=memory)
+        values = bucket.answer(step, want.task)
+        # The one copy is made under the lock: nobody sees a torn bucket.
+        payload = memoryview(written.encoder.encode(values.cpu(), turn))
+        size = len(payload)
+        slot = into(number, size) if size else None
+        if slot is None:
+            payload = memoryview(bytes(payload))
+        else:
+            state.area, state.offset = REPLIES, slot[0]
+            slot[1][:] = payload
+            payload = memoryview(b"")
+    state.codec = written.name
+    state.payload_bytes = size
+    return Encoded(state, payload, bucket.spec.nbytes)
+
+
+def frames(encoded: Encoded) -> list[PullFrameView]:
+    """One frame per chunk; state and first chunk share one."""
+    state, payload = encoded.state, memoryview(encoded.payload)
+    if not payload:
+        return [PullFrameView(bucket=state)]
+    return [
+        PullFrameView(
+            bucket=state if offset == 0 else None,
+            chunk=ChunkView(state.bucket, offset, payload[offset : offset + CHUNK_BYTES]),
+        )
+        for offset in range(0, len(payload), CHUNK_BYTES)
+    ]
+
+
+def pull_end(backend: Backend, shard: HostedShard | None, outcome: Outcome, reason: str = "") -> data_pb2.PullEnd:
+    """The end of a pull."""
+    end = data_pb2.PullEnd(outcome=outcome_to_proto(outcome), reason=reason, timeline=backend.timeline)
+    if shard is not None:
+        end.step, end.version = shard.step_min, shard.version
+        if outcome is Outcome.WAITING:
+            end.waiting_for.extend(shard.waiting_for())
+    return end
+
+
+def end_message(backend: Backend, shard: HostedShard | None, outcome: Outcome, outer: int, reason: str = "") -> bytes:
+    """The end of a pull in a message of its own."""
+    return write_pull(PullFrameView(end=pull_end(backend, shard, outcome, reason)), outer=outer)
+
+
+async def pull(
+    backend: Backend, attachments: Attachments, request: data_pb2.PullRequest, *, outer: int
+) -> AsyncIterator[bytes]:
+    """Messages of a pull's answer, in the order buckets become ready within the order asked for.
+
+    outer: field of the frame in the message: 1 in a PullReply, 2 in a PushPullReply.
+    """
+    try:
+        async for message in _pull(backend, attachments, request, outer):
+            yield message
+    except Torn as error:
+        # Overwritten while it was sent: nobody waits any more for whoever asked for this step.
+        yield end_message(backend, None, Outcome.OVERTAKEN, outer, str(error))
+
+
+async def _pull(
+    backend: Backend, attachments: Attachments, request: data_pb2.PullRequest, outer: int
+) -> AsyncIterator[bytes]:
+    decision = admit_data(backend, request.data, init=False)
+    if decision.outcome is not Outcome.SERVED:
+        yield end_message(backend, None, decision.outcome, outer, decision.reason)
+        return
+    shard = backend.shard(request.data.shard)
+    want = parse_want(request)
+    wanted = wanted_buckets(shard, request)
+    if not 0.0 <= request.wait_s <= MAX_WAIT_S:
+        raise ProtocolError(f"wait_s is {request.wait_s}; it must be between 0 and {MAX_WAIT_S:.0f} seconds")
+    wait_s = request.wait_s or DEFAULT_WAIT_S
+    deadline_s = time.monotonic() + wait_s
+    generation = backend.generation
+    coding = backend.coding.pull
+    started_s = time.monotonic()
+    attachment = attachment_of(attachments, request.data)
+    out = Outgoing(attachment, outer)
+
+    def served() -> data_pb2.PullEnd:
+        lane = attachment.lane if attachment is not None else ON_STREAM.lane
+        seconds = time.monotonic() - started_s
+        backend.pulled(request.data.task, coding.name, lane, out.raw_bytes, out.wire_bytes, seconds)
+        return pull_end(backend, shard, Outcome.SERVED)
+
+    find: Callable[[int], Encoded | Outcome | Awaitable[Encoded | Outcome]]
+    if may_refer(shard, want, coding):
+        find = functools.partial(_refer, shard, want, coding, attachment)
+    else:
+        into = attachment.reply_slot if attachment is not None else _no_slot
+        find = functools.partial(_encode, backend, shard, want, coding, into)
+    for number in wanted:
+        while True:
+            if generation != backend.generation or request.data.timeline != backend.timeline:
+                yield end_message(
+                    backend, shard, Outcome.WRONG_TIMELINE, outer, "the timeline changed during this pull"
+                )
+                return
+            signal = backend.signal(shard.number, number)
+            assert signal is not None, "the generation is that of the shard"
+            waiter = signal.arm()
+            found = find(number)
+            encoded = found if isinstance(found, (Encoded, Outcome)) else await found
+            if isinstance(encoded, Encoded):
+                signal.disarm(waiter)
+                break
+            # What is ready need not wait for what is not.
+            async for frame in out.flush():
+                yield frame
+            if encoded is not Outcome.WAITING:
+                signal.disarm(waiter)
+                reason = f"step {want.step} of bucket {number} is gone; the bucket is at {shard.buckets[number].step}"
+                yield end_message(backend, shard, encoded, outer, reason)
+                return
+            if shard.stop_step is not None and want.step is not None and want.step > shard.stop_step:
+                signal.disarm(waiter)
+                yield end_message(backend, shard, Outcome.STOPPED, outer, f"the job stops at step {shard.stop_step}")
+                return
+            left_s = deadline_s - time.monotonic()
+            gathers = attachment is not None and attachment.borrowed
+            if left_s > 0 and gathers and await signal.wait(waiter, left_s):
+                # Those behind it mostly follow at once: a message for each would cost more than they do.
+                last = wanted[min(wanted.index(number) + STATES_PER_FRAME, len(wanted)) - 1]
+                await _published(backend, shard, last, want)
+            elif left_s <= 0 or gathers or not await signal.wait(waiter, left_s):
+                signal.disarm(waiter)
+                reason = f"{_lacks(shard, want)} at shard {shard.number} after {wait_s:.1f} s"
+                yield end_message(backend, shard, Outcome.WAITING, outer, reason)
+                return
+        await shard.answerable()
+        backend.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
+        async for frame in out.add(encoded, served if number == wanted[-1] else None):
+            yield frame
+    if not wanted:
+        yield write_pull(PullFrameView(end=served()), outer=outer)
+
+
+def _lacks(shard: HostedShard, want: Want) -> str:
+    missing = shard.waiting_for()
+    what = f"step {want.step}" if want.step is not None else "a pull"
+    return f"{what} lacks replicas {numbers(missing)}" if missing else f"{what} waits for other workers' pushes"
+
+
+async def _published(backend: Backend, shard: HostedShard, number: int, want: Want) -> None:
+    """Wait until a bucket has reached the wanted step, or a moment."""
+    signal = backend.signal(shard.number, number)
+    if signal is None:
+        # The server was configured anew.
+        return
+    waiter = signal.arm()
+    if want.step is None or shard.buckets[number].step >= want.step:
+        signal.disarm(waiter)
+    else:
+        await signal.wait(waiter, GATHER_S)
+
+
+def _no_slot(bucket: int, nbytes: int) -> None:
+    return None
+
+
+def _refer(
+    shard: HostedShard, want: Want, coding: Coding, attachment: Attachment | None, number: int
+) -> Encoded | Outcome:
+    return refer_bucket(shard, number, want, coding, attachment)
+
+
+def _encode(
+    backend: Backend, shard: HostedShard, want: Want, coding: Coding, into: Into, number: int
+) -> Awaitable[Encoded | Outcome]:
+    return backend.work(encode_bucket, shard, number, want, coding, into)
+
+
+class Torn(Exception):
+    """What was being sent has been overwritten by a later step."""
+
+
+MakeEnd = Callable[[], data_pb2.PullEnd]
+"""Called once, when the message that has the end is written."""
+
+
+class Outgoing:
+    """Pulled buckets on their way out: as chunks, or as states of what travels by the attachment.
+
+    Messages are written at once, so that nothing that waits to be sent is a view of parameters. The end of the pull
+    rides with the last of them: each message costs both sides more than a small bucket does.
+    """
+
+    def __init__(self, attachment: Attachment | None, outer: int) -> None:
+        self._attachment = attachment
+        self._outer = outer
+        self._kept: list[Encoded] = []
+        self.raw_bytes = 0
+        self.wire_bytes = 0
+
+    async def add(self, encoded: Encoded, end: MakeEnd | None = None) -> AsyncIterator[bytes]:
+        """Messages to send now; states may be kept for the next one, unless there is an end. Raises Torn."""
+        self.raw_bytes += encoded.raw_bytes
+        self.wire_bytes += len(encoded.payload)
+        if self._attachment is None:
+            made = frames(encoded)
+            for frame in made:
+                if end is not None and frame is made[-1]:
+                    frame.end = end()
+                message = write_pull(frame, outer=self._outer)
+                if not encoded.intact():
+                    raise Torn(f"step {encoded.state.step} of bucket {encoded.state.bucket} is gone")
+                yield message
+            return
+        self._kept.append(encoded)
+        if end is not None or len(self._kept) >= STATES_PER_FRAME:
+            async for message in self.flush(end):
+                yield message
+
+    async def flush(self, end: MakeEnd | None = None) -> AsyncIterator[bytes]:
+        """A message of the states kept, if there are any, and their bytes on their way."""
+        if not self._kept:
+            return
+        kept, self._kept = self._kept, []
+        sent = [encoded for encoded in kept if len(encoded.payload)]
+        frame = PullFrameView(buckets=[encoded.state for encoded in kept])
+        if end is not None and not sent:
+            frame.end = end()
+        # The peer must know of the bytes before they come.
+        yield write_pull(frame, outer=self._outer)
+        assert self._attachment is not None
+        for encoded in sent:
+            await self._attachment.send(encoded.payload, encoded.intact)
+        if end is not None and sent:
+            yield write_pull(PullFrameView(end=end()), outer=self._outer)
+
+
+class AsyncReply:
+    """Copies of all buckets made under the shard's lock right after an asynchronous push, for the pull of that call."""
+
+    def __init__(
+        self, request: data_pb2.PullRequest, shard: HostedShard, coding: Coding, attachment: Attachment | None
+    ) -> None:
+        self._want = parse_want(request)
+        self._numbers = wanted_buckets(shard, request)
+        self._coding = coding
+        self._attachment = attachment
+        self._into = attachment.reply_slot if attachment is not None else _no_slot
+        self._task = request.data.task
+        self.buckets: list[Encoded] = []
+        self.copied = False
+        """False as long as no push of this call was looked at, since it was fenced or malformed."""
+
+    def copy(self, shard: HostedShard) -> None:
+        """Called with the shard's lock held."""
+        self.buckets, self.copied = [], True
+        for number in self._numbers:
+            want = replace(self._want, step=None, at_least=False)
+            encoded = encode_bucket(shard, number, want, self._coding, self._into)
+            if isinstance(encoded, Encoded):
+                self.buckets.append(encoded)
+
+    async def messages(self, backend: Backend, shard: HostedShard) -> AsyncIterator[bytes]:
+        """What was copied."""
+        started_s = time.monotonic()
+        out = Outgoing(self._attachment, SHARED_CALL)
+
+        def served() -> data_pb2.PullEnd:
+            lane = self._attachment.lane if self._attachment is not None else ON_STREAM.lane
+            seconds = time.monotonic() - started_s
+            backend.pulled(self._task, self._coding.name, lane, out.raw_bytes, out.wire_bytes, seconds)
+            return pull_end(backend, shard, Outcome.SERVED)
+
+        for encoded in self.buckets:
+            backend.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
+            async for frame in out.add(encoded, served if encoded is self.buckets[-1] else None):
+                yield frame
+                # Let other calls of this loop run between large frames.
+                await asyncio.sleep(0)
+        if not self.buckets:
+            yield write_pull(PullFrameView(end=served()), outer=SHARED_CALL)

@@ -1,0 +1,611 @@
+"""One push stream: frames in, whole buckets out. Everything is checked against the plan before it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from shardline.codecs.coding import PLAIN, Coding
+from shardline.consistency.server import Push
+from shardline.core.contributions import none_present
+from shardline.core.gradients import Gradient
+from shardline.core.outcome import Decision, Outcome
+from shardline.core.plan import BucketSpec
+from shardline.core.reduce import Block
+from shardline.errors import ProtocolError, TensorError
+from shardline.lanes.attachments import Attachment, Attachments
+from shardline.rpc.limits import MAX_GROUPS, at_most
+from shardline.rpc.messages.convert import dtype_from_proto, hyper_from_proto, unpack_bits
+from shardline.rpc.messages.data import ON_STREAM, lane_name
+from shardline.rpc.v1 import data_pb2
+from shardline.server.admission import admit_push, attachment_of, drop_named, outcome_to_proto
+from shardline.server.backend import Backend, HostedShard, numbers
+from shardline.server.calls import all_ended
+from shardline.server.inline_apply import is_quick, release_all
+from shardline.server.slots import Slot, opened, slot_bytes
+from shardline.server.staging import AsyncPush, Lease, worker_index
+from shardline.wire.protobuf import ChunkView, PushFrameView
+
+SEVERITY = (
+    Outcome.REFUSED,
+    Outcome.FENCED,
+    Outcome.WRONG_TIMELINE,
+    Outcome.NOT_CONFIGURED,
+    Outcome.STOPPED,
+    Outcome.OUT_OF_SEQUENCE,
+    Outcome.SPLIT,
+    Outcome.LATE_DROPPED,
+    Outcome.SKIPPED,
+    Outcome.COUNTED,
+    Outcome.STAGED,
+    Outcome.APPLIED,
+    Outcome.DUPLICATE,
+)
+"""Worst first: a push's outcome is its worst bucket's."""
+SENT_AWAY = (Outcome.FENCED, Outcome.WRONG_TIMELINE, Outcome.NOT_CONFIGURED)
+"""Why a worker that was admitted once is not any more: its lane ends with its place in the history."""
+
+
+@dataclass
+class _Push:
+    """One push on its way in."""
+
+    header: data_pb2.PushHeader
+    shard: HostedShard
+    hyper: Mapping[int, Mapping[str, float]]
+    generation: int
+    rejected: Decision | None = None
+    coding: Coding | None = None
+    """How its buckets are written; None where it is rejected."""
+    attachment: Attachment | None = None
+    referred: deque[Slot] = field(default_factory=deque)
+    """Referred buckets whose bytes are not expected yet."""
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+    """A reference or the commit has come."""
+    committed: bool = False
+    draining: asyncio.Task[None] | None = None
+    slots: list[Slot] = field(default_factory=list)
+    """Every slot that has asked for room in staging."""
+    room: AsyncPush | None = None
+    """What an asynchronous push comes to: it is held whole until its commit."""
+    applying: bool = False
+    """An asynchronous push that the pool has: it gives its room back by itself."""
+
+    def release(self) -> None:
+        """Give back all room in staging. May be called twice."""
+        release_all(self.slots)
+
+    done: set[int] = field(default_factory=set)
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    staged: dict[int, Gradient] = field(default_factory=dict)
+    running: list[asyncio.Task[None]] = field(default_factory=list)
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+    started_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What a finished push came to, for the ack and the metrics."""
+
+    ack: data_pb2.PushAck
+    task: str
+    """Who pushed; empty where it was not admitted, so that a stranger's names don't fill the metrics."""
+    shard: int
+    codec: str
+    lane: str
+    raw_bytes: int
+    wire_bytes: int
+    seconds: float
+
+
+class NoRoomError(Exception):
+    """A push finds no room in staging as long as its call may wait; `result` is what its sender is told.
+
+    What came in whole is counted; the sender makes the whole push again.
+    """
+
+    def __init__(self, result: PushResult) -> None:
+        super().__init__(result.ack.reason)
+        self.result = result
+
+
+class PushReceiver:
+    """Takes the frames of one stream; a stream may carry several pushes one after another.
+
+    attachments: lanes by which referred bytes may come.
+    async_reply: called under the shard's lock when an asynchronous push is applied, to copy what a pull of the same
+    call returns.
+    spawn: starts the task that takes referred buckets; its error must end the call.
+    on_admitted(task, incarnation): told whose push it is, once it is admitted.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        attachments: Attachments,
+        *,
+        async_reply: Callable[[HostedShard], None] = lambda shard: None,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        on_admitted: Callable[[str, int], None] = lambda task, incarnation: None,
+    ) -> None:
+        self._backend = backend
+        self._attachments = attachments
+        self._async_reply = async_reply
+        self._spawn = spawn
+        self._on_admitted = on_admitted
+        self._push: _Push | None = None
+        self._slot: Slot | None = None
+        self._waited_s = 0.0
+        """For room in staging, over the whole stream: its sender's deadline is one for all of it."""
+
+    async def feed(self, frame: PushFrameView) -> PushResult | None:
+        """Take one frame; returns the result when it ended a push.
+
+        Raises ProtocolError or TensorError, and NoRoomError where others hold the room for it.
+        """
+        if frame.header is not None:
+            self._begin(frame.header)
+        push = self._push
+        if push is None:
+            raise ProtocolError("a push starts with a header frame; this one has none")
+        if push.rejected is None:
+            if frame.bucket is not None:
+                slot = self._begin_bucket(push, frame.bucket)
+                await self._reserve(push, slot)
+            if frame.chunk is not None:
+                self._chunk(frame.chunk)
+            if frame.bucket_commit is not None:
+                self._end_bucket(push, frame.bucket_commit)
+            if frame.refs:
+                self._refer(push, frame.refs, last=frame.commit is not None)
+        if frame.commit is not None:
+            return await self._commit(push, frame.commit)
+        return None
+
+    def _begin(self, header: data_pb2.PushHeader) -> None:
+        if self._push is not None:
+            raise ProtocolError("a new push began before the one before it was committed")
+        kind = header.kind or data_pb2.PUSH_KIND_GRADIENT
+        if kind not in (data_pb2.PUSH_KIND_GRADIENT, data_pb2.PUSH_KIND_INIT):
+            raise ProtocolError(f"push kind number {kind} is not offered by this ps")
+        decision = admit_push(self._backend, header, init=kind == data_pb2.PUSH_KIND_INIT)
+        if decision.outcome is not Outcome.SERVED:
+            if decision.outcome in SENT_AWAY:
+                # Nobody will take the bytes that follow on another lane.
+                drop_named(self._attachments, header.data, "a push over it was not admitted")
+            # No shard is looked at, so none is held either.
+            self._push = _Push(header, None, {}, self._backend.generation, rejected=decision)  # type: ignore[arg-type]
+            return
+        self._on_admitted(header.data.task, header.data.incarnation)
+        shard = self._backend.shard(header.data.shard)
+        if header.weight not in (0.0, 1.0):
+            raise ProtocolError(f"weight {header.weight}: this job sums uniformly; send 0 or 1")
+        tensors = shard.tensors
+        at_most(len(header.nonfinite_tensors), tensors, "tensors with NaN that a push names")
+        at_most(len(header.hyper), MAX_GROUPS, "parameter groups that a push names")
+        push = _Push(header, shard, hyper_from_proto(header.hyper), self._backend.generation)
+        push.coding = self._coding(header)
+        push.attachment = attachment_of(self._attachments, header.data)
+        self._push = push
+        if by_bucket(push) and gradient_kind(header) and header.block.count == 0:
+            raise ProtocolError("a synchronous push names its block of replicas")
+        self._take_empty(push, header.empty_buckets)
+        if not by_bucket(push):
+            coming = [bucket.number for bucket in shard.buckets if bucket.number not in push.done]
+            push.room = AsyncPush(sum(_held_bytes(push, number) for number in coming))
+
+    def _coding(self, header: data_pb2.PushHeader) -> Coding:
+        """How a push is written: by the job's codec, first values as they are. Raises ProtocolError."""
+        coding = self._backend.coding
+        if not gradient_kind(header):
+            return coding.plain
+        try:
+            return coding.of_push(header.codec)
+        except ProtocolError as error:
+            raise ProtocolError(f"shard {header.data.shard}: {error}") from None
+
+    def _take_empty(self, push: _Push, numbers: Sequence[int]) -> None:
+        """Buckets that count without bytes."""
+        for number in numbers:
+            spec = self._check_bucket(push, number)
+            push.done.add(number)
+            self._take(push, [(number, Gradient(None, none_present(spec)), ())])
+
+    def _check_bucket(self, push: _Push, number: int) -> BucketSpec:
+        buckets = push.shard.buckets
+        if number >= len(buckets):
+            raise TensorError(f"shard {push.shard.number} has {len(buckets)} buckets, the push names bucket {number}")
+        if number in push.done:
+            raise ProtocolError(f"shard {push.shard.number}: bucket {number} comes twice in one push")
+        return buckets[number].spec
+
+    async def _reserve(self, push: _Push, slot: Slot, *, at_once: bool = False) -> None:
+        """Room for one bucket of a push. Raises NoRoomError; TimeoutError where it is for `at_once`."""
+        nbytes = _held_bytes(push, slot.number)
+        if nbytes:
+            push.slots.append(slot)
+            slot.lease = await self._room(push, slot.number, nbytes, at_once=at_once)
+            if push.attachment is None or push.attachment.borrowed:
+                self._backend.buffers.fit()
+
+    async def _room(self, push: _Push, number: int, nbytes: int, *, at_once: bool) -> Lease:
+        """Room for bytes, within what is left of the stream's patience or `at_once`; see _reserve()."""
+        header, step, bucket, block = push.header, None, None, Block(worker_index(push.header.data.task), 1)
+        if in_tree(push):
+            block, step, bucket = Block(header.block.first, header.block.count), header.step, number
+        patience_s = 0.0 if at_once else max(0.0, self._backend.staging_wait_s - self._waited_s)
+        began_s = time.monotonic()
+        try:
+            return await self._backend.staging.reserve(
+                push.shard.number, bucket, block, nbytes, patience_s, step=step, push=push.room
+            )
+        except TimeoutError as error:
+            if at_once:
+                raise
+            decision = Decision(Outcome.WAITING, f"{error} {await self._held_up_by(push)}")
+            raise NoRoomError(self._result(push, decision, 0)) from None
+        finally:
+            self._waited_s += time.monotonic() - began_s
+
+    async def _held_up_by(self, push: _Push) -> str:
+        """Who has to come before there is room, and what a person can do."""
+        if not in_tree(push):
+            return "It is held by other workers' pushes that have not ended; this one is made again"
+        missing = await self._backend.work(push.shard.waiting_for)
+        return (
+            f"Step {push.shard.step_min} waits for replicas {numbers(missing)}: look at what holds up their workers; "
+            f"this push is made again until then"
+        )
+
+    # Buckets on the stream
+
+    def _begin_bucket(self, push: _Push, header: data_pb2.BucketHeader) -> Slot:
+        if self._slot is not None:
+            raise ProtocolError(f"bucket {header.bucket} began before bucket {self._slot.number} was committed")
+        if push.attachment is not None:
+            raise ProtocolError(
+                f"bucket {header.bucket} comes on the stream, though the push is on lane {push.attachment.lane}"
+            )
+        self._slot = slot = self._announced(push, header)
+        return slot
+
+    def _announced(self, push: _Push, header: data_pb2.BucketHeader) -> Slot:
+        """The slot of a bucket whose head agrees with the plan, without memory."""
+        spec = self._check_bucket(push, header.bucket)
+        where = f"shard {push.shard.number}, bucket {header.bucket}"
+        first = push.shard.buckets[header.bucket].names[0]
+        dtype = dtype_from_proto(header.dtype, where)
+        if dtype != spec.dtype or header.elements != spec.elements:
+            raise TensorError(
+                f"{where} ({first!r}): pushed as {header.elements} {dtype} elements, the plan says "
+                f"{spec.elements} {spec.dtype}; was the worker built from another model?"
+            )
+        assert push.coding is not None
+        coding = push.coding.bucket(push.shard.number, header.bucket)
+        misfit = coding.misfit(header.payload_bytes)
+        if misfit:
+            raise TensorError(f"{where} ({first!r}): payload of {header.payload_bytes} bytes announced, {misfit}")
+        at_most(len(header.nonfinite_tensors), len(spec.slices), f"{where}: tensors with NaN")
+        present = unpack_bits(header.present, len(spec.slices), where)
+        return Slot(
+            header.bucket,
+            spec,
+            coding,
+            present,
+            memoryview(b""),
+            size=header.payload_bytes,
+            nonfinite=tuple(header.nonfinite_tensors),
+            bound=header.bound if header.bound > 0.0 else math.inf,
+            fingerprint=header.fingerprint,
+        )
+
+    def _chunk(self, chunk: ChunkView) -> None:
+        slot = self._slot
+        if slot is None or chunk.bucket != slot.number:
+            raise ProtocolError(f"chunk of bucket {chunk.bucket} without its bucket header")
+        slot.add(chunk.offset, chunk.payload)
+
+    def _end_bucket(self, push: _Push, commit: data_pb2.BucketCommit) -> None:
+        slot = self._slot
+        if slot is None or commit.bucket != slot.number:
+            raise ProtocolError(f"bucket {commit.bucket} is committed without having begun")
+        if slot.filled != slot.size or commit.bytes != slot.filled or commit.chunks != slot.chunks:
+            raise ProtocolError(
+                f"bucket {slot.number}: committed with {commit.bytes} bytes in {commit.chunks} chunks, received "
+                f"{slot.filled} of {slot.size} in {slot.chunks}; nothing was changed"
+            )
+        slot.digest = commit.digest
+        self._slot = None
+        push.done.add(slot.number)
+        self._weigh(push, slot, slot.filled)
+        self._take_slots(push, [slot])
+
+    @staticmethod
+    def _weigh(push: _Push, slot: Slot, wire_bytes: int) -> None:
+        push.wire_bytes += wire_bytes
+        push.raw_bytes += slot.spec.nbytes
+
+    # Referred buckets
+
+    def _refer(self, push: _Push, refs: Sequence[data_pb2.BucketRef], *, last: bool) -> None:
+        """Buckets whose bytes come by the push's attachment, in this order. last: nothing is to be read beside them."""
+        if push.attachment is None:
+            raise ProtocolError("the push refers to bytes elsewhere, but its header names no attachment")
+        for ref in refs:
+            slot = self._announced(push, ref.bucket)
+            push.done.add(slot.number)
+            slot.digest, slot.offset, slot.borrowed = ref.digest, ref.offset, push.attachment.borrowed
+            slot.moved = not push.attachment.borrowed
+            push.referred.append(slot)
+        push.more.set()
+        if push.draining is None and not last:
+            push.draining = self._spawn(self._drain(push, push.attachment))
+
+    async def _drain(self, push: _Push, attachment: Attachment) -> None:
+        """Expect referred buckets, a window of them at a time, and hand them on as they come in."""
+        coming: deque[Slot] = deque()
+        while True:
+            while push.referred and len(coming) < attachment.window:
+                slot = push.referred[0]
+                try:
+                    # Never waits while others of this push come in: they have to be handed on.
+                    await self._reserve(push, slot, at_once=bool(coming))
+                except TimeoutError:
+                    break
+                push.referred.popleft()
+                slot.ticket = attachment.expect(slot.offset, slot.size)
+                coming.append(slot)
+            if not coming:
+                if push.committed:
+                    return
+                push.more.clear()
+                # The call's own deadline ends this wait where the sender falls silent.
+                await push.more.wait()
+                continue
+            arrived = await self._arrived(coming)
+            for slot in arrived:
+                self._weigh(push, slot, 0 if attachment.borrowed else len(slot.memory))
+            self._take_slots(push, arrived)
+
+    async def _arrived(self, coming: deque[Slot]) -> list[Slot]:
+        """The leading slots whose bytes are all there; waits for the first."""
+        assert coming[0].ticket is not None
+        await coming[0].ticket.wait()
+        arrived = []
+        while coming and coming[0].ticket is not None and coming[0].ticket.done:
+            slot = coming.popleft()
+            assert slot.ticket is not None
+            await slot.ticket.wait()
+            slot.memory = slot.ticket.memory
+            arrived.append(slot)
+        return arrived
+
+    # Whole buckets
+
+    def _take_slots(self, push: _Push, slots: Sequence[Slot]) -> None:
+        """Check and decode whole buckets, and hand them on; in the pool, a few on each of its threads."""
+        if not by_bucket(push):
+            push.running.append(asyncio.create_task(self._stage(push, slots)))
+            return
+        if is_quick(push.shard, slots):
+            self._count_all(push, slots)
+            return
+        threads = min(len(slots), self._backend.pool_threads)
+        for part in (slots[first::threads] for first in range(threads)):
+            counting = self._backend.work_whole(partial(self._count_all, push, part), partial(release_all, part))
+            push.running.append(asyncio.create_task(counting))
+
+    def _count_all(self, push: _Push, slots: Sequence[Slot]) -> None:
+        """Count whole buckets, and give back the room of all, also where one has an error."""
+        try:
+            for slot in slots:
+                gradient = opened(slot, self._backend.buffers.take)
+                push.decisions[slot.number] = self._count(push, slot.number, gradient, slot.nonfinite)
+                slot.release()
+        finally:
+            release_all(slots)
+
+    async def _stage(self, push: _Push, slots: Sequence[Slot]) -> None:
+        def stage() -> None:
+            for slot in slots:
+                push.staged[slot.number] = opened(slot, self._backend.buffers.take)
+
+        await self._backend.work(stage)
+
+    def _take(self, push: _Push, items: Sequence[tuple[int, Gradient, Sequence[str]]]) -> None:
+        """Hand gradients on: counted at once by bucket, or held until the whole push is there."""
+        if not by_bucket(push):
+            push.staged.update((number, gradient) for number, gradient, _ in items)
+            return
+
+        async def count() -> None:
+            for number, gradient, nonfinite in items:
+                push.decisions[number] = await self._backend.work(self._count, push, number, gradient, nonfinite)
+
+        push.running.append(asyncio.create_task(count()))
+
+    def _count(self, push: _Push, number: int, gradient: Gradient, nonfinite: Sequence[str]) -> Decision:
+        """Count one bucket's contribution, or set its first values. Runs in the pool."""
+        header = push.header
+        if header.kind == data_pb2.PUSH_KIND_INIT:
+            if gradient.values is None:
+                raise ProtocolError(f"bucket {number}: first values can't be empty")
+            return push.shard.initialize(number, gradient.values)
+        return push.shard.contribute(
+            number,
+            header.step,
+            Block(header.block.first, header.block.count),
+            gradient,
+            hyper=push.hyper,
+            nonfinite=[*header.nonfinite_tensors, *nonfinite],
+            guard=lambda: self._outdated(push),
+        )
+
+    def _outdated(self, push: _Push) -> Decision | None:
+        """Why a push that was admitted counts no more: the history or its sender's life ended while it came in."""
+        if push.generation != self._backend.generation:
+            return Decision(Outcome.WRONG_TIMELINE, "the server was configured anew while this push came in")
+        data = push.header.data
+        return self._backend.fenced(data.task, data.incarnation)
+
+    async def _commit(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
+        if push.rejected is not None:
+            self._push = None
+            return self._result(push, push.rejected, 0)
+        if self._slot is not None:
+            raise ProtocolError(f"the push is committed while bucket {self._slot.number} is open")
+        self._take_empty(push, commit.empty_buckets)
+        push.committed = True
+        push.more.set()
+        if push.draining is not None:
+            await push.draining
+        elif push.attachment is not None:
+            await self._drain(push, push.attachment)
+        self._push = None
+        try:
+            return await self._counted(push, commit)
+        finally:
+            if not push.applying:
+                push.release()
+
+    async def _counted(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
+        """What a push that is whole comes to."""
+        header, shard = push.header, push.shard
+        if not by_bucket(push):
+            return await self._commit_whole(push, commit)
+        missing = [bucket.number for bucket in shard.buckets if bucket.number not in push.done]
+        if missing:
+            await self.abandon(push)
+            raise ProtocolError(
+                f"shard {shard.number}: the push lacks buckets {missing[:8]}; a contribution counts in every bucket "
+                f"(name the ones it adds nothing to in empty_buckets)"
+            )
+        await all_ended(push.running)
+        decisions = [push.decisions[number] for number in sorted(push.decisions)]
+        worst = min(decisions, key=lambda decision: SEVERITY.index(decision.outcome))
+        if not gradient_kind(header) and worst.outcome is Outcome.COUNTED:
+            await self._backend.work(self._backend.filled)
+        return self._result(push, worst, 0)
+
+    async def _commit_whole(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
+        header, shard = push.header, push.shard
+        if header.base_max > shard.step_max:
+            raise ProtocolError(f"base version {header.base_max} is ahead of the shard, which is at {shard.step_max}")
+        scale = commit.scale or 1.0
+        if not 0.0 < scale < float("inf"):
+            raise ProtocolError(f"scale {commit.scale} of the gradient is not a positive finite number")
+        await all_ended(push.running)
+
+        # It goes on where this call ends meanwhile, so nothing that it looks at may be changed from here.
+        staged, push.staged = push.staged, {}
+
+        def apply() -> tuple[Decision, int]:
+            return shard.push(
+                Push(
+                    task=header.data.task,
+                    incarnation=header.data.incarnation,
+                    seq=header.seq,
+                    base_version=header.base_min,
+                    scale=scale,
+                    skip=commit.skip,
+                ),
+                staged,
+                hyper=push.hyper,
+                guard=lambda: self._outdated(push),
+                then=lambda: self._async_reply(shard),
+            )
+
+        def release() -> None:
+            staged.clear()
+            push.release()
+
+        # The room is given back by release() alone: what is being applied is still held.
+        push.applying = True
+        decision, lag = await self._backend.work_whole(apply, release)
+        # Whatever the answer tells of is in the standby too, a repetition's as well.
+        await shard.answerable()
+        return self._result(push, decision, lag)
+
+    def _result(self, push: _Push, decision: Decision, lag: int) -> PushResult:
+        shard, header = push.shard, push.header
+        ack = data_pb2.PushAck(
+            outcome=outcome_to_proto(decision.outcome),
+            reason=decision.reason,
+            staleness=lag,
+            timeline=self._backend.timeline,
+            mismatch=decision.mismatch,
+        )
+        if push.rejected is None:
+            ack.step, ack.version = shard.step_min, shard.version
+            if shard.consistency.whole_pushes:
+                ack.next_seq = shard.last_push(header.data.task) + 1
+            for number, item in sorted(push.decisions.items()):
+                if item.outcome is not decision.outcome:
+                    ack.buckets.append(
+                        data_pb2.BucketAck(bucket=number, outcome=outcome_to_proto(item.outcome), reason=item.reason)
+                    )
+        self._backend.count(push_raw=push.raw_bytes, push_wire=push.wire_bytes)
+        return PushResult(
+            ack=ack,
+            task=header.data.task if push.rejected is None else "",
+            shard=header.data.shard,
+            codec=header.codec or PLAIN.name,
+            lane=lane_name(header.data.lane) or ON_STREAM.lane,
+            raw_bytes=push.raw_bytes,
+            wire_bytes=push.wire_bytes,
+            seconds=time.monotonic() - push.started_s,
+        )
+
+    async def abandon(self, push: _Push | None = None) -> None:
+        """The stream ended: let whole buckets finish counting (they came in whole), drop the rest."""
+        push = push or self._push
+        self._slot = None
+        self._push = None
+        if push is None:
+            return
+        try:
+            if push.draining is not None:
+                push.draining.cancel()
+                await asyncio.gather(push.draining, return_exceptions=True)
+        finally:
+            # Even where the call is cancelled here: a worker that died ends its stream first, then the call.
+            if push.attachment is not None:
+                self._attachments.drop(push.attachment, "a push over it ended early")
+            push.release()
+        if push.running:
+            await asyncio.gather(*push.running, return_exceptions=True)
+        # What one of them failed with knows its frames, and those the push.
+        push.draining = None
+        push.running.clear()
+
+
+def gradient_kind(header: data_pb2.PushHeader) -> bool:
+    """Whether a push brings gradients, not first values."""
+    return header.kind != data_pb2.PUSH_KIND_INIT
+
+
+def by_bucket(push: _Push) -> bool:
+    """Whether each bucket counts as soon as it is there; first values always do."""
+    return not (gradient_kind(push.header) and push.shard.consistency.whole_pushes)
+
+
+def in_tree(push: _Push) -> bool:
+    """Whether it brings parts of sums; first values are set bucket by bucket and wait for nobody."""
+    return gradient_kind(push.header) and push.shard.consistency.sums_in_tree
+
+
+def _held_bytes(push: _Push, number: int) -> int:
+    """What a bucket of a push asks of staging."""
+    assert push.coding is not None
+    return slot_bytes(
+        push.coding.bucket(push.shard.number, number),
+        borrowed=push.attachment is not None and push.attachment.borrowed,
+        summed=in_tree(push) and push.shard.replicas > 1,
+    )

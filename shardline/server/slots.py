@@ -1,0 +1,135 @@
+"""One bucket of a push from its announcement to its gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from shardline.codecs.base import Turn
+from shardline.codecs.coding import BucketCoding
+from shardline.core.gradients import Gradient
+from shardline.core.plan import BucketSpec
+from shardline.core.tensor_bytes import Buffer, borrowed_tensor, copy_bytes, digest, fingerprint
+from shardline.errors import ProtocolError
+from shardline.lanes.attachments import Ticket
+from shardline.server.staging import Lease
+
+SLACK = 8
+"""A message may be larger than its payload by this part of it: the heads beside a large chunk are far smaller."""
+
+
+@dataclass
+class Slot:
+    """One bucket on its way in."""
+
+    number: int
+    spec: BucketSpec
+    coding: BucketCoding
+    present: tuple[bool, ...]
+    memory: memoryview
+    digest: int = 0
+    nonfinite: Sequence[str] = ()
+    bound: float = math.inf
+    """As in Gradient."""
+    fingerprint: int = 0
+    """As its sender has made it; 0 = not sent."""
+    borrowed: bool = False
+    offset: int = 0
+    """Of a referred bucket, in its segment."""
+    moved: bool = True
+    """The bytes were on their way; those that stayed where they were can't have suffered."""
+    size: int = 0
+    """Bytes of the payload, as announced."""
+    filled: int = 0
+    chunks: int = 0
+    parts: list[Buffer] = field(default_factory=list)
+    """Payloads of its chunks, in order; see kept()."""
+    ticket: Ticket | None = None
+    lease: Lease | None = None
+
+    def add(self, offset: int, payload: Buffer) -> None:
+        """One more chunk, in order. Raises ProtocolError, the slot left as it was."""
+        end = offset + len(payload)
+        if offset != self.filled or end > self.size:
+            raise ProtocolError(
+                f"bucket {self.number}: chunk of {len(payload)} bytes at {offset}, expected one at "
+                f"{self.filled} within {self.size}; chunks neither overlap, repeat nor leave gaps"
+            )
+        if self.size and not len(payload):
+            raise ProtocolError(f"bucket {self.number}: a chunk without bytes of a bucket that has some")
+        self.parts.append(kept(payload))
+        self.filled = end
+        self.chunks += 1
+
+    def release(self) -> None:
+        """Give back the room in staging, and the bytes that took it: a push keeps its slots until it ends.
+
+        What was counted has a reference of its own. May be called twice.
+        """
+        self.memory, self.ticket, self.parts = memoryview(b""), None, []
+        if self.lease is not None:
+            self.lease.release()
+
+
+def slot_bytes(coding: BucketCoding, *, borrowed: bool, summed: bool) -> int:
+    """Most bytes of a bucket as it comes in, of what its codec makes of it, and of its sum with another.
+
+    borrowed: it lies in memory of the worker. summed: there may be another.
+    """
+    spec = coding.layout.bucket
+    decoded = 0 if coding.codec.is_view else spec.nbytes
+    # What is looked at twice is copied: the worker may write to its memory at any time.
+    held = decoded if borrowed and coding.codec.fixed_size else decoded + coding.max_bytes
+    # What lies in a message or in the worker's memory is summed elsewhere, what was decoded where it is.
+    return held + spec.nbytes if summed and not (borrowed and decoded) else held
+
+
+def kept(payload: Buffer) -> Buffer:
+    """A payload to be held: within the message that brought it, or a copy where that is much larger than it.
+
+    What is held of a message is all of it, and only the payload is counted.
+    """
+    view = memoryview(payload)
+    message = memoryview(view.obj).nbytes
+    return bytes(view) if message - view.nbytes > view.nbytes // SLACK else payload
+
+
+def opened(slot: Slot, take: Callable[[int], memoryview]) -> Gradient:
+    """The gradient in a slot that is full; take: memory for what came in pieces. Runs in the pool.
+
+    Raises ProtocolError where its digest differs, or where its push ended and let go of it meanwhile.
+    """
+    # Held here: release() may come from the end of the push at any moment, and leaves the slot without bytes.
+    memory = _joined(slot, take)
+    if len(memory) != slot.size:
+        raise ProtocolError(f"bucket {slot.number}: its push ended before it was counted; nothing was changed")
+    if slot.digest and slot.moved and slot.digest != digest(memory):
+        raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
+    # Of bytes that stayed where they are it would be a pass over cold memory: their sender has them in its cache.
+    mark = slot.fingerprint or (fingerprint(memory) if slot.moved else 0)
+    turn = Turn(present=slot.present)
+    if not slot.coding.codec.is_view:
+        # What the codec makes of the bytes may be larger than what the sender has seen.
+        stable = memory if slot.moved or slot.coding.codec.fixed_size else bytes(memory)
+        return Gradient(slot.coding.decoder.decode(stable, turn), slot.present, mark)
+    if slot.borrowed:
+        values = borrowed_tensor(memory, slot.spec.dtype)
+    else:
+        values = slot.coding.decoder.decode(memory, turn)
+    return Gradient(values, slot.present, mark, slot.bound, slot.borrowed)
+
+
+def _joined(slot: Slot, take: Callable[[int], memoryview]) -> memoryview:
+    """The bytes of a bucket that came in chunks. One chunk is used where it lies, as long as the contribution lives."""
+    parts, slot.parts = slot.parts, []
+    if not parts:
+        return slot.memory
+    if len(parts) == 1:
+        slot.borrowed = True
+        return memoryview(parts[0])
+    memory, end = take(slot.size), 0
+    for part in parts:
+        copy_bytes(memory[end : end + len(part)], part)
+        end += len(part)
+    return memory

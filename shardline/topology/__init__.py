@@ -1,0 +1,18 @@
+"""Topologies: whom a worker talks to for each shard. One file per topology, listed in TOPOLOGIES."""
+
+from __future__ import annotations
+
+from shardline.core.spec import JobSpec
+from shardline.seams import Table
+from shardline.topology.base import Hop, Route, Surroundings, Topology
+from shardline.topology.flat import Flat
+
+TOPOLOGIES: Table[Topology] = Table("topology", Flat)
+
+
+def of(job: JobSpec) -> Topology:
+    """The topology that a job names. Raises JobError for one that does not exist."""
+    return TOPOLOGIES.parse(job.topology)
+
+
+__all__ = ["TOPOLOGIES", "Flat", "Hop", "Route", "Surroundings", "Topology", "of"]

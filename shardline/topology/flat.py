@@ -1,0 +1,44 @@
+"""Flat: every worker talks to every server that holds a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardline.cadence.base import Outgoing
+from shardline.topology.base import Hop, Route, Surroundings, Topology
+
+
+class Direct(Route):
+    """Straight to the servers."""
+
+    def __init__(self, servers: Mapping[int, Hop]) -> None:
+        self._servers = servers
+
+    def hops(self) -> Mapping[int, Hop]:
+        """See Route.hops."""
+        return self._servers
+
+    def combine(self, step: int, replica: int, outgoing: Outgoing) -> Mapping[int, Outgoing]:
+        """See Route.combine."""
+        return {replica: outgoing}
+
+    def close(self) -> None:
+        """See Route.close."""
+
+
+@dataclass(frozen=True)
+class Flat(Topology):
+    """Each worker pushes to and pulls from the servers themselves."""
+
+    name: ClassVar[str] = "flat"
+
+    @property
+    def streams(self) -> bool:
+        """See Topology.streams."""
+        return True
+
+    def route(self, around: Surroundings) -> Route:
+        """See Topology.route."""
+        return Direct(around.servers)

@@ -1,0 +1,256 @@
+"""A job's optimizer as a value: which torch.optim classes work, their arguments, and why the others don't. Pure.
+
+    spec = rule("AdamW", ({"lr": 1e-3}, {"lr": 1e-3, "weight_decay": 0.0}))
+    spec = rule_from_optimizer(optimizer)
+
+A RuleSpec made here is canonical: every group holds every argument of the class, defaults filled in, numbers as floats,
+so two jobs with the same rule compare equal. Arguments whose value is None (foreach, fused, adjust_lr_fn) are left out;
+`differentiable` and `capturable` must be False and are left out. A None inside a tuple (Adafactor's first eps) travels
+as -1.0, which torch itself refuses, so it can't mean anything else.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from shardline.core.spec import Argument, RuleSpec
+from shardline.errors import JobError, ProtocolError
+
+ALLOWED: Mapping[str, bool] = {
+    "SGD": True,
+    "Adam": True,
+    "AdamW": True,
+    "Adamax": True,
+    "Adagrad": True,
+    "Adadelta": True,
+    "ASGD": True,
+    "NAdam": True,
+    "RAdam": True,
+    "RMSprop": True,
+    "Rprop": True,
+    "Muon": False,
+    "Adafactor": False,
+}
+"""Classes of torch.optim that work; True where the rule is element-wise, so that a tensor may be cut anywhere."""
+
+REFUSED: Mapping[str, str] = {
+    "LBFGS": "it calls a closure that recomputes the loss, and a parameter server has no model to compute one with",
+    "SparseAdam": "it takes only sparse gradients, and gradients arrive dense; AdamW or Adagrad take dense ones",
+}
+"""Classes of torch.optim that can't work, and why."""
+
+_OFF = ("differentiable", "capturable")
+"""Switches for graphs through the optimizer; a parameter server records none."""
+
+_NO_EPS = -1.0
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """One argument of a class: kind is "number", "integer", "flag", "text" or "numbers"."""
+
+    kind: str
+    default: Any
+    optional: bool
+    length: int = 0
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class by its name; raises JobError for one that is refused or unknown, with the reason or what works."""
+    if name in REFUSED:
+        raise JobError(f"optimizer {name} can't run on parameter servers: {REFUSED[name]}")
+    if name not in ALLOWED:
+        raise JobError(f"optimizer {name!r} is none of torch.optim's that Shardline runs; use one of {_works()}")
+    cls: type[torch.optim.Optimizer] = getattr(torch.optim, name)
+    return cls
+
+
+def rule(
+    name: str | type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]] = ({},), *, method: str = "torch"
+) -> RuleSpec:
+    """A validated, canonical RuleSpec; see the top of this module.
+
+    groups: arguments of each parameter group, in the class's own names. method: the choice from
+    shardline.update.RULES, which looks at it later. Raises JobError for a class that doesn't work,
+    no group, an unknown argument, a wrong type, or a value that torch refuses.
+    """
+    name = _class_name(name)
+    if not groups:
+        raise JobError(f"{name} has no parameter group; give at least one, with {{}} for the defaults")
+    return RuleSpec(
+        name=name, groups=tuple(_group(name, number, group) for number, group in enumerate(groups)), method=method
+    )
+
+
+def rule_from_optimizer(optimizer: torch.optim.Optimizer, *, method: str = "torch") -> RuleSpec:
+    """The rule of a torch.optim optimizer, as its param_groups are now. Raises JobError as rule() does.
+
+    Keys that the class has no argument for (such as "initial_lr" of a scheduler, or a name) are left out, as torch
+    ignores them. A learning rate in a tensor becomes its number.
+    """
+    name = _class_name(type(optimizer))
+    known = (*_parameters(name), *_OFF)
+    groups = [{key: value for key, value in group.items() if key in known} for group in optimizer.param_groups]
+    if name == "Adagrad":
+        # Adagrad fills its accumulators in the constructor, from the constructor's argument, whatever the group says.
+        for group in groups:
+            group["initial_accumulator_value"] = optimizer.defaults["initial_accumulator_value"]
+    return rule(name, groups, method=method)
+
+
+def torch_arguments(name: str, group: Mapping[str, Argument]) -> dict[str, Any]:
+    """Keyword arguments for the class, from a canonical group."""
+    arguments: dict[str, Any] = dict(group)
+    if name == "Adafactor":
+        first, second = arguments["eps"]
+        arguments["eps"] = (None if first == _NO_EPS else first, second)
+    return arguments
+
+
+def hyper_numbers(name: str, group: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers of a param_group that may change from step to step, as PushContext.hyper carries them.
+
+    Items of tuples have names such as "betas.0" (OneCycleLR moves them). Flags and texts are not among them.
+    """
+    found: dict[str, float] = {}
+    for key, parameter in _parameters(name).items():
+        value = group.get(key)
+        if parameter.kind in ("number", "integer") and value is not None:
+            found[key] = float(value)
+        elif parameter.kind == "numbers" and value is not None:
+            found.update({f"{key}.{i}": _NO_EPS if item is None else float(item) for i, item in enumerate(value)})
+    return found
+
+
+def with_hyper(name: str, group: Mapping[str, Argument], hyper: Mapping[str, float]) -> dict[str, Argument]:
+    """A canonical group with some numbers replaced.
+
+    Raises ProtocolError for a name that is no number of this rule, a value that is not finite, or a momentum that
+    RMSprop would need a state for which it doesn't keep; nothing is changed then.
+    """
+    merged: dict[str, Argument] = dict(group)
+    known = hyper_numbers(name, group)
+    for key, value in hyper.items():
+        if key not in known:
+            raise ProtocolError(f"{key!r} is no number of {name} that can change; those are {', '.join(known)}")
+        if not math.isfinite(value):
+            raise ProtocolError(f"{key} of {name} is {value}; it must be finite")
+        if name == "RMSprop" and key == "momentum" and (value == 0.0) != (known[key] == 0.0):
+            raise ProtocolError(
+                f"momentum of RMSprop can't change from {known[key]} to {value}: it keeps its buffer from the first "
+                "step on or not at all; start with a small momentum instead of 0"
+            )
+        base, _, index = key.partition(".")
+        if index:
+            items = merged[base]
+            assert isinstance(items, tuple)
+            at = int(index)
+            merged[base] = (*items[:at], float(value), *items[at + 1 :])
+        elif _parameters(name)[key].kind == "integer":
+            merged[key] = int(value)
+        else:
+            merged[key] = float(value)
+    return merged
+
+
+def _works() -> str:
+    return ", ".join(ALLOWED)
+
+
+def _class_name(name: str | type[torch.optim.Optimizer]) -> str:
+    if isinstance(name, type):
+        if getattr(torch.optim, name.__name__, None) is not name:
+            raise JobError(
+                f"{name.__module__}.{name.__qualname__} is no class of torch.optim, and a parameter server runs nobody "
+                f"else's code; use one of {_works()}"
+            )
+        return _class_name(name.__name__)
+    optimizer_class(name)
+    return name
+
+
+@functools.cache
+def _parameters(name: str) -> Mapping[str, _Parameter]:
+    """Arguments of a class, without the parameters and the switches that must stay off."""
+    table = {}
+    for key, parameter in inspect.signature(optimizer_class(name)).parameters.items():
+        if key == "params" or key in _OFF:
+            continue
+        text = inspect.formatannotation(parameter.annotation)
+        length = 0
+        if text.startswith("tuple"):
+            kind, length = "numbers", len(parameter.default)
+        elif text.startswith("bool"):
+            kind = "flag"
+        elif text.startswith("str"):
+            kind = "text"
+        else:
+            kind = "integer" if text == "int" else "number"
+        optional = "None" in text and kind != "numbers"
+        table[key] = _Parameter(kind=kind, default=parameter.default, optional=optional, length=length)
+    return table
+
+
+def _group(name: str, number: int, group: Mapping[str, Any]) -> Mapping[str, Argument]:
+    """A canonical group; torch's own constructor has the last word on values."""
+    where = f"{name}, parameter group {number}"
+    table = _parameters(name)
+    for key, value in group.items():
+        if key in _OFF:
+            if value is not False:
+                raise JobError(f"{where}: {key} must be False, since parameter servers record no graph")
+        elif key not in table:
+            raise JobError(f"{where}: unknown argument {key!r}; {name} takes {', '.join(table)}")
+    arguments: dict[str, Argument] = {}
+    for key, parameter in table.items():
+        value = _value(f"{where}: {key}", parameter, group.get(key, parameter.default))
+        if value is not None:
+            arguments[key] = value
+    shape = (2, 2) if name == "Muon" else (2,)
+    try:
+        optimizer_class(name)([torch.nn.Parameter(torch.zeros(shape))], **torch_arguments(name, arguments))
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise JobError(f"{where}: {error}") from None
+    return arguments
+
+
+def _value(where: str, parameter: _Parameter, value: Any) -> Argument:
+    """The value in canonical form; raises JobError for one of the wrong type."""
+    if value is None and parameter.optional:
+        return None
+    if parameter.kind == "numbers":
+        if not isinstance(value, (tuple, list)) or len(value) != parameter.length:
+            raise JobError(f"{where} is {value!r}; it must be {parameter.length} numbers, such as {parameter.default}")
+        holes = [item is None for item in parameter.default]
+        return tuple(
+            _NO_EPS if item is None and hole else _number(where, item) for item, hole in zip(value, holes, strict=True)
+        )
+    if parameter.kind == "number":
+        return _number(where, value)
+    expected = {"flag": bool, "text": str, "integer": int}[parameter.kind]
+    if type(value) is not expected:
+        words = {"flag": "True or False", "text": "a text", "integer": "a whole number"}[parameter.kind]
+        raise JobError(f"{where} is {value!r}; it must be {words}")
+    return cast(Argument, value)
+
+
+def _number(where: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise JobError(f"{where} is {value!r}; it must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise JobError(f"{where} is a whole number too large for a float") from None
+    if math.isnan(number):
+        raise JobError(f"{where} is NaN; it must be a number")
+    return number

@@ -1,0 +1,379 @@
+"""The interface of update rules: the choice, what it declares, and the object that updates one bucket.
+
+An `UpdateRule` is a choice from the table shardline.update.RULES, such as "torch" or "dc-asgd:strength=2". It says what
+it needs and keeps, and makes one `BucketRule` per bucket, which does the arithmetic and holds the state. A rule that
+lives in a file of its own is added to the table and needs nothing else; shardline.update.elementwise has what most of
+them share. Pure: no messages, threads or sockets.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardline import schedule as schedules
+from shardline.core.image import VALUE
+from shardline.core.plan import BucketSpec
+from shardline.core.push_context import TOGETHER, PushContext
+from shardline.core.spec import DTYPES, Argument, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
+from shardline.errors import CheckpointError, JobError, ProtocolError
+from shardline.seams import Resident
+from shardline.update.arguments import torch_arguments, with_hyper
+
+Shape = tuple[int, ...]
+
+
+class Takes(enum.Enum):
+    """What workers push for a rule."""
+
+    GRADIENT = "gradient"
+    DELTA = "delta"
+    """Workers run the job's optimizer themselves and push by how much they moved: parameters before less after."""
+
+
+class Need(enum.Enum):
+    """What a rule must be told besides the gradient; a consistency that can't tell it refuses the rule."""
+
+    WORKER = "to know which worker pushed"
+    LAG = "to know by how many updates a push is behind"
+    PULLS = "to know what was sent to each worker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpec:
+    """One state that a rule keeps: a flat tensor per bucket, or a number per slice (`scalar`)."""
+
+    dtype: torch.dtype
+    device: torch.device
+    scalar: bool = False
+    per_worker: bool = False
+    """Kept once for each worker that has pushed or pulled, under state_key(name, worker)."""
+    planned: bool = True
+    """False for one that exists only if a later push asks for it; it is left out of the memory sum."""
+
+
+class RuleState(NamedTuple):
+    """A bucket rule's state as a value; see BucketImage for how it is laid out.
+
+    tensors: flat CPU tensors by key, zeros as padding; a key is there once some slice has such a state. scalars:
+    numbers by key, one per slice. initialized: per slice, whether it has state.
+    """
+
+    tensors: dict[str, Tensor]
+    scalars: dict[str, tuple[float, ...]]
+    initialized: tuple[bool, ...]
+
+
+def state_key(name: str, worker: str = "") -> str:
+    """Name of a state in images and checkpoints: "momentum", or "momentum@worker.3" for that of "worker/3"."""
+    return f"{name}@{worker.replace('/', '.')}" if worker else name
+
+
+def parse_state_key(key: str) -> tuple[str, str]:
+    """(name, worker) of state_key(); the worker is "" for a state that all share."""
+    name, _, worker = key.partition("@")
+    return name, worker.replace(".", "/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What one bucket's rule is made from. tensors: the plan's, which the bucket's slices number."""
+
+    spec: RuleSpec
+    schedule: ScheduleSpec
+    bucket: BucketSpec
+    tensors: Sequence[TensorSpec]
+    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values and gradients."""
+        return DTYPES[self.bucket.dtype]
+
+    @property
+    def group(self) -> Mapping[str, Argument]:
+        """Arguments of the parameter group that all slices are in."""
+        return self.spec.groups[self.tensors[self.bucket.slices[0].tensor].group]
+
+
+@dataclass(frozen=True)
+class UpdateRule(Resident, ABC):
+    """Base of the residents of shardline.update.RULES: which rule, with its settings.
+
+    `spec` in the methods below is what the job says besides: an optimizer of torch by name and its parameter groups.
+    """
+
+    takes: ClassVar[Takes] = Takes.GRADIENT
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    runs_optimizer: ClassVar[bool] = False
+    """Whether each update has the bits of the job's optimizer on the uncut tensors, and nothing else is kept."""
+    looks_ahead: ClassVar[bool] = False
+    """Whether a worker's pull gets BucketRule.answer() instead of the parameters."""
+
+    def label(self, spec: RuleSpec) -> str:
+        """How errors name the rule with its optimizer."""
+        return f"{self} over {spec.name}"
+
+    def check(self, spec: RuleSpec) -> None:
+        """Raise JobError for an optimizer or arguments that the rule can't work with. spec is canonical."""
+
+    @abstractmethod
+    def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
+        """Raise JobError where the rule can't update a parameter, naming it; frozen tensors and buffers are ignored."""
+
+    def wants_whole(self, spec: RuleSpec, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape must not be cut: TensorSpec.whole. False: each element by itself."""
+        return False
+
+    @abstractmethod
+    def states(
+        self, spec: RuleSpec, group: Mapping[str, Argument], dtype: torch.dtype, device: torch.device
+    ) -> Mapping[str, StateSpec]:
+        """All states that may come to be kept for parameters of this group and dtype, by name.
+
+        A name has no "/" and no "@". Raises JobError for a combination that can't be updated.
+        """
+
+    def packing(self, spec: RuleSpec, state: str) -> Callable[[TensorSpec], Shape | None] | None:
+        """Shape of one tensor's state (None: it has none), where that isn't the tensor's; None = laid out as values.
+
+        Packed states lie slice after slice without padding, and tensors that have them must not be cut.
+        """
+        return None
+
+    @abstractmethod
+    def make(self, site: Site) -> BucketRule:
+        """The working object of one bucket. Raises JobError for a dtype or device that it can't work with."""
+
+    # Layout of states, as checkpoints and images have them
+
+    def state_shape(self, spec: RuleSpec, key: str, tensor: TensorSpec) -> Shape | None:
+        """Shape of one tensor's state; None where the tensor has no such state."""
+        packed = self.packing(spec, parse_state_key(key)[0])
+        return tensor.shape if packed is None else packed(tensor)
+
+    def state_spans(
+        self, spec: RuleSpec, key: str, bucket: BucketSpec, tensors: Sequence[TensorSpec]
+    ) -> tuple[tuple[int, int], ...]:
+        """(offset, elements) of each slice of the bucket in the flat state; the key "value" gives the values' own."""
+        packed = self.packing(spec, parse_state_key(key)[0])
+        if packed is None:
+            return tuple((piece.offset, piece.elements) for piece in bucket.slices)
+        spans, offset = [], 0
+        for piece in bucket.slices:
+            shape = packed(tensors[piece.tensor])
+            elements = 0 if shape is None else math.prod(shape)
+            spans.append((offset, elements))
+            offset += elements
+        return tuple(spans)
+
+    def flat_elements(self, spec: RuleSpec, key: str, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> int:
+        """Length of the flat state of a bucket."""
+        if self.packing(spec, parse_state_key(key)[0]) is None:
+            return bucket.elements
+        return sum(elements for _, elements in self.state_spans(spec, key, bucket, tensors))
+
+    def state_bytes(self, site: Site, *, workers: int) -> int:
+        """Bytes of all planned tensors of a bucket once every slice has had a gradient of each of `workers`."""
+        states = self.states(site.spec, site.group, site.dtype, site.device)
+        return sum(
+            self.flat_elements(site.spec, name, site.bucket, site.tensors)
+            * state.dtype.itemsize
+            * (workers if state.per_worker else 1)
+            for name, state in states.items()
+            if state.planned and not state.scalar
+        )
+
+
+class BucketRule(ABC):
+    """A rule and its state for one bucket of parameters. Used by one thread at a time; buckets are independent."""
+
+    def __init__(self, rule: UpdateRule, site: Site) -> None:
+        self.rule = rule
+        self.site = site
+        self.label = rule.label(site.spec)
+        schedules.check(site.schedule)
+        schedules.factor(site.schedule, site.schedule.warmup_steps)  # refuses one that has no end yet, before any step
+        held = [site.tensors[piece.tensor] for piece in site.bucket.slices]
+        _check_bucket(rule, self.label, site, held)
+        rule.check_tensors(site.spec, held)
+        self.states = rule.states(site.spec, site.group, site.dtype, site.device)
+
+    @abstractmethod
+    def apply(
+        self,
+        values: Tensor,
+        gradient: Tensor,
+        *,
+        clock: int,
+        source: Tensor | None = None,
+        present: Sequence[bool] | None = None,
+        hyper: Mapping[str, float] | None = None,
+        context: PushContext = TOGETHER,
+    ) -> bool:
+        """Update the flat values; returns whether any slice had a gradient. Where none had, nothing is written.
+
+        values, gradient: flat, the bucket's elements and dtype, on its device. The gradient is averaged and clipped,
+        and stays as it is; its padding must be finite. No reference to a tensor is kept.
+        source: the values before the update, like them, left as they are; `values` is overwritten then, whatever it
+        holds. None = in place.
+        clock: step or version (updates applied before) that the schedule goes by.
+        present: per slice, whether it has a gradient; None = all. The others keep values and state, as in torch.
+        hyper: numbers of the bucket's group for this call only, by hyper_numbers()' names; with "lr" among them the
+        schedule isn't applied. context: who pushed, and from what.
+        Raises ProtocolError for a wrong length, dtype or hyper; nothing is changed then.
+        """
+
+    @abstractmethod
+    def export(self) -> RuleState:
+        """A copy of the state."""
+
+    @abstractmethod
+    def load(
+        self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
+    ) -> None:
+        """Replace the state by an exported one, exact to the bit; tensors are copied, and VALUE among them is ignored.
+
+        An empty `initialized` means no state at all. Raises CheckpointError for an unknown or missing state, or a wrong
+        length, dtype or number; the state is unchanged then.
+        """
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of state held on the device now, without the numbers per slice."""
+
+    def full_nbytes(self, workers: int = 1) -> int:
+        """Bytes of state once every slice has had a gradient of each worker; for the memory sum at start."""
+        return self.rule.state_bytes(self.site, workers=workers)
+
+    def check_hyper(self, hyper: Mapping[str, float]) -> None:
+        """Raise ProtocolError where apply() would refuse these numbers."""
+        with_hyper(self.site.spec.name, self.site.group, hyper)
+
+    # Workers. Whoever calls these holds the bucket's lock, and a standby is told the same in the same order.
+
+    @property
+    def workers(self) -> frozenset[str]:
+        """Workers for which something is kept."""
+        return frozenset()
+
+    def members_changed(self, workers: Collection[str]) -> None:
+        """These workers may push from now on, and no others: what is kept for the others goes."""
+        for worker in sorted(self.workers - set(workers)):
+            self.left(worker)
+
+    def left(self, worker: str) -> None:  # noqa: B027
+        """Forget what is kept for a worker, which will push no more. Unknown workers are ignored."""
+
+    def answer(self, values: Tensor, worker: str) -> Tensor:
+        """What a worker's pull gets: `values` itself, or where the rule looks ahead a new tensor like it."""
+        return values
+
+    def sent(self, worker: str, values: Tensor) -> None:  # noqa: B027
+        """answer() was sent to a worker, in this form; called only where the rule needs Need.PULLS."""
+
+    # For residents
+
+    def arguments(self, clock: int, hyper: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """The group's arguments for one push, as torch names them: numbers replaced by `hyper`, the rate scheduled."""
+        spec, group = self.site.spec, self.site.group
+        found = with_hyper(spec.name, group, hyper) if hyper else dict(group)
+        if not hyper or "lr" not in hyper:
+            found["lr"] = group["lr"] * schedules.factor(self.site.schedule, clock)  # type: ignore[operator]
+        return torch_arguments(spec.name, found)
+
+    def check_flat(self, **given: Tensor | None) -> None:
+        """Raise ProtocolError for a tensor that doesn't have the bucket's length and dtype, by the keyword it has."""
+        bucket = self.site.bucket
+        for what, tensor in given.items():
+            if tensor is not None and (tensor.shape != (bucket.elements,) or tensor.dtype != self.site.dtype):
+                raise ProtocolError(
+                    f"{what} of a bucket are {tuple(tensor.shape)} {tensor.dtype}; the plan has "
+                    f"({bucket.elements},) {bucket.dtype}"
+                )
+
+    def pattern(self, present: Sequence[bool] | None) -> tuple[bool, ...] | None:
+        """`present` as apply() gets it, None where all are. Raises ProtocolError for a wrong length."""
+        count = len(self.site.bucket.slices)
+        if present is None:
+            return None
+        if len(present) != count:
+            raise ProtocolError(f"present has {len(present)} bits for a bucket of {count} slices")
+        return None if all(present) else tuple(bool(bit) for bit in present)
+
+    def check_state(
+        self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
+    ) -> None:
+        """Raise CheckpointError for what is not declared: an unknown key, a wrong length, dtype or number."""
+        what = f"state of a bucket under {self.label}"
+        count = len(self.site.bucket.slices)
+        if len(initialized) != count:
+            raise CheckpointError(f"{what}: {len(initialized)} initialized flags for {count} slices")
+        for key in (*tensors, *scalars):
+            name, worker = parse_state_key(key)
+            state = self.states.get(name)
+            if state is None or state.scalar != (key in scalars) or state.per_worker != bool(worker):
+                raise CheckpointError(f"{what}: unknown state {key!r}; it keeps {', '.join(self.states) or 'none'}")
+        for key, tensor in tensors.items():
+            length, dtype = self.length_of(key), self.states[parse_state_key(key)[0]].dtype
+            if tensor.shape != (length,) or tensor.dtype != dtype:
+                raise CheckpointError(
+                    f"{what}: {key!r} is {tuple(tensor.shape)} {tensor.dtype}, expected ({length},) {dtype}"
+                )
+        for key, numbers in scalars.items():
+            if len(numbers) != count:
+                raise CheckpointError(f"{what}: {key!r} has {len(numbers)} numbers for {count} slices")
+            if any(math.isnan(number) for number in numbers):
+                raise CheckpointError(f"{what}: {key!r} has a NaN among its numbers")
+        if any(initialized):
+            for name, state in self.states.items():
+                there = name in (scalars if state.scalar else tensors)
+                if not there and not state.per_worker and (state.scalar or self.length_of(name)):
+                    raise CheckpointError(f"{what}: {name!r} is missing")
+
+    def length_of(self, key: str) -> int:
+        """Elements of the flat state of this bucket."""
+        return self.rule.flat_elements(self.site.spec, key, self.site.bucket, self.site.tensors)
+
+
+def without_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An image's tensors without the parameters: the states."""
+    return {key: tensor for key, tensor in tensors.items() if key != VALUE}
+
+
+def padding_positions(bucket: BucketSpec, device: torch.device) -> Tensor:
+    """Positions of what lies between the slices and behind the last, int64, ascending.
+
+    Made of the gaps alone: a mark for each element would be a quarter of float32 values, and is needed for a moment
+    only. Bucket after bucket, that leaves the allocator with holes of which none fits what comes next.
+    """
+    begins = torch.tensor([piece.end for piece in bucket.slices])
+    ends = torch.tensor([*(piece.offset for piece in bucket.slices[1:]), bucket.elements])
+    lengths = ends - begins
+    # Each gap's begin, less the positions in the gaps before it, as often as the gap is long.
+    first = (begins - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+    return (first + torch.arange(len(first))).to(device)
+
+
+def _check_bucket(rule: UpdateRule, label: str, site: Site, held: Sequence[TensorSpec]) -> None:
+    bucket = site.bucket
+    if bucket.kind is not TensorKind.PARAM or not held:
+        raise JobError(f"a bucket of {len(held)} {bucket.kind.value} tensors has no update rule")
+    for piece, tensor in zip(bucket.slices, held, strict=True):
+        if tensor.group != held[0].group:
+            raise ProtocolError(
+                f"a bucket mixes parameter groups: {held[0].name!r} is in {held[0].group}, {tensor.name!r} in "
+                f"{tensor.group}"
+            )
+        if piece.rows != tensor.rows and rule.wants_whole(site.spec, tensor.shape):
+            raise ProtocolError(
+                f"{label} needs whole tensors, but the plan cuts {tensor.name!r}: {piece.rows} of {tensor.rows} rows"
+            )

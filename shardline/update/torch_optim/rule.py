@@ -1,0 +1,150 @@
+"""The rule "torch": the job's own optimizer, a class of torch.optim, steps on each bucket.
+
+With torch's default arithmetic the result has the bits of torch.optim on the uncut tensors, for every class and any cut
+(PROTOCOL 1.1). With fused=True it has equal bits for any cut, and differs from the uncut tensors' fused result only in
+the last few elements of a tensor, which torch computes by another path. The same holds for float16 and bfloat16 under
+SGD, ASGD and Adadelta: torch's x.add_(y, alpha=a) rounds those elements otherwise, and torch's own cut for several
+intra-op threads moves them, so equal bits there also need one intra-op thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shardline.core.push_context import TOGETHER, PushContext
+from shardline.core.spec import DTYPES, Argument, RuleSpec, TensorKind, TensorSpec
+from shardline.errors import JobError
+from shardline.update.arguments import ALLOWED, optimizer_class, torch_arguments
+from shardline.update.base import BucketRule, RuleState, Shape, Site, StateSpec, UpdateRule, without_values
+from shardline.update.torch_optim.runs import ElementwiseStates
+from shardline.update.torch_optim.states import packing, state_kinds
+from shardline.update.torch_optim.whole import WholeStates
+
+
+@dataclass(frozen=True)
+class Torch(UpdateRule):
+    """The job's optimizer as torch.optim computes it."""
+
+    name: ClassVar[str] = "torch"
+    runs_optimizer: ClassVar[bool] = True
+
+    def label(self, spec: RuleSpec) -> str:
+        """The optimizer's name."""
+        return spec.name
+
+    def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
+        """See UpdateRule: a parameter's group, dtype, shape or cut."""
+        for tensor in tensors:
+            if tensor.kind is not TensorKind.PARAM:
+                continue
+            if not 0 <= tensor.group < len(spec.groups):
+                raise JobError(
+                    f"{tensor.name!r} is in parameter group {tensor.group}, but {spec.name} has {len(spec.groups)}"
+                )
+            _check_dtype(spec, tensor)
+            if spec.name == "Muon" and len(tensor.shape) != 2:
+                raise JobError(
+                    f"Muon updates only matrices, but {tensor.name!r} has shape {tensor.shape}; train it with AdamW, "
+                    "or freeze it"
+                )
+            if self.wants_whole(spec, tensor.shape) and not tensor.whole:
+                raise JobError(f"{spec.name} needs whole tensors, but {tensor.name!r} is marked as one that may be cut")
+
+    def wants_whole(self, spec: RuleSpec, shape: Sequence[int]) -> bool:
+        """See UpdateRule. A 0-d tensor has nothing to cut."""
+        optimizer_class(spec.name)
+        return not ALLOWED[spec.name] and len(shape) > 0
+
+    def states(
+        self, spec: RuleSpec, group: Mapping[str, Argument], dtype: torch.dtype, device: torch.device
+    ) -> Mapping[str, StateSpec]:
+        """See UpdateRule. Found by letting torch update a few zeros."""
+        return state_kinds(spec.name, group, dtype, device)
+
+    def packing(self, spec: RuleSpec, state: str) -> Callable[[TensorSpec], Shape | None] | None:
+        """See UpdateRule: Adafactor's factors."""
+        return packing(spec.name, state)
+
+    def make(self, site: Site) -> TorchBucketRule:
+        """See UpdateRule."""
+        return TorchBucketRule(self, site)
+
+
+class TorchBucketRule(BucketRule):
+    """torch.optim and its state for one bucket of parameters."""
+
+    def __init__(self, rule: UpdateRule, site: Site) -> None:
+        super().__init__(rule, site)
+        cls = optimizer_class(site.spec.name)
+        arguments = torch_arguments(site.spec.name, site.group)
+        self._states: ElementwiseStates | WholeStates
+        if ALLOWED[site.spec.name]:
+            self._states = ElementwiseStates(cls, arguments, site.bucket, self.states, site.device)
+        else:
+            self._states = WholeStates(cls, arguments, rule, site, self.states)
+
+    def apply(
+        self,
+        values: Tensor,
+        gradient: Tensor,
+        *,
+        clock: int,
+        source: Tensor | None = None,
+        present: Sequence[bool] | None = None,
+        hyper: Mapping[str, float] | None = None,
+        context: PushContext = TOGETHER,
+    ) -> bool:
+        """See BucketRule."""
+        self.check_flat(values=values, gradient=gradient, source=source)
+        pattern = self.pattern(present)
+        arguments = self.arguments(clock, hyper)
+        if pattern is not None and not any(pattern):
+            return False
+        self._states.apply(values, gradient, pattern, arguments, source)
+        return True
+
+    def export(self) -> RuleState:
+        """See BucketRule. Element-shaped states lie in the bucket's layout, Adafactor's packed."""
+        states = self._states
+        tensors: dict[str, Tensor] = {}
+        if isinstance(states, ElementwiseStates):
+            states.collect()
+            for name, flat in states.flat.items():
+                tensors[name] = flat.to("cpu", copy=True).index_fill_(0, states.padding.cpu(), 0)
+        else:
+            tensors = {name: flat.cpu() for name, flat in states.flat.items()}
+        scalars = {name: tuple(numbers) for name, numbers in states.scalars.items()}
+        return RuleState(tensors, scalars, tuple(states.initialized))
+
+    def load(
+        self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
+    ) -> None:
+        """See BucketRule."""
+        begun = list(initialized) or [False] * len(self.site.bucket.slices)
+        given = without_values(tensors)
+        self.check_state(given, scalars, begun)
+        if not any(begun):
+            self._states.set_state({}, {}, begun)
+            return
+        flat = {name: tensor.detach().to(self.site.device, copy=True) for name, tensor in given.items()}
+        self._states.set_state(flat, {name: [float(n) for n in numbers] for name, numbers in scalars.items()}, begun)
+
+    @property
+    def nbytes(self) -> int:
+        """See BucketRule."""
+        return self._states.nbytes
+
+
+def _check_dtype(spec: RuleSpec, tensor: TensorSpec) -> None:
+    dtype = DTYPES[tensor.dtype]
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise JobError(f"{tensor.name!r} has dtype {tensor.dtype}; {spec.name} updates floating-point tensors only")
+    if dtype.is_complex and not ALLOWED[spec.name]:
+        raise JobError(f"{spec.name} doesn't support complex parameters, and {tensor.name!r} has dtype {tensor.dtype}")
+    if dtype.is_complex and spec.groups[tensor.group].get("fused"):
+        raise JobError(f"{spec.name} with fused=True supports no complex parameters; {tensor.name!r} is {tensor.dtype}")

@@ -1,0 +1,224 @@
+"""Element-wise rules: one optimizer call for each run of neighbouring slices whose per-slice state is equal.
+
+In the steady state all slices have a gradient and equal counters, so a bucket is one run and one call. Where a tensor
+has no gradient torch leaves it alone (no decay, no count), so counters drift apart and the bucket falls into more runs.
+Element-shaped states lie in flat tensors in the bucket's layout, of which a run's optimizer holds views; its 0-d states
+are numbers of its own, written back to the per-slice lists only when runs change or somebody exports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardline.core.plan import BucketSpec, padded
+from shardline.update.base import StateSpec, padding_positions
+from shardline.update.torch_optim import sgd
+
+_CACHED_RUNS = 64
+"""Optimizer objects kept per bucket for runs that may come back (mixtures of experts alternate)."""
+
+
+class _Run:
+    """Slices [start, stop), elements [begin, end) of the bucket, and the optimizer that updates them in one call."""
+
+    def __init__(self, start: int, stop: int, parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+        self.start, self.stop = start, stop
+        self.parameter = parameter
+        self.optimizer = optimizer
+        self.nothing = parameter.detach()[:0].clone()
+        # Between steps the bucket's buffers are nobody's here.
+        parameter.data = self.nothing
+
+    def step(self, values: Tensor, gradient: Tensor, source: Tensor, arguments: Mapping[str, Any]) -> None:
+        """One optimizer step on this run's part of the bucket; no reference to the three tensors is kept.
+
+        source: the values before, which may be `values`.
+        """
+        if sgd.is_plain(type(self.optimizer), arguments):
+            self._step_beside(values, gradient, source, arguments)
+            return
+        if source is not values:
+            values.copy_(source)
+        # values alternates between two buffers from call to call, so the parameter is pointed at it anew each time.
+        self.parameter.data = values
+        self.parameter.grad = gradient
+        self.optimizer.param_groups[0].update(arguments)
+        try:
+            self.optimizer.step()
+        finally:
+            self.parameter.grad = None
+            self.parameter.data = self.nothing
+
+    @torch.no_grad()
+    def _step_beside(self, values: Tensor, gradient: Tensor, source: Tensor, arguments: Mapping[str, Any]) -> None:
+        before = self.state().get("momentum_buffer")
+        after = sgd.step(source, gradient, values, before, arguments)
+        if after is not before and after is not None:
+            self.set_state({"momentum_buffer": after})
+
+    def state(self) -> dict[str, Tensor]:
+        """Torch's own state of the run, without entries that are None."""
+        held: Mapping[str, Tensor | None] = self.optimizer.state.get(self.parameter, {})
+        return {name: value for name, value in held.items() if value is not None}
+
+    def set_state(self, state: dict[str, Tensor]) -> None:
+        """Replace torch's state of the run."""
+        self.optimizer.state[self.parameter] = state
+
+
+class ElementwiseStates:
+    """Optimizer state of one bucket under an element-wise rule. Used by one thread at a time.
+
+    flat: states by name, each as long as the bucket; zeros where a slice has none yet. Exact only after collect():
+    scalars, per name one number per slice, and initialized, per slice whether torch keeps a state for it.
+    """
+
+    def __init__(
+        self,
+        cls: type[torch.optim.Optimizer],
+        arguments: Mapping[str, Any],
+        bucket: BucketSpec,
+        kinds: Mapping[str, StateSpec],
+        device: torch.device,
+    ) -> None:
+        self._cls = cls
+        self._arguments = dict(arguments)
+        self._bucket = bucket
+        self._kinds = kinds
+        self._device = device
+        self._ends = [min(piece.offset + padded(piece.elements), bucket.elements) for piece in bucket.slices]
+        self.padding = padding_positions(bucket, device)
+        """Positions of the padding, int64."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all state."""
+        count = len(self._bucket.slices)
+        self.flat: dict[str, Tensor] = {}
+        self.scalars: dict[str, list[float]] = {}
+        self.initialized: list[bool] = [False] * count
+        self._runs: list[_Run] = []
+        self._present: tuple[bool, ...] | None = None
+        self._settled = False
+        self._cache: dict[tuple[int, int], _Run] = {}
+
+    def apply(
+        self,
+        values: Tensor,
+        gradient: Tensor,
+        present: tuple[bool, ...] | None,
+        arguments: Mapping[str, Any],
+        source: Tensor | None = None,
+    ) -> None:
+        """Update the slices that are present (None: all); arguments are those in force for this call.
+
+        source: the values before; None = they are in `values`.
+        """
+        if not self._settled or present != self._present:
+            self.collect()
+            self._runs = self._cut_into_runs(values, present)
+            self._present = present
+            # Runs stay as they are while the same slices are present: equal states advance equally.
+            self._settled = True
+        if source is not None and not (present is None and len(self._runs) == 1):
+            # Only one run over all slices leaves nothing of the bucket out.
+            values.copy_(source)
+            source = None
+        for run in self._runs:
+            begin, end = self._span(run.start, run.stop)
+            after = values[begin:end]
+            run.step(after, gradient[begin:end], after if source is None else source[begin:end], arguments)
+            if not self.initialized[run.start]:
+                self._adopt(run)
+        if self.padding.numel():
+            # eps=0 divides zero by zero there.
+            values.index_fill_(0, self.padding, 0)
+
+    def collect(self) -> None:
+        """Write the numbers that torch advanced in the current runs back to the per-slice lists."""
+        for run in self._runs:
+            for name, state in run.state().items():
+                if self._kinds[name].scalar:
+                    number = float(state)
+                    self.scalars[name][run.start : run.stop] = [number] * (run.stop - run.start)
+
+    def _span(self, start: int, stop: int) -> tuple[int, int]:
+        return self._bucket.slices[start].offset, self._ends[stop - 1]
+
+    def _cut_into_runs(self, values: Tensor, present: Sequence[bool] | None) -> list[_Run]:
+        """Longest runs of neighbours that are present and have equal state, with their optimizers ready."""
+        runs: list[_Run] = []
+        start, key = 0, None
+        count = len(self._bucket.slices)
+        for number in range(count + 1):
+            here = None
+            if number < count and (present is None or present[number]):
+                here = self._equal_state_key(number)
+            if here != key:
+                if key is not None:
+                    runs.append(self._run(start, number, values))
+                start, key = number, here
+        return runs
+
+    def _equal_state_key(self, number: int) -> tuple[float, ...]:
+        if not self.initialized[number]:
+            return (0.0,)
+        return (1.0, *(numbers[number] for numbers in self.scalars.values()))
+
+    def _run(self, start: int, stop: int, values: Tensor) -> _Run:
+        run = self._cache.get((start, stop))
+        begin, end = self._span(start, stop)
+        fresh = not self.initialized[start]
+        if run is None or (fresh and run.state()):
+            # Some classes fill their state in the constructor, so the parameter has its true size there.
+            parameter = torch.nn.Parameter(values[begin:end])
+            run = _Run(start, stop, parameter, self._cls([parameter], **self._arguments))
+            if len(self._cache) >= _CACHED_RUNS:
+                self._cache.clear()
+            self._cache[start, stop] = run
+        if not fresh:
+            state = {name: flat[begin:end] for name, flat in self.flat.items()}
+            for name, numbers in self.scalars.items():
+                kind = self._kinds[name]
+                state[name] = torch.tensor(numbers[start], dtype=kind.dtype, device=kind.device)
+            run.set_state(state)
+        return run
+
+    def _adopt(self, run: _Run) -> None:
+        """Let the state that torch created on these slices' first gradient be the flat tensors, or a part of them."""
+        state = run.state()
+        if not state:
+            return
+        begin, end = self._span(run.start, run.stop)
+        count = len(self._bucket.slices)
+        for name, value in state.items():
+            if self._kinds[name].scalar:
+                self.scalars.setdefault(name, [0.0] * count)
+                continue
+            if name not in self.flat and value.numel() == self._bucket.elements:
+                # No slice shares it with another run: a copy would leave a hole of its size in the heap.
+                self.flat[name] = value
+                continue
+            if name not in self.flat:
+                self.flat[name] = torch.zeros(self._bucket.elements, dtype=value.dtype, device=self._device)
+            view = self.flat[name][begin:end]
+            view.copy_(value)
+            state[name] = view
+        run.set_state(state)
+        self.initialized[run.start : run.stop] = [True] * (run.stop - run.start)
+        # Slices whose state just began may now have the state of their neighbours.
+        self._settled = False
+
+    def set_state(self, flat: dict[str, Tensor], scalars: dict[str, list[float]], initialized: Sequence[bool]) -> None:
+        """Replace all state; flat tensors become this object's own."""
+        self.clear()
+        self.flat, self.scalars, self.initialized = flat, scalars, list(initialized)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat states."""
+        return sum(flat.nbytes for flat in self.flat.values())

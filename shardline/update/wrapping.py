@@ -1,0 +1,130 @@
+"""What rules share that change a gradient and then let the job's optimizer step, such as by how stale it is."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardline.core.push_context import TOGETHER, PushContext
+from shardline.core.spec import Argument, RuleSpec, TensorSpec
+from shardline.update.base import (
+    BucketRule,
+    RuleState,
+    Shape,
+    Site,
+    StateSpec,
+    UpdateRule,
+    padding_positions,
+    without_values,
+)
+from shardline.update.elementwise import States
+from shardline.update.torch_optim.rule import Torch
+
+_TORCH = Torch()
+
+
+@dataclass(frozen=True)
+class WrappingRule(UpdateRule):
+    """Base of residents whose BucketRule is a WrappingBucketRule; it runs with any optimizer."""
+
+    def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
+        """See UpdateRule."""
+        _TORCH.check_tensors(spec, tensors)
+
+    def wants_whole(self, spec: RuleSpec, shape: Sequence[int]) -> bool:
+        """See UpdateRule."""
+        return _TORCH.wants_whole(spec, shape)
+
+    def own_states(self, dtype: torch.dtype, device: torch.device) -> Mapping[str, StateSpec]:
+        """What the rule keeps besides the optimizer; names that no optimizer of torch has."""
+        return {}
+
+    def states(
+        self, spec: RuleSpec, group: Mapping[str, Argument], dtype: torch.dtype, device: torch.device
+    ) -> Mapping[str, StateSpec]:
+        """See UpdateRule."""
+        return {**_TORCH.states(spec, group, dtype, device), **self.own_states(dtype, device)}
+
+    def packing(self, spec: RuleSpec, state: str) -> Callable[[TensorSpec], Shape | None] | None:
+        """See UpdateRule. A state of the rule's own lies as the values do."""
+        return _TORCH.packing(spec, state)
+
+
+class WrappingBucketRule(BucketRule):
+    """Base of bucket rules that change a gradient and hand it to the job's optimizer."""
+
+    def __init__(self, rule: WrappingRule, site: Site) -> None:
+        super().__init__(rule, site)
+        self.inner = _TORCH.make(site)
+        self.kept = States(self, tuple(rule.own_states(site.dtype, site.device)))
+        self._padding = padding_positions(site.bucket, torch.device("cpu"))
+
+    @abstractmethod
+    def changed(self, values: Tensor, gradient: Tensor, arguments: Mapping[str, Any], context: PushContext) -> Tensor:
+        """The gradient that the optimizer gets: a new tensor, or `gradient` itself where nothing changes.
+
+        values: the parameters before the update. Both are flat and stay as they are; slices without a gradient hold
+        anything finite.
+        """
+
+    def apply(
+        self,
+        values: Tensor,
+        gradient: Tensor,
+        *,
+        clock: int,
+        source: Tensor | None = None,
+        present: Sequence[bool] | None = None,
+        hyper: Mapping[str, float] | None = None,
+        context: PushContext = TOGETHER,
+    ) -> bool:
+        """See BucketRule."""
+        self.check_flat(values=values, gradient=gradient, source=source)
+        arguments = self.arguments(clock, hyper)
+        pattern = self.pattern(present)
+        if pattern is not None and not any(pattern):
+            return False
+        with torch.no_grad():
+            gradient = self.changed(values if source is None else source, gradient, arguments, context)
+        return self.inner.apply(values, gradient, clock=clock, source=source, present=present, hyper=hyper)
+
+    @property
+    def workers(self) -> frozenset[str]:
+        """See BucketRule."""
+        return self.kept.workers()
+
+    def left(self, worker: str) -> None:
+        """See BucketRule."""
+        self.kept.drop(worker)
+
+    def export(self) -> RuleState:
+        """See BucketRule."""
+        inner = self.inner.export()
+        if any(inner.initialized):
+            self.kept.complete()
+        tensors, scalars = self.kept.export(self._padding)
+        return RuleState({**inner.tensors, **tensors}, {**inner.scalars, **scalars}, inner.initialized)
+
+    def load(
+        self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
+    ) -> None:
+        """See BucketRule."""
+        begun = list(initialized) or [False] * len(self.site.bucket.slices)
+        given = without_values(tensors)
+        self.check_state(given, scalars, begun)
+        self.inner.load(
+            {key: tensor for key, tensor in given.items() if not self.kept.owns(key)},
+            {key: numbers for key, numbers in scalars.items() if not self.kept.owns(key)},
+            begun,
+        )
+        self.kept.load(given, scalars)
+
+    @property
+    def nbytes(self) -> int:
+        """See BucketRule."""
+        return self.inner.nbytes + self.kept.nbytes

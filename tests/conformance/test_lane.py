@@ -1,0 +1,579 @@
+"""What holds on every lane of the table: a real parameter server, a worker's half of the lane, and what breaks between.
+
+What a lane does beside that is in tests/contract/test_<name>_lane.py and the unit tests of its halves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardline.cluster import ClusterSpec
+from shardline.config import RoleConfig
+from shardline.core.exchange import Arrival, BucketPayload, Contribution, Want, Whole
+from shardline.core.identity import Identity
+from shardline.core.outcome import Outcome
+from shardline.core.reduce import Block
+from shardline.core.spec import DTYPES
+from shardline.errors import ProtocolError, ShardlineError, UnreachableError
+from shardline.host import segments
+from shardline.lanes import AUTO, CHOICES, LANES, candidates, offered, token_acceptor
+from shardline.lanes.attachments import LaneOffer
+from shardline.lanes.base import Lane, LaneUnavailable
+from shardline.lanes.kind import LaneKind
+from shardline.lanes.negotiated import NegotiatedLane
+from shardline.rpc.channel import Peer
+from shardline.seams import doc_line
+from tests.contract.conftest import client, ps
+from tests.contract.lanes import (
+    DEADLINE_S,
+    SENDER,
+    TIMEOUTS,
+    Bench,
+    Mapping,
+    a_push_that_does_not_count_ends_the_exchange,
+    a_sender_that_is_not_admitted_is_told_as_on_the_stream,
+    gradient,
+    on_loop,
+    payload,
+    spec,
+    unchanged_buckets_come_without_bytes,
+)
+from tests.contract.plain_client import ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats
+from tests.contract.refusals import unchanged
+from tests.integration.cluster import Ps
+from tests.integration.test_deaths import wait_for
+
+__all__ = ["client", "ps"]
+ROOT = Path(__file__).parents[2]
+STEPPED = tuple(value - RATE for value in FIRST_W)
+OPENED = tuple(kind.name for kind in LANES if kind.opened)
+every_lane = pytest.mark.parametrize("name", LANES.names)
+every_opened_lane = pytest.mark.parametrize("name", OPENED)
+
+
+def config(kind: LaneKind) -> RoleConfig:
+    """Settings of either side."""
+    cluster = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:0",)})
+    return RoleConfig(role="ps", index=0, cluster=cluster, timeouts=TIMEOUTS, lane=kind.name)
+
+
+class KindBench(Bench[Lane]):
+    """A lane of the table to one ps, whose shard is not made yet."""
+
+    sink = Mapping
+
+    def __init__(self, name: str, ps: Ps) -> None:
+        kind = LANES.parse(name)
+        self.kind = kind
+        self.said: list[Exception] = []
+        offer = kind.offer(
+            config(kind),
+            on_host=True,
+            take=ps.store.buffers.take,
+            on_refused=lambda label, error: self.said.append(error),
+        )
+        assert (offer is not None) == kind.opened, f"lane {name} can't be offered on this machine"
+        if offer is not None:
+            otherwise = ps.store.make_publication
+            ps.store.make_publication = lambda spec, two: publication(offer, otherwise, spec, two)
+        super().__init__(ps, offer, lambda peer: kind.connect(config(kind), peer, 0, spec()))
+        self.openings = 0
+        """How often a worker has opened the lane."""
+        given = ps.attachments.open
+
+        def count(*arguments: Any) -> Any:
+            self.openings += 1
+            return given(*arguments)
+
+        ps.attachments.open = count  # type: ignore[method-assign]
+
+    def another(self, peer: Peer | None = None) -> Lane:
+        """One more worker's half."""
+        return self.kind.connect(config(self.kind), peer or self.peer, 0, spec())
+
+    @property
+    def open(self) -> int:
+        """Attachments that the ps has for this lane."""
+        return int(on_loop(self.ps, lambda: sum(self.ps.attachments.count().values())))
+
+    @property
+    def acceptor(self) -> token_acceptor.TokenAcceptor[Any]:
+        """Who lets workers in, on a lane that is opened."""
+        acceptor = self.offer.acceptor
+        assert isinstance(acceptor, token_acceptor.TokenAcceptor)
+        return acceptor
+
+    def opening(self) -> Any:
+        """What a call gives a worker to open the lane with."""
+        return self.lane._open(SENDER, timeout_s=DEADLINE_S)  # type: ignore[attr-defined]
+
+    def call(self, said: bytes = b"") -> socket.socket:
+        """A stranger at the lane's own socket, who says something."""
+        opening = self.opening()
+        if opening.port:
+            sock = socket.create_connection(("127.0.0.1", opening.port), timeout=10.0)
+        else:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(10.0)
+            sock.connect(segments.to_kernel(opening.socket))
+        if said:
+            sock.sendall(said)
+        return sock
+
+
+def publication(offer: LaneOffer, otherwise: Callable[..., Any], spec: Any, two: bool) -> Any:
+    """Where a shard publishes on this lane."""
+    made = offer.publish(spec, keeps_previous=two)
+    return otherwise(spec, two) if made is None else made
+
+
+@pytest.fixture
+def bench(name: str, ps: Ps, client: PlainClient) -> Iterator[KindBench]:
+    made = KindBench(name, ps)
+    client.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def two(name: str, ps: Ps, client: PlainClient) -> Iterator[KindBench]:
+    """The same of a job of two replicas."""
+    made = KindBench(name, ps)
+    client.start(replicas=2)
+    yield made
+    made.close()
+
+
+def of(replica: int, value: float, *, items: Sequence[BucketPayload] | None = None) -> Contribution:
+    """A push of one replica for step 0."""
+    items = [payload(floats([value] * 12))] if items is None else items
+    return Contribution(payloads=Whole(items, (FROZEN, STATS)), step=0, block=Block(replica, 1))
+
+
+def hears_refusal(sock: socket.socket) -> bool:
+    """Whether the stranger is sent away: with a word of its lane's, or without."""
+    with contextlib.suppress(ConnectionError):
+        sock.recv(1)
+    return True
+
+
+# The bytes
+
+
+@every_lane
+def test_a_step_ends_as_on_the_stream(bench: KindBench, client: PlainClient) -> None:
+    sink = bench.sink()
+    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0), sink=sink)
+    assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
+    assert done.end is not None and (done.end.outcome, done.end.step) == (Outcome.SERVED, 1)
+    assert sink.weights() == STEPPED == client.weights()
+    assert sorted(head.bucket for head in sink.heads) == [W, FROZEN, STATS]
+
+
+@every_lane
+def test_one_opening_serves_many_exchanges(bench: KindBench) -> None:
+    for step in range(5):
+        done = bench.exchange(gradient(step=step), Want(step=step + 1, have_step=step, wait_s=5.0))
+        assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
+    assert bench.pull(5).weights() == tuple(value - 5 * RATE for value in FIRST_W)
+    assert bench.openings == bench.open == (1 if bench.kind.opened else 0)
+
+
+@every_lane
+def test_buckets_come_in_the_order_asked_for(bench: KindBench) -> None:
+    sink = bench.sink()
+    bench.exchange(want=Want(step=0, buckets=(STATS, W, FROZEN), wait_s=5.0), sink=sink)
+    assert [head.bucket for head in sink.heads] == [STATS, W, FROZEN]
+
+
+@every_lane
+def test_buckets_that_did_not_change_come_without_bytes(bench: KindBench) -> None:
+    unchanged_buckets_come_without_bytes(bench)
+
+
+@every_lane
+def test_pushes_of_one_exchange_keep_their_bytes_apart(two: KindBench) -> None:
+    sink = two.sink()
+    pushes = [of(0, 1.0), of(1, 3.0)]
+    done = two.lane.exchange(SENDER, pushes, Want(step=1, wait_s=5.0), sink, timeout_s=DEADLINE_S)
+    assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED] * 2
+    assert sink.weights() == tuple(value - 2 * RATE for value in FIRST_W)
+
+
+@every_lane
+def test_all_buckets_may_bring_bytes(bench: KindBench) -> None:
+    items = [payload(floats([1.0] * 12)), payload(floats([5.0, 6.0]), STATS)]
+    push = Contribution(payloads=Whole(items, (FROZEN,)), step=0, block=Block(0, 1))
+    sink = bench.sink()
+    bench.exchange(push, Want(step=1, wait_s=5.0), sink=sink)
+    assert sink.weights() == STEPPED
+    assert len(sink.memory[STATS]) == ELEMENTS * DTYPES["float32"].itemsize
+
+
+@every_lane
+def test_a_reader_that_is_slow_holds_up_nobody_else(two: KindBench) -> None:
+    looks, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Mapping):
+        def pause(self) -> None:
+            looks.set()
+            assert goes_on.wait(DEADLINE_S)
+
+        def buffer(self, arrival: Arrival) -> memoryview:
+            self.pause()
+            return super().buffer(arrival)
+
+        def take(self, arrival: Arrival, memory: memoryview) -> None:
+            self.pause()
+            super().take(arrival, memory)
+
+    slow, other = Slow(), two.another()
+    sender = dataclasses.replace(SENDER, who=Identity("worker/1", 1))
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            running = pool.submit(two.exchange, want=Want(step=0, wait_s=5.0), sink=slow)
+            assert looks.wait(DEADLINE_S)
+            for replica, value in enumerate((1.0, 3.0)):
+                done = other.exchange(sender, [of(replica, value)], None, two.sink(), timeout_s=DEADLINE_S)
+                assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
+        finally:
+            goes_on.set()
+        assert running.result(DEADLINE_S).end is not None
+    assert slow.weights() == FIRST_W
+    other.close()
+
+
+# What is refused
+
+
+@every_lane
+def test_a_push_that_does_not_count_ends_the_exchange(bench: KindBench) -> None:
+    bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    a_push_that_does_not_count_ends_the_exchange(bench)
+    assert bench.exchange(gradient(), Want(step=1)).acks[0].outcome is Outcome.DUPLICATE
+
+
+@every_lane
+def test_a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: KindBench) -> None:
+    a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench)
+
+
+@every_lane
+def test_more_bytes_than_a_bucket_has_are_refused_by_their_number(bench: KindBench, client: PlainClient) -> None:
+    # Far more than buffers on the way hold: the shard's own words come before what breaks then.
+    with pytest.raises(ProtocolError, match=r"67108864 bytes (announced|don.t fit)"):
+        bench.exchange(gradient(items=[payload(bytes(64 << 20))]), Want(step=1, wait_s=5.0))
+    unchanged(client)
+    bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert client.weights() == STEPPED
+
+
+@every_lane
+def test_a_gradient_that_is_refused_changes_nothing(bench: KindBench, client: PlainClient) -> None:
+    with pytest.raises(ShardlineError, match=r"gradient of 'w' from replicas .* has NaN or infinity"):
+        bench.exchange(gradient(float("nan")), Want(step=1, wait_s=5.0))
+    unchanged(client)
+    bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert client.weights() == STEPPED and bench.open == (1 if bench.kind.opened else 0)
+
+
+@every_lane
+def test_bytes_that_travel_are_compared_with_their_digest(bench: KindBench, client: PlainClient) -> None:
+    lying = dataclasses.replace(payload(floats([1.0] * 12)), digest=1)
+    if bench.lane.by_reference:
+        # They lie where the worker made them; nothing carried them.
+        assert [ack.outcome for ack in bench.exchange(gradient(items=[lying])).acks] == [Outcome.COUNTED]
+        return
+    with pytest.raises(ProtocolError, match="bucket 0: the digest of the received bytes differs"):
+        bench.exchange(gradient(items=[lying]))
+    unchanged(client)
+    client.complete()
+
+
+# Tokens and strangers
+
+
+@every_opened_lane
+def test_a_wrong_token_is_refused_and_counted(bench: KindBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = type(bench.lane)._open  # type: ignore[attr-defined]
+
+    def with_wrong_tokens(lane: Any, *arguments: Any, **settings: Any) -> Any:
+        opened = given(lane, *arguments, **settings)
+        # Right in its first bytes, by which it is looked up.
+        wrong = {key: getattr(opened, key)[:16] + bytes(16) for key in ("up_token", "down_token", "token")}
+        return dataclasses.replace(opened, **wrong)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bench.lane), "_open", with_wrong_tokens)
+        with pytest.raises(LaneUnavailable, match="refused"):
+            bench.pull(0)
+    assert bench.acceptor.refused == 1
+    wait_for(lambda: bool(bench.said), "the refusal to be told")
+    assert "its token is wrong, was used before or came late" in str(bench.said[0])
+    assert bench.pull(0).heads
+
+
+@every_opened_lane
+def test_a_token_is_good_once_and_its_first_bearer_goes_on(bench: KindBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = bench.opening()
+    second = bench.another()
+    monkeypatch.setattr(type(bench.lane), "_open", lambda lane, *arguments, **settings: opened)
+    assert bench.pull(0).heads
+    with pytest.raises(LaneUnavailable, match="refused"):
+        second.exchange(SENDER, [], Want(step=0), bench.sink(), timeout_s=DEADLINE_S)
+    assert bench.pull(0).heads and bench.acceptor.refused == 1
+    second.close()
+
+
+@every_opened_lane
+def test_a_token_that_comes_late_is_refused(bench: KindBench) -> None:
+    bench.acceptor.tokens._valid_s = 0.0
+    with pytest.raises(LaneUnavailable, match="refused"):
+        bench.pull(0)
+
+
+@every_opened_lane
+def test_a_token_that_nobody_used_goes_with_its_worker(bench: KindBench) -> None:
+    bench.opening()
+    assert bench.open == 1 and len(bench.acceptor.tokens) >= 1
+    on_loop(bench.ps, lambda: bench.ps.attachments.keep_only({"worker/0": 2}))
+    assert bench.open == 0 and len(bench.acceptor.tokens) == 0
+
+
+@every_opened_lane
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3, bytes(100)], ids=["http", "zeros"])
+def test_noise_is_refused_and_the_next_one_is_served(bench: KindBench, said: bytes) -> None:
+    with bench.call(said) as sock:
+        assert hears_refusal(sock)
+        wait_for(lambda: bench.acceptor.refused == 1, "the count")
+    assert bench.pull(0).heads
+
+
+@every_opened_lane
+def test_who_says_nothing_does_not_stay(bench: KindBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_acceptor.Guest, "limit_s", 0.1)
+    with bench.call() as silent:
+        assert hears_refusal(silent)
+        wait_for(lambda: bool(bench.said), "the refusal to be told")
+    assert "no token within" in str(bench.said[0]) and bench.acceptor.guests == 0
+    assert bench.pull(0).heads
+
+
+@every_opened_lane
+def test_a_crowd_that_says_nothing_keeps_a_worker_waiting_and_no_longer(
+    bench: KindBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_acceptor.Guest, "limit_s", 0.2)
+    monkeypatch.setattr(token_acceptor, "MAX_GUESTS", 3)
+    crowd = [bench.call() for _ in range(8)]
+    assert bench.pull(0).heads
+    assert bench.acceptor.refused >= 5
+    for one in crowd:
+        one.close()
+
+
+# Where it can't be
+
+
+@every_opened_lane
+def test_a_server_without_the_lane_is_told_apart_from_one_that_is_gone(name: str, ps: Ps, client: PlainClient) -> None:
+    client.start()
+    peer = Peer(ps.task, ps.address, TIMEOUTS)
+    kind = LANES.parse(name)
+    lane = kind.connect(config(kind), peer, 0, spec())
+    with pytest.raises(LaneUnavailable, match=f"opens no {name} lane: this ps offers the lanes grpc"):
+        lane.exchange(SENDER, [], Want(step=0), Mapping(), timeout_s=DEADLINE_S)
+    ps.close()
+    with pytest.raises(UnreachableError):
+        lane.exchange(SENDER, [], Want(step=0), Mapping(), timeout_s=DEADLINE_S)
+    lane.close()
+    peer.close()
+
+
+@every_opened_lane
+def test_a_door_that_is_shut_makes_the_lane_unavailable_and_the_next_one_takes_over(bench: KindBench) -> None:
+    told: list[str] = []
+    left = [kind for kind in candidates(bench.kind.name, local=True) if not kind.opened]
+    others = [kind.connect(config(kind), bench.peer, 0, spec()) for kind in left]
+    pair = NegotiatedLane(
+        [bench.lane, *others],
+        peer=str(bench.peer),
+        expected=[bench.kind.name],
+        on_fallback=lambda lane, reason: told.append(lane),
+    )
+    bench.offer.close()
+    sink = bench.sink()
+    pair.exchange(SENDER, [gradient()], Want(step=1, wait_s=5.0), sink, timeout_s=DEADLINE_S)
+    assert sink.weights() == STEPPED and told == [bench.kind.name] and pair.name == left[0].name
+    pair.close()
+
+
+# Ends and new beginnings
+
+
+@every_opened_lane
+def test_a_lane_that_broke_between_exchanges_is_opened_anew(bench: KindBench) -> None:
+    bench.pull(0)
+    bench.drop()
+    with pytest.raises(UnreachableError):
+        bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
+    assert done.end is not None and done.end.outcome is Outcome.SERVED and bench.open == 1
+
+
+@every_opened_lane
+def test_a_fenced_worker_loses_its_lane(bench: KindBench) -> None:
+    bench.pull(0)
+    on_loop(bench.ps, lambda: bench.ps.attachments.keep_only({"worker/0": 2}))
+    assert bench.open == 0
+    with pytest.raises(UnreachableError, match="is not open here"):
+        bench.pull(0)
+
+
+@every_lane
+def test_another_life_of_the_worker_opens_a_lane_of_its_own(bench: KindBench) -> None:
+    bench.pull(0)
+    later = dataclasses.replace(SENDER, who=Identity("worker/0", 2))
+    done = bench.exchange(want=Want(step=0), sender=later)
+    assert done.end is not None and done.end.outcome is Outcome.SERVED
+    assert bench.open == (1 if bench.kind.opened else 0)
+
+
+@every_lane
+def test_an_exchange_is_cancelled_wherever_it_waits(bench: KindBench) -> None:
+    waiting = threading.Event()
+
+    class Payloads(Whole):
+        def batches(self) -> Iterator[Sequence[BucketPayload]]:
+            waiting.set()
+            yield from super().batches()
+
+    bench.pull(0)
+    push = Contribution(payloads=Payloads((), (W, FROZEN, STATS)), step=0, block=Block(0, 1))
+    with ThreadPoolExecutor(1) as pool:
+        # Waits for a step that nobody completes.
+        running = pool.submit(bench.exchange, push, Want(step=9, wait_s=15.0))
+        assert waiting.wait(5.0)
+        bench.lane.cancel()
+        with pytest.raises(UnreachableError):
+            running.result(5.0)
+    assert bench.pull(0).heads
+
+
+DYING_WORKER = """
+import sys, threading
+from shardline.lanes import LANES
+from tests.contract.lanes import *
+from tests.conformance.test_lane import FROZEN, STATS, config, floats
+
+class Stuck(Whole):
+    # Not small: that would wait for its last bucket.
+    nbytes = 1 << 20
+
+    def batches(self):
+        yield [payload(floats([1.0] * 12))]
+        print("sent", flush=True)
+        threading.Event().wait(60.0)
+
+kind = LANES.parse(sys.argv[1])
+lane = kind.connect(config(kind), Peer("ps/0", sys.argv[2], TIMEOUTS), 0, spec())
+push = Contribution(payloads=Stuck((), (FROZEN, STATS)), step=0, block=Block(0, 1))
+lane.exchange(SENDER, [push], Want(step=1, wait_s=60.0), Mapping(), timeout_s=60.0)
+"""
+
+
+@every_lane
+def test_a_worker_killed_in_mid_push_leaves_what_came_whole_and_its_next_life_completes_the_step(
+    two: KindBench,
+) -> None:
+    bucket = two.ps.store.shards[0].buckets[W]
+    command = [sys.executable, "-c", DYING_WORKER, two.kind.name, two.ps.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == "sent\n"
+        wait_for(lambda: bucket.contributions.counted == {0}, "the bucket to be counted")
+        worker.send_signal(signal.SIGKILL)
+    wait_for(lambda: two.open == 0, "the attachment to be dropped")
+    assert [ack.outcome for ack in two.exchange(of(0, 9.0)).acks] == [Outcome.COUNTED]
+    sink = two.sink()
+    done = two.exchange(of(1, 3.0), Want(step=1, wait_s=5.0), sink=sink)
+    assert done.end is not None and done.end.outcome is Outcome.SERVED
+    # The mean of 1, which the dead worker brought, and 3.
+    assert sink.weights() == tuple(value - 2 * RATE for value in FIRST_W)
+
+
+@every_lane
+def test_a_server_that_dies_during_an_exchange_is_unreachable(bench: KindBench) -> None:
+    bench.pull(0)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(bench.exchange, want=Want(step=9, wait_s=15.0))
+        wait_for(lambda: bool(bench.ps.servicer.calls.open), "the call to be there")
+        bench.ps.close()
+        with pytest.raises(UnreachableError):
+            running.result(DEADLINE_S)
+
+
+@every_lane
+def test_nothing_is_left_of_a_lane_that_is_closed(bench: KindBench) -> None:
+    def held() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    bench.pull(0)
+    gc.collect()
+    bench.drop()
+    before = held()
+    lanes = [bench.another() for _ in range(8)]
+    for number, lane in enumerate(lanes):
+        sender = dataclasses.replace(SENDER, who=Identity(f"worker/{number}", 1))
+        done = lane.exchange(sender, [], Want(step=0, wait_s=5.0), bench.sink(), timeout_s=DEADLINE_S)
+        assert done.end is not None and done.end.outcome is Outcome.SERVED
+    # Its workers cost no thread each.
+    assert threading.active_count() - before[1] < 8
+    for lane in lanes:
+        lane.close()
+    bench.drop()
+    wait_for(lambda: held()[0] <= before[0], "descriptors to be given back")
+
+
+# The table
+
+
+def test_the_lane_that_always_works_is_the_last_resort_of_every_choice() -> None:
+    for choice in CHOICES:
+        for local, shared_dir in ((False, False), (True, False), (False, True)):
+            found = candidates(choice, local=local, shared_dir=shared_dir)
+            assert not found[-1].opened and all(kind.opened for kind in found[:-1])
+            assert choice in (AUTO, found[0].name)
+
+
+def test_a_lane_of_one_host_is_tried_by_itself_only_where_both_may_be_on_one() -> None:
+    near = candidates(AUTO, local=True)
+    assert [kind.name for kind in near] == ["shm", "tcp", "grpc"] == list(reversed(LANES.names))
+    assert candidates(AUTO, local=False, shared_dir=True) == near
+    assert [kind.name for kind in candidates(AUTO, local=False)] == ["tcp", "grpc"]
+
+
+def test_a_server_offers_what_it_was_asked_for() -> None:
+    assert [kind.name for kind in offered(AUTO)] == list(OPENED)
+    assert [[kind.name for kind in offered(name)] for name in LANES.names] == [[], ["tcp"], ["shm"]]
+
+
+@every_lane
+def test_the_docs_say_what_it_is(name: str) -> None:
+    lines = (ROOT / "docs" / "lanes.md").read_text().splitlines()
+    row = next((line for line in lines if line.startswith(f"| `{name}` |")), "")
+    assert doc_line(LANES[name]) in row, f"docs/lanes.md lacks | `{name}` | ... | {doc_line(LANES[name])} |"

@@ -1,0 +1,67 @@
+"""A rule from outside of the package that changes gradients and leaves the step to the job's optimizer.
+
+Delay compensation with a constant strength (Zheng et al. 2017, "Asynchronous stochastic gradient descent with delay
+compensation", algorithm 2): g + strength * g * g * (theta - what the worker was sent).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shardline.core.push_context import PushContext
+from shardline.update import RULES, Need
+from shardline.update.base import Site, StateSpec
+from shardline.update.wrapping import WrappingBucketRule, WrappingRule
+
+
+@RULES.add
+@dataclass(frozen=True)
+class ToyCompensation(WrappingRule):
+    """Move a late gradient to where the parameters are now, by a guess at the curvature."""
+
+    name: ClassVar[str] = "toy-compensation"
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.WORKER, Need.PULLS})
+    strength: float = 0.04
+
+    def own_states(self, dtype: torch.dtype, device: torch.device) -> Mapping[str, StateSpec]:
+        """See WrappingRule: what each worker was sent, and per slice whether it was."""
+        return {
+            "sent": StateSpec(dtype=dtype, device=device, per_worker=True),
+            "was_sent": StateSpec(dtype=torch.float64, device=device, scalar=True, per_worker=True),
+        }
+
+    def make(self, site: Site) -> ToyCompensationBucket:
+        """See UpdateRule."""
+        return ToyCompensationBucket(self, site, self.strength)
+
+
+class ToyCompensationBucket(WrappingBucketRule):
+    """What the workers were sent of one bucket."""
+
+    def __init__(self, rule: ToyCompensation, site: Site, strength: float) -> None:
+        super().__init__(rule, site)
+        self._strength = strength
+
+    def sent(self, worker: str, values: Tensor) -> None:
+        """See BucketRule."""
+        self.kept.tensor("sent", worker).copy_(values)
+        numbers = self.kept.numbers("was_sent", worker)
+        numbers[:] = [1.0] * len(numbers)
+
+    def changed(self, values: Tensor, gradient: Tensor, arguments: Mapping[str, Any], context: PushContext) -> Tensor:
+        """See WrappingBucketRule."""
+        if context.task not in self.workers:
+            return gradient
+        sent = self.kept.tensor("sent", context.task)
+        changed = gradient.clone()
+        for piece, known in zip(self.site.bucket.slices, self.kept.numbers("was_sent", context.task), strict=True):
+            if known:
+                part = slice(piece.offset, piece.end)
+                guess = gradient[part].square().mul_(values[part] - sent[part])
+                changed[part].add_(guess, alpha=self._strength)
+        return changed
