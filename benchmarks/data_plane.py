@@ -15,8 +15,8 @@ import torch
 from benchmarks.process import ContenderError
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import Restart
+from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.step.course import Course
-from shardline.client.step.factory import Ties, Wishes, make_trainer
 from shardline.client.step.trainer import Trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts

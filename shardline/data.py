@@ -19,11 +19,11 @@ import signal
 import struct
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +32,6 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from shardline.errors import JobError, JobExitError, ShardlineError
-
-if TYPE_CHECKING:
-    from shardline.job import Job
 
 _OTHERS = (str(Path(__file__).parent), sysconfig.get_paths()["stdlib"], "<")
 """Files whose lines are no person's own: this library, Python's, and what has no file."""
@@ -110,6 +107,56 @@ def epoch_order(seed: int, epoch: int, samples: int) -> npt.NDArray[np.int64]:
     return order
 
 
+class DataSource(Protocol):
+    """What is read of a job; see shardline.job.Job."""
+
+    @property
+    def seed(self) -> int:
+        """Of all random numbers."""
+        ...
+
+    @property
+    def samples(self) -> int:
+        """Length of a map-style data set; 0 where it is iterable."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one microbatch."""
+        ...
+
+    @property
+    def accumulate(self) -> int:
+        """Microbatches of one replica and step."""
+        ...
+
+    @property
+    def contributors(self) -> int:
+        """Replicas whose gradients make one update."""
+        ...
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Batch] | None:
+        """Makes a batch of a list of samples; None = torch's default_collate."""
+        ...
+
+    @property
+    def data(self) -> Any:
+        """The data set."""
+        ...
+
+    @property
+    def loss(self) -> Callable[[nn.Module, Batch], torch.Tensor]:
+        """Mean loss of a batch, a scalar."""
+        ...
+
+    def data_order(self) -> DataOrder:
+        """Which samples each place takes."""
+
+    def one_pass(self) -> Iterable[Any]:
+        """One pass over an iterable data set."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataOrder:
     """Which indices of a map-style data set each (step, replica, microbatch) takes.
@@ -181,7 +228,7 @@ class BatchSource:
     it. Every replica reads over the samples of the others; going back costs reading a pass from its start.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: DataSource) -> None:
         self._source: _Indexed | _Tensors | _Streamed
         collate = job.collate or default_collate
         if not job.samples:
@@ -257,7 +304,7 @@ class _Streamed:
     earlier batch be found again without reading from the very first pass.
     """
 
-    def __init__(self, job: Job, collate: Callable[[list[Any]], Batch]) -> None:
+    def __init__(self, job: DataSource, collate: Callable[[list[Any]], Batch]) -> None:
         self._job = job
         self._collate = collate
         self._starts = [0]
@@ -348,7 +395,7 @@ UNWATCHED = Watch()
 
 
 def replica_gradients(
-    model: nn.Module, job: Job, source: BatchSource, step: int, replica: int, watch: Watch = UNWATCHED
+    model: nn.Module, job: DataSource, source: BatchSource, step: int, replica: int, watch: Watch = UNWATCHED
 ) -> tuple[float, int]:
     """Compute one replica's gradients of one step into the parameters' .grad; returns (mean loss, number of samples).
 

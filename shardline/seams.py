@@ -27,7 +27,7 @@ import math
 import re
 import typing
 from collections.abc import Iterator
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from shardline import plugins
 from shardline.errors import JobError, UsageError
@@ -94,7 +94,7 @@ class Table(Generic[R]):
             raise UsageError(f"{self.seam} {resident.name!r} exists already: {there.__module__}.{there.__qualname__}")
         return resident
 
-    def parse(self, choice: str | R) -> R:
+    def parse(self, choice: str | Resident) -> R:
         """The resident that a text names; a resident is returned as it is.
 
         Raises JobError naming the seam, the name or setting that does not exist or fit, and what does.
@@ -102,7 +102,7 @@ class Table(Generic[R]):
         if not isinstance(choice, str):
             if type(choice) not in self._classes.values():
                 raise JobError(f"{self.seam} is {choice!r}; choose from {', '.join(self.names)}")
-            return choice
+            return cast(R, choice)
         name, colon, rest = choice.partition(":")
         resident = self[name]
         given: dict[str, Any] = {}
@@ -119,7 +119,7 @@ class Table(Generic[R]):
         except TypeError as error:
             raise JobError(f"{self.seam} {choice!r}: {error}; settings: {', '.join(settings_of(resident))}") from None
 
-    def canonical(self, choice: str | R) -> str:
+    def canonical(self, choice: str | Resident) -> str:
         """The one text of a choice. Raises JobError."""
         return str(self.parse(choice))
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardline import consistency
 from shardline.core.digest import params_sha256
 from shardline.core.plan import BucketSpec, Plan, Slice, make_plan, padded
 from shardline.core.push_context import PushContext
@@ -131,10 +132,10 @@ class _Run:
             self.skipped.append(self.at)
         else:
             _assign(self.buffers, after)
-            asynchronous = self.spec.consistency.mode == "async"
-            gradients = self._clip_as_torch(contributions[0]) if asynchronous else self._combine(contributions)
-            # PROTOCOL 1.1: the learning rate follows the step, in asynchronous mode the version.
-            self.stepper.step(gradients, self.version if asynchronous else self.at)
+            mode = consistency.of(self.spec.consistency)
+            gradients = self._clip_as_torch(contributions[0]) if mode.clips_at_worker else self._combine(contributions)
+            # PROTOCOL 1.1: the learning rate follows the step or the version.
+            self.stepper.step(gradients, self.version if mode.clock is consistency.Clock.VERSION else self.at)
             self.version += 1
         self.at += 1
         return sum(losses) / len(losses)
@@ -269,7 +270,7 @@ class _RuleStepper:
     def __init__(self, spec: JobSpec, plan: Plan, trained: Values) -> None:
         self.plan = plan
         self.trained = trained
-        self.task = "worker/0" if spec.consistency.mode == "async" else ""
+        self.task = "worker/0" if consistency.of(spec.consistency).whole_pushes else ""
         device = next(iter(trained.values())).device
         self.buckets = [bucket for bucket in plan.shards[0].buckets if bucket.kind is TensorKind.PARAM]
         self.rules = [bucket_rule(spec.rule, spec.schedule, bucket, plan.tensors, device) for bucket in self.buckets]

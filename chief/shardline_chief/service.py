@@ -32,10 +32,10 @@ from shardline_chief.io.trainer import Trainer
 from shardline_chief.page.access import check_exposure
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
+from shardline_chief.rules.flows.recollection import obstacle
 from shardline_chief.rules.program import Program
 from shardline_chief.rules.replay import Remembered, replay
-from shardline_chief.rules.state import Settings
-from shardline_chief.rules.takeover import obstacle
+from shardline_chief.rules.state.settings import Settings
 
 log = logging.getLogger("shardline_chief")
 
@@ -109,8 +109,8 @@ def _done_already(known: Remembered, spec: JobSpec | None, settings: Settings) -
     if not known.closed or known.ended is None or spec is None or obstacle(known, spec, settings):
         return False
     saved = known.leases.all_done if known.leases is not None else 0 < spec.steps <= known.checkpoint_step
-    exit_code, reason = known.ended
-    return saved and exit_code == 0 and (reason == "done" or reason.startswith("done before: "))
+    exit_code, _ = known.ended
+    return saved and exit_code == 0 and known.stopping is None
 
 
 def _close_journal(journal: Journal) -> None:
@@ -219,7 +219,6 @@ class ChiefProcess:
         self._commander = Commander(timeouts, term=term, chief_uuid=chief_uuid, resume=resume, security=config.security)
         self._checkpointer = Checkpointer(store, self._commander.connect, term=term)
         point = ResumePoint(resume) if resume is not None else None
-        self._settings = settings
         began_s = remembered.began_s if remembered is not None else None
         program = Program(
             settings,
@@ -255,10 +254,8 @@ class ChiefProcess:
     def run(self, termination: Termination) -> int:
         """Serve until the job has ended; returns its exit code."""
         address = self._server.start()
-        program = self._control.program
-        program.state.settings = dataclasses.replace(self._settings, chief_address=address)
         # Importing torch and the job took its time; the others' time to join begins now.
-        program.state.started_s = time.monotonic()
+        self._control.program.state.begin_to_serve(address, time.monotonic())
         if self._page is not None:
             self._control.page = self._page.start()
             log.info("page at %s", self._control.page)

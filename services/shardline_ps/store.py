@@ -261,7 +261,7 @@ class ParameterStore:
             device=self.device,
         )
         shards = {
-            number: kept[number] if number in kept else self._make_shard(number, settings)
+            number: kept[number] if number in kept else self._make_shard(number, settings, self._observers(number))
             for number in configuration.shards
         }
         self._settings = settings
@@ -338,7 +338,8 @@ class ParameterStore:
             if number not in self.configuration.standbys:
                 # It was not part of the sum at start.
                 self._check_memory(replace(self.configuration, standbys=(*self.configuration.standbys, number)))
-            held = Standby(self._make_shard(number, self._settings))
+            # It tells nobody of what it does: see adopt().
+            held = Standby(self._make_shard(number, self._settings, Observers()))
             if generation != self.generation:
                 raise ProtocolError(f"this ps was configured anew while its standby of shard {number} was made")
             self.standbys[number] = held
@@ -354,6 +355,7 @@ class ParameterStore:
         configuration = self.configuration
         assert configuration is not None
         shard = self.standbys.pop(number).shard
+        shard.storage.observers = self._observers(number)
         self._forget_others(shard)
         self.shards = {**self.shards, number: shard}
         self.signals.update({(number, bucket.number): Signal(loop) for bucket in shard.buckets})
@@ -369,7 +371,7 @@ class ParameterStore:
         """Bytes that a configuration's shards may come to hold, by kind; see shardline_ps.control.configuration."""
         return memory_plan(configuration, staging=self.staging_bytes, lanes=self.lane_bytes(configuration))
 
-    def _make_shard(self, number: int, settings: ShardSettings) -> Shard:
+    def _make_shard(self, number: int, settings: ShardSettings, observers: Observers) -> Shard:
         spec = settings.plan.shards[number]
         on_host = self.device.type == "cpu"
         keeps_previous = consistency.of(settings.consistency).keeps_previous
@@ -377,17 +379,20 @@ class ParameterStore:
             number,
             settings,
             publication=self.make_publication(spec, keeps_previous) if on_host else None,
-            observers=Observers(
-                on_publish=lambda bucket: self._notify(number, bucket),
-                on_counted=self.staging.changed,
-                on_complete=lambda step: self.on_complete(number, step),
-                on_barrier=lambda wait_s: self.on_barrier(number, wait_s),
-                on_failure=self._failed,
-                on_apply=lambda seconds: self.on_applied(number, seconds),
-            ),
+            observers=observers,
         )
         shard.mode.members_changed(self.authority.members or ())
         return shard
+
+    def _observers(self, number: int) -> Observers:
+        return Observers(
+            on_publish=lambda bucket: self._notify(number, bucket),
+            on_counted=self.staging.changed,
+            on_complete=lambda step: self.on_complete(number, step),
+            on_barrier=lambda wait_s: self.on_barrier(number, wait_s),
+            on_failure=self._failed,
+            on_apply=lambda seconds: self.on_applied(number, seconds),
+        )
 
     def members_changed(self) -> None:
         """Tell the shards whom the authority admits from now on; pulls that wait look whether they still have to."""

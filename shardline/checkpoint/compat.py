@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardline import consistency
 from shardline.core.spec import JobSpec, TensorSpec
 from shardline.core.spec_json import job_to_json
 from shardline.errors import CheckpointError, JobError
@@ -72,7 +73,7 @@ def _setting_differences(stored: JobSpec, job: JobSpec) -> list[str]:
     else:
         # Settings and arguments may change, as long as what is kept stays the same.
         pairs += [("the rule's state", _states(job), _states(stored))]
-    if job.consistency.mode == "sync":
+    if consistency.of(job.consistency).bit_exact:
         pairs += [(name, getattr(job, name), getattr(stored, name)) for name in _SYNC_IDENTITY]
     return [
         f"{what} is {ours} in the job, {theirs} in the checkpoint" for what, ours, theirs in pairs if ours != theirs

@@ -220,7 +220,7 @@ def _head(view: ClusterView, curves: Curves, width: int, glyphs: Glyphs) -> Iter
         f"push {size(view.push_bytes_per_s)}/s",
         f"pull {size(view.pull_bytes_per_s)}/s",
     ]
-    if view.staleness is not None and view.mode != "sync":
+    if view.staleness is not None and view.staleness_max:
         figures.append(f"staleness {view.staleness:.1f} (at most {view.staleness_max})")
     yield _one_line("  ".join(figures))
     if view.loss is not None and view.step > view.first_step:

@@ -9,7 +9,6 @@ from shardline.consistency.base import Clock, Consistency
 from shardline.consistency.numbered_pushes import NumberedPushes, Totals
 from shardline.consistency.server import ServerHalf, Storage, Terms
 from shardline.core.push_context import PushContext
-from shardline.core.records import AppliedPush
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,7 @@ class Asynchronous(Consistency):
 class AsynchronousPushes(NumberedPushes):
     """A push that counts is an update."""
 
-    def take(self, totals: Totals, push: AppliedPush, context: PushContext, *, scale: float) -> None:
+    def take(self, totals: Totals, context: PushContext, *, scale: float, record: int | None) -> None:
         """Apply it to every bucket."""
-        record = self.storage.record(totals, scale=scale, push=push)
         for bucket, total in totals:
             self.storage.apply_now(bucket, total, scale=scale, context=context, record=record)

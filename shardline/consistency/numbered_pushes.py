@@ -57,10 +57,10 @@ class NumberedPushes(ServerHalf):
 
     # What a subclass decides
 
-    def take(self, totals: Totals, push: AppliedPush, context: PushContext, *, scale: float) -> None:
-        """A push counts, and is the worker's last one. totals: empty where it only takes up its number.
+    def take(self, totals: Totals, context: PushContext, *, scale: float, record: int | None) -> None:
+        """A push counts. At a standby too, where totals may lack buckets that are not copied yet. `order` held.
 
-        scale: what its gradients are still to be multiplied by. `order` held.
+        scale: what its gradients are still to be multiplied by. record: for Storage.apply_now().
         """
         raise NotImplementedError
 
@@ -95,15 +95,10 @@ class NumberedPushes(ServerHalf):
                         storage.tally.applied(lag)
                 last = replace(last, last_seq=push.seq, outcome=decision.outcome, staleness=lag)
                 self.pushes[push.task] = last
-                context = PushContext(
-                    task=push.task,
-                    incarnation=push.incarnation,
-                    base_version=push.base_version,
-                    staleness=lag,
-                    clock=push.seq,
-                )
                 totals = self._totals(gradients, hyper or {}) if applied else ()
-                self.take(totals, last, context, scale=push.scale)
+                record = storage.record(totals, scale=push.scale, push=last)
+                if applied:
+                    self.take(totals, _context(last, push.base_version), scale=push.scale, record=record)
             then()
         for bucket in storage.buckets:
             storage.observers.on_publish(bucket.number)
@@ -199,12 +194,37 @@ class NumberedPushes(ServerHalf):
 
     def replay(self, record: Record, *, whole: bool) -> None:
         """See ServerHalf. The numbers come with the mark; those of records before it are among them."""
-        super().replay(record, whole=whole)
         push = record.push
-        if push is None or not whole:
+        if push is None:
             return
+        applied = push.outcome is Outcome.APPLIED
         with self.storage.order:
+            if applied:
+                base_version = self.storage.version - push.staleness
+                self.take(self._recorded(record), _context(push, base_version), scale=record.scale, record=None)
+            if not whole:
+                return
             self.pushes[push.task] = push
-        if push.outcome is Outcome.APPLIED:
+        if applied:
             with self.storage.lock:
                 self.storage.tally.applied(push.staleness)
+
+    def _recorded(self, record: Record) -> Totals:
+        """What each copied bucket gets of a recorded push; its hyper-parameters are set. `order` held."""
+        totals = []
+        for part in record.parts:
+            bucket = self.storage.buckets[part.bucket]
+            with bucket.lock:
+                bucket.hyper = part.hyper
+            totals.append((bucket, self.total_of(part.tensor(), part.present, bucket)))
+        return totals
+
+
+def _context(push: AppliedPush, base_version: int) -> PushContext:
+    return PushContext(
+        task=push.task,
+        incarnation=push.incarnation,
+        base_version=base_version,
+        staleness=push.staleness,
+        clock=push.last_seq,
+    )

@@ -62,8 +62,9 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Observers:
-    """Who is told what happens in a shard. None of them may block; they are called without a bucket's lock, but for
-    on_failure, and from any thread.
+    """Who is told what happens in a shard; nobody at a standby. From any thread, and none of them may block.
+
+    They are called without a bucket's lock, but for on_failure.
     """
 
     on_publish: Callable[[int], None] = lambda bucket: None
@@ -316,6 +317,12 @@ class ServerHalf:
 
     # Standby
 
+    def settle(self, bucket: BucketView) -> None:
+        """A standby gets this bucket's values: nothing else of it may be open that a record will go on from.
+
+        Contributions that workers send again after a failover are no concern. `order` and the bucket's lock held.
+        """
+
     def remembered(self) -> tuple[Sequence[AppliedPush], Applied | None]:
         """What a standby has to know besides the buckets. `order` held."""
         return (), self.last_verdict
@@ -331,7 +338,7 @@ class ServerHalf:
             total = self.total_of(part.tensor(), part.present, bucket)
             with bucket.lock:
                 bucket.hyper = part.hyper
-                bucket.apply(total, scale=record.scale, skip=record.skip, context=context_of(record))
+                bucket.apply(total, scale=record.scale, skip=record.skip)
         if record.verdict is not None:
             self.last_verdict = record.verdict
 
@@ -339,11 +346,3 @@ class ServerHalf:
     def total_of(values: torch.Tensor | None, present: tuple[bool, ...], bucket: BucketView) -> Partial:
         """A recorded gradient on the bucket's device."""
         return Partial(values.to(bucket.device) if values is not None else None, present)
-
-
-def context_of(record: Record) -> PushContext:
-    """Who made the update that a record tells of."""
-    push = record.push
-    if push is None:
-        return TOGETHER
-    return PushContext(task=push.task, incarnation=push.incarnation, staleness=push.staleness, clock=push.last_seq)

@@ -143,11 +143,6 @@ class ConsistencySpec:
         if not (self.clip_norm >= 0.0 and self.clip_norm < float("inf")):
             raise JobError(f"clip_norm is {self.clip_norm}; it must be a finite number >= 0 (0 = no clipping)")
 
-    @property
-    def voted(self) -> bool:
-        """Whether a synchronous step needs one decision over all shards before it is applied (PROTOCOL 1.4)."""
-        return self.mode == "sync" and (self.clip_norm > 0.0 or self.nan_policy == "skip")
-
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec(Settings):

@@ -13,6 +13,8 @@ LANES: Table[LaneKind] = Table("lane", Grpc, Tcp, Shm)
 AUTO = "auto"
 CHOICES = (AUTO, *LANES.names)
 """What --lane takes."""
+OPENED = tuple(sorted(kind.name for kind in LANES if kind.opened))
+"""Lanes that a worker has to open, and that may give way to another."""
 
 
 def candidates(choice: str, *, local: bool, shared_dir: bool = False) -> tuple[LaneKind, ...]:

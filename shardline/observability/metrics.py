@@ -30,6 +30,7 @@ from prometheus_client.metrics_core import Metric
 
 from shardline.cluster import format_address
 from shardline.errors import InternalError, UsageError
+from shardline.lanes import OPENED
 from shardline.observability.metrics_page import MetricsPage
 from shardline.security import PLAIN, Security
 
@@ -133,9 +134,7 @@ TABLE: tuple[MetricSpec, ...] = (
         "shardline_staging_wait_seconds", "seconds", ["ps"], [], "How long contributions waited for room in staging"
     ),
     _gauge("shardline_lane_attachments", "attachments", _DATA, ["lane"], "Bulk sockets and shared segments in use"),
-    _counter(
-        "shardline_lane_fallbacks_total", "fallbacks", _DATA, ["lane"], "Times that a lane gave way", ("shm", "tcp")
-    ),
+    _counter("shardline_lane_fallbacks_total", "fallbacks", _DATA, ["lane"], "Times that a lane gave way", OPENED),
     _gauge(
         "shardline_link_bytes_per_second",
         "bytes/s",

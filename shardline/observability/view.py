@@ -87,7 +87,7 @@ class TaskView:
     heard_s: float | None
     """Seconds since its last heartbeat."""
     step: int | None
-    """Of a ps: the lowest its shards have reached; versions in asynchronous mode."""
+    """Of a ps: the lowest its shards have reached; where pushes are applied one by one, that is their version."""
     replicas: tuple[int, ...]
     shards: tuple[int, ...]
     push_bytes_per_s: float
@@ -271,20 +271,20 @@ def incarnation_text(incarnation: int) -> str:
 
 def _tasks(status: ChiefStatus) -> tuple[TaskView, ...]:
     rows = [*status.tasks, *(TaskStatus(task=name, state=MISSING) for name in status.missing)]
-    found = [_task(task, status.consistency, status.phase) for task in rows]
+    found = [_task(task, status.phase) for task in rows]
     return tuple(sorted(found, key=lambda task: (ROLES.index(task.role), task.index)))
 
 
-def _step(task: TaskStatus, mode: str) -> int | None:
+def _step(task: TaskStatus) -> int | None:
     """Steps of a trainer, or what all shards of a ps have reached."""
     if task.state == MISSING:
         return None
     if not task.task.startswith("ps/"):
         return task.step
-    return min((shard.version if mode == "async" else shard.step_min for shard in task.shards), default=None)
+    return min((shard.step_min for shard in task.shards), default=None)
 
 
-def _task(task: TaskStatus, mode: str, phase: str) -> TaskView:
+def _task(task: TaskStatus, phase: str) -> TaskView:
     role, index = parse_task(task.task)
     moving = task.state not in (MISSING, *GONE) and phase != "ended"
     trains = role in ("chief", "worker") and task.state != MISSING
@@ -298,7 +298,7 @@ def _task(task: TaskStatus, mode: str, phase: str) -> TaskView:
         address=task.address,
         metrics_address=task.metrics_address,
         heard_s=None if task.state == MISSING else task.last_heard_s,
-        step=_step(task, mode),
+        step=_step(task),
         replicas=task.replicas,
         shards=tuple(shard.shard for shard in task.shards),
         # What a dead task did in its last seconds is no rate of now.

@@ -1,8 +1,9 @@
 """The topology seam: whom a worker talks to for a shard, and what workers do among themselves before that.
 
 An aggregator tree answers hops() with the aggregator above this worker, which speaks the servers' protocol. A group
-that adds up among its members before one of them pushes does so in combine(): the member that pushes returns the parts
-of all of them, the others nothing; all of them pull. Pure, but for what a route opens itself.
+that adds up among its members before one of them pushes keeps what offer() is given, and hands it round in collect():
+there the member that pushes returns the parts of all, the others nothing. All of them pull. Pure, but for what a route
+opens itself.
 """
 
 from __future__ import annotations
@@ -45,10 +46,17 @@ class Route(abc.ABC):
         """The task to push to and pull from, for every shard."""
 
     @abc.abstractmethod
-    def combine(self, step: int, replica: int, outgoing: Outgoing) -> Mapping[int, Outgoing]:
-        """What this worker pushes, by replica, now that `replica` has its part of a step; {} = another worker does.
+    def offer(self, step: int, replica: int, outgoing: Outgoing) -> Outgoing | None:
+        """A replica of this worker has its part of a step: what is to be pushed as that replica's; None = not yet.
 
-        May talk to other workers; then its waits have deadlines, and it raises UnreachableError.
+        Returns at once. Whoever keeps a part copies it, unless Outgoing.keep says that nobody writes to it.
+        """
+
+    @abc.abstractmethod
+    def collect(self, step: int) -> Mapping[int, Outgoing]:
+        """All replicas of this worker have offered theirs: further parts that it has to push, by replica.
+
+        May talk to other workers: its waits have deadlines, and it raises UnreachableError.
         """
 
     @abc.abstractmethod

@@ -20,9 +20,13 @@ class Direct(Route):
         """See Route.hops."""
         return self._servers
 
-    def combine(self, step: int, replica: int, outgoing: Outgoing) -> Mapping[int, Outgoing]:
-        """See Route.combine."""
-        return {replica: outgoing}
+    def offer(self, step: int, replica: int, outgoing: Outgoing) -> Outgoing | None:
+        """See Route.offer."""
+        return outgoing
+
+    def collect(self, step: int) -> Mapping[int, Outgoing]:
+        """See Route.collect."""
+        return {}
 
     def close(self) -> None:
         """See Route.close."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,14 @@ from shardline.model import named_values
 from shardline.seams import doc_line
 from shardline.testing import reference
 from tests.conformance.toys import toy_cadence, toy_local_steps
+from tests.e2e.support import expected_sha256, summary_of, train, write_job
 from tests.integration.cluster import Cluster, ClusterState
+from tests.integration.conftest import start
 from tests.integration.jobs import Rich, make_job, mlp
 from tests.integration.services import Services, backward, make_model
 from tests.integration.test_equivalence import assert_same_end
+
+__all__ = ["start"]
 
 MORE = {"every": ("every:steps=1", "every:steps=3"), "local": ("local:steps=1", "local:steps=3")}
 """Further choices of one cadence; every other is tried with its defaults."""
@@ -312,3 +317,16 @@ def test_what_a_cadence_can_not_do_is_refused() -> None:
     with pytest.raises(JobError, match="choose from every-step"):
         make_job(cadence="now-and-then")
     assert toy_local_steps.Local.name in CADENCES
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+def test_a_cadence_from_outside_of_the_package_trains_with_real_processes(tmp_path: Path) -> None:
+    ends = []
+    for workers in (1, 2):
+        job, out = write_job(tmp_path / "job.py", replicas=2, steps=4), tmp_path / f"out{workers}"
+        flags = ("--plugin", toy_cadence.__file__, "--cadence", "every:steps=3", "--workers", str(workers), "--ps", "2")
+        assert train(job, out, *flags).code == 0
+        ends.append(summary_of(out)["sha256"])
+    # The same bits whoever computes, and not those of a job that sends every pass.
+    assert ends[0] == ends[1] != expected_sha256(job)

@@ -30,7 +30,7 @@ from shardline.core.reduce import Block
 from shardline.core.spec import DTYPES
 from shardline.errors import ProtocolError, ShardlineError, UnreachableError
 from shardline.host import segments
-from shardline.lanes import AUTO, CHOICES, LANES, candidates, offered, token_acceptor
+from shardline.lanes import AUTO, CHOICES, LANES, OPENED, candidates, offered, token_acceptor
 from shardline.lanes.attachments import LaneOffer
 from shardline.lanes.base import Lane, LaneUnavailable
 from shardline.lanes.kind import LaneKind
@@ -60,7 +60,6 @@ from tests.integration.test_deaths import wait_for
 __all__ = ["client", "ps"]
 ROOT = Path(__file__).parents[2]
 STEPPED = tuple(value - RATE for value in FIRST_W)
-OPENED = tuple(kind.name for kind in LANES if kind.opened)
 every_lane = pytest.mark.parametrize("name", LANES.names)
 every_opened_lane = pytest.mark.parametrize("name", OPENED)
 
@@ -568,8 +567,18 @@ def test_a_lane_of_one_host_is_tried_by_itself_only_where_both_may_be_on_one() -
 
 
 def test_a_server_offers_what_it_was_asked_for() -> None:
-    assert [kind.name for kind in offered(AUTO)] == list(OPENED)
+    assert sorted(kind.name for kind in offered(AUTO)) == list(OPENED)
     assert [[kind.name for kind in offered(name)] for name in LANES.names] == [[], ["tcp"], ["shm"]]
+
+
+@every_opened_lane
+def test_nobody_outside_asks_for_it_by_name(name: str) -> None:
+    folders = ("shardline", "services", "worker", "chief", "evaluator")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    outside = [path for path in sources if ROOT / "shardline" / "lanes" not in path.parents]
+    assert len(outside) > 200
+    asking = [path for path in outside if f'"{name}"' in (text := path.read_text()) or f"lanes.{name}" in text]
+    assert not asking, "a property of the lane says what others need to know"
 
 
 @every_lane

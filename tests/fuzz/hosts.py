@@ -440,15 +440,15 @@ class ChiefHost(Host):
             state = self._control.program.state
             return {
                 "phase": state.phase,
-                "timeline": state.timeline,
-                "stop_step": state.stop_step,
+                "timeline": state.layout.timeline,
+                "stop_step": state.progress.stop_step,
                 "exit_code": state.exit_code,
-                "checkpoint_step": state.checkpoint_step,
-                "first_step": state.first_step,
-                "assignment": dict(state.assignment),
-                "members": {member.task: member.incarnation for member in state.members},
-                "metrics": dict(state.metrics),
-                "finished": set(state.finished),
+                "checkpoint_step": state.saves.checkpoint_step,
+                "first_step": state.progress.first_step,
+                "assignment": dict(state.work.assignment),
+                "members": {member.task: member.incarnation for member in state.tasks.members},
+                "metrics": dict(state.figures.metrics),
+                "finished": set(state.tasks.finished),
             }
 
         return self._control.call(look).result(PATIENCE_S)

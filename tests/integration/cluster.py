@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from shardline import topology
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import StepFigures
+from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.step.course import Course
-from shardline.client.step.factory import Ties, Wishes, make_trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.core.identity import Identity
@@ -39,8 +40,7 @@ from shardline.rpc.client import PsControl
 from shardline.rpc.messages.configuration import Configuration
 from shardline.rpc.server import RpcServer
 from shardline.testing import ReferenceResult
-from shardline.topology import Hop
-from shardline.topology.flat import Direct
+from shardline.topology import Hop, Surroundings
 from shardline_ps.control.votes import Voters
 from shardline_ps.service import offers
 from shardline_ps.servicer import ParameterServer, register
@@ -125,17 +125,20 @@ class Worker:
             self.model = self.job.build_model()
             self.source = BatchSource(self.job)
         self.values = named_values(self.model)
-        self.peers = [Peer(ps.task, ps.address, cluster.timeouts) for ps in cluster.hosts]
+        servers = {place.shard: Hop(place.task, place.address) for place in cluster.placement}
+        around = Surroundings(task=f"worker/{index}", workers=self.job.replicas, servers=servers)
+        route = topology.of(cluster.spec).route(around)
+        hops = route.hops()
+        peers = {hop: Peer(hop.task, hop.address, cluster.timeouts) for hop in hops.values()}
+        self.peers = list(peers.values())
         lanes: dict[int, Lane] = {}
         for shard, spec in enumerate(cluster.plan.shards):
-            peer = self.peers[cluster.host_of(shard)]
-            lanes[shard] = wrap(open_lane(cluster.lane_config(lane), peer, shard, spec))
+            lanes[shard] = wrap(open_lane(cluster.lane_config(lane), peers[hops[shard]], shard, spec))
         self.orders = Orders()
-        servers = {place.shard: Hop(place.task, place.address) for place in cluster.placement}
         ties = Ties(
             who=Identity(f"worker/{index}", incarnation),
             index=index,
-            route=Direct(servers),
+            route=route,
             lanes=lanes,
             timeouts=cluster.timeouts,
             observer=self.orders,

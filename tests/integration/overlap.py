@@ -11,10 +11,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from shardline.client.factory import Wishes
 from shardline.client.overlap.gate import Gate
 from shardline.client.overlap.watching import StepWatch
 from shardline.client.step.expected import Expected
-from shardline.client.step.factory import Wishes
 from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.data import replica_gradients
 from shardline.errors import UnreachableError

@@ -16,8 +16,8 @@ from shardline.core.status import HeldCut
 from shardline.rpc.client import PsControl
 from shardline.testing import reference
 from shardline_chief.io.checkpointer import Checkpointer
+from shardline_chief.io.pacing import Links, Pace, TokenBucket
 from shardline_chief.rules.actions import Save, Saved
-from shardline_chief.rules.pacing import Links, Pace, TokenBucket
 from tests.integration.cluster import PATIENCE_S, Cluster, assert_same_end
 from tests.integration.jobs import Rich, make_job
 from tests.integration.test_deaths import wait_for

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardline.core.outcome import Outcome
-from shardline_chief.rules.leases import Lease
+from shardline_chief.rules.state.leases import Lease
 from tests.protocol_model.chief_life import Call, Chief, Resigned
 from tests.protocol_model.chief_tasks import ChiefSetup, Copy, Counts, Server, Worker
 from tests.protocol_model.numbers import reference, require

@@ -12,7 +12,7 @@ from shardline.consistency import numbered_pushes, replica_steps
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block, tree_sum
-from shardline_chief.rules.leases import Lease
+from shardline_chief.rules.state.leases import Lease
 from shardline_ps.control.authority import Authority, Term
 from tests.protocol_model.numbers import APPLY, Setup, State, advance, gradient, require
 

@@ -38,7 +38,7 @@ from shardline_chief.rules.actions import (
 )
 from shardline_chief.rules.messages import Beat, Join, JoinAnswer
 from shardline_chief.rules.program import Program
-from shardline_chief.rules.state import Settings
+from shardline_chief.rules.state.settings import Settings
 
 T = 60.0
 JOIN = 3 * T
@@ -338,8 +338,8 @@ class Cluster:
             self.program.found(Found(error="no checkpoint can be read"), self.now_s)
             return
         step = self.saves[-1].step if self.saves else None
-        if step is None and self.program.state.resume is not None:
-            step = self.program.state.resume.step
+        if step is None and self.program.state.saves.resume is not None:
+            step = self.program.state.saves.resume.step
         for ps in self.ps:
             ps.restored = step or 0
         resume = None if step is None else FakeResume(step=step, versions=(step,) * len(self.ps))
@@ -404,7 +404,7 @@ class Cluster:
             self.now_s = min(end_s, self.now_s + 2.0)
             for task in list(self.lives):
                 dead = any(ps.dead for ps in self.ps if ps.task == task)
-                if task not in silent and not dead and self.program.state.members.current(task, self.lives[task]):
+                if task not in silent and not dead and self.program.state.tasks.members.current(task, self.lives[task]):
                     self.beat(task)
             self.program.tick(self.now_s)
             self.settle()
@@ -438,7 +438,7 @@ class Cluster:
             self.join("ps", ps.number)
         for index in range(workers):
             self.join("worker", index)
-        if self.program.state.resume is None:
+        if self.program.state.saves.resume is None:
             self.initialize()
         else:
             self.tick()

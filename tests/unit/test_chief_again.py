@@ -15,8 +15,8 @@ from shardline.core.spec import TensorSpec
 from shardline.errors import ProtocolError, UsageError
 from shardline_chief import service
 from shardline_chief.rules.actions import Command, CommandResult, Configure, Find
-from shardline_chief.rules.leases import Leases
 from shardline_chief.rules.replay import Remembered, replay
+from shardline_chief.rules.state.leases import Leases
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import FakePs, make_job, running
@@ -109,12 +109,12 @@ def test_a_loss_counts_as_one_in_a_row_until_every_shard_has_gone_on(monkeypatch
 
     monkeypatch.setattr(cluster, "_find", found)
     lose(cluster, 1)
-    assert cluster.program.state.step > cluster.program.state.base_step
-    assert cluster.program.recovery._attempts == 1
+    assert cluster.program.state.progress.step > cluster.program.state.progress.base_step
+    assert cluster.program.state.losses.attempts == 1
     for ps in cluster.ps:
         ps.version += 1
     cluster.tick()
-    assert cluster.program.recovery._attempts == 0
+    assert cluster.program.state.losses.attempts == 0
 
 
 def test_a_server_that_is_found_empty_when_it_is_to_keep_its_shards_is_lost_again() -> None:

@@ -43,14 +43,14 @@ def test_whatever_dies_in_whatever_order_the_job_ends_well_when_all_come_back(mo
                 cluster.tick()
         for _ in range(10):
             cluster.tick(1)
-            if cluster.program.state.initializer:
+            if cluster.program.state.work.initializer:
                 cluster.initialize()
         assert cluster.finish is None, (seed, cluster.finish)
         assert phase(cluster) is Phase.RUNNING, (seed, cluster.text())
         state = cluster.program.state
         held = sorted(number for ps in cluster.ps for number in ps.shards)
-        assert held == [place.shard for place in state.placement], seed
-        assert all(ps.active and ps.timeline == state.timeline for ps in cluster.ps if ps.shards), seed
+        assert held == [place.shard for place in state.layout.placement], seed
+        assert all(ps.active and ps.timeline == state.layout.timeline for ps in cluster.ps if ps.shards), seed
         if mode == "sync":
             cluster.advance(100)
             assert cluster.finish is not None, seed

@@ -11,8 +11,9 @@ import pytest
 
 from shardline.core.orders import BarrierPlace, BarrierState
 from shardline.rpc.messages.barrier import barrier_state_from_proto, barrier_state_to_proto
-from shardline_chief.rules.barriers import Barriers
-from shardline_chief.rules.state import Settings, State
+from shardline_chief.rules.flows.barriers import Barriers
+from shardline_chief.rules.state.settings import Settings
+from shardline_chief.rules.state.state import State
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import Cluster, make_job
@@ -21,7 +22,8 @@ from chief_cluster import Cluster, make_job
 def rules(*, workers: int = 3, mode: str = "sync", first_step: int = 0) -> Barriers:
     settings = Settings(term=1, chief_uuid="u", chief_address="a:1", ps=("b:1",), workers=workers)
     state = State(settings, 0.0, resume=None)
-    state.job, state.first_step = make_job(script=True, steps=0, mode=mode), first_step
+    state.adopt(make_job(script=True, steps=0, mode=mode))
+    state.progress.first_step = first_step
     return Barriers(state)
 
 
@@ -49,7 +51,7 @@ def test_a_worker_that_has_ended_before_it_came_is_named_at_once() -> None:
     barriers = rules()
     barriers.told("worker/1", place(4))
     barriers.told("worker/0", place(7))
-    barriers.state.finished.add("worker/1")
+    barriers.state.tasks.finished.add("worker/1")
     expected = BarrierState(place=place(7), passed=False, hopeless=True, waits_for=("worker/1",))
     assert barriers.state_of("worker/0") == expected
     barriers.told("worker/2", place(4))

@@ -69,7 +69,7 @@ def test_a_job_that_is_stopped_or_has_no_evaluator_waits_for_none() -> None:
     cluster.start()
     cluster.program.stop("SIGTERM", cluster.now_s)
     cluster.settle()
-    cluster.advance(cluster.program.state.stop_step)
+    cluster.advance(cluster.program.state.progress.stop_step)
     assert ended(cluster)
     assert unscored(cluster) == "evaluator/0 had not joined when the job was stopped"
 
@@ -172,5 +172,5 @@ def test_a_resumed_job_that_fails_before_its_next_checkpoint_names_the_one_it_ca
     cluster = Cluster(job=make_job(), resume=FakeResume())
     if phase == "training":
         cluster.start()
-    remains = cluster.program.state.what_remains()
+    remains = cluster.program.state.saves.what_remains()
     assert remains == "Go on with --resume from step 40: /out/checkpoints/step-00000040"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.errors import CheckpointError
-from shardline_chief.rules.leases import MAX_BATCHES, Leases
+from shardline_chief.rules.state.leases import MAX_BATCHES, Leases
 
 
 def test_one_worker_gets_the_batches_in_order() -> None:

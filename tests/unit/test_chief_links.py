@@ -20,7 +20,7 @@ def test_worker_that_alone_does_not_hear_a_server_is_fenced_and_its_replicas_mov
     cluster.tick(T / 10 + 2)
     assert cluster.orders("worker/1").fenced
     assert "worker/1 did not hear ps/0 at h:1 for 20 s, and the others do; replica" in cluster.text()
-    assert cluster.program.state.recoveries == []
+    assert cluster.program.state.losses.recoveries == []
     assert sorted([*cluster.orders("worker/0").replicas, *cluster.orders("worker/2").replicas]) == [0, 1, 2, 3]
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardline_chief.rules.membership import Admitted, Member, Membership, Refused, State
 from shardline_chief.rules.messages import Join
+from shardline_chief.rules.state.membership import Admitted, Life, Member, Membership, Refused
 
 DEAD_S = 20.0
 SUSPECT_S = 6.0
@@ -92,12 +92,12 @@ def test_silence_makes_suspect_then_dead_and_each_is_told_once() -> None:
     admit(members, ask(0), now_s=100.0)
     assert members.tick(100.0 + SUSPECT_S - 0.1) == []
     (suspect,) = members.tick(100.0 + SUSPECT_S)
-    assert suspect.member.state is State.SUSPECT
+    assert suspect.member.state is Life.SUSPECT
     assert "worker/0" in suspect.sentence
     assert "6.0 s" in suspect.sentence
     assert members.tick(100.0 + SUSPECT_S + 1) == []
     (dead,) = members.tick(100.0 + DEAD_S)
-    assert dead.member.state is State.DEAD
+    assert dead.member.state is Life.DEAD
     assert "20.0 s" in dead.sentence
     assert members.tick(1000.0) == []
     assert members.living("worker") == []
@@ -108,11 +108,11 @@ def test_broken_stream_is_suspect_at_once_and_a_beat_clears_it() -> None:
     worker = admit(members, ask(0))
     members.stream_broken(worker.task, worker.incarnation)
     (suspect,) = members.tick(0.1)
-    assert suspect.member.state is State.SUSPECT
+    assert suspect.member.state is Life.SUSPECT
     assert "stream is broken" in suspect.sentence
     assert members.heard(worker.task, worker.incarnation, 0.2)
     (alive,) = members.tick(0.3)
-    assert alive.member.state is State.ALIVE
+    assert alive.member.state is Life.ALIVE
     assert "heard again" in alive.sentence
 
 

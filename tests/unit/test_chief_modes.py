@@ -49,7 +49,7 @@ def test_what_nobody_admitted_reports_changes_nothing(task: str) -> None:
     with pytest.raises(FencedError, match=f"{task} incarnation 0x5 is not admitted; what it reports of step 3"):
         cluster.program.report(task, 5, 3, {"loss": 0.1}, "", cluster.now_s)
     cluster.settle()
-    assert not cluster.bests and not cluster.program.state.metrics
+    assert not cluster.bests and not cluster.program.state.figures.metrics
 
 
 # Asynchronous
@@ -214,7 +214,7 @@ def test_only_those_that_train_finish_a_script() -> None:
         cluster.join("evaluator", index)
         cluster.beat(f"evaluator/{index}", finished=True)
     cluster.tick(T)
-    assert cluster.program.state.finished == set()
+    assert cluster.program.state.tasks.finished == set()
     assert cluster.finish is None and phase(cluster) is Phase.RUNNING
 
 
@@ -273,7 +273,7 @@ def test_a_third_worker_that_is_busy_elsewhere_is_given_time_before_an_uneven_sc
     cluster.program.beat(
         Beat(
             task="worker/0",
-            incarnation=cluster.program.state.members.get("worker/0").incarnation,
+            incarnation=cluster.program.state.tasks.members.get("worker/0").incarnation,
             finished=True,
             step=5,
         ),

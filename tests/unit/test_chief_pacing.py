@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from shardline_chief.rules.actions import Cut, Hurry, Save, Saved
-from shardline_chief.rules.pacing import (
+from shardline_chief.io.pacing import (
     FREE_BYTES,
     LEAST_RATE,
     Links,
     Pace,
-    StepClock,
     TokenBucket,
     fetched,
-    least_interval,
     on_this_machine,
 )
+from shardline_chief.rules.actions import Cut, Hurry, Save, Saved
+from shardline_chief.rules.intervals import StepClock, least_interval
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import Cluster, make_job, running
@@ -234,7 +233,7 @@ def test_the_interval_is_said_once_and_a_warning_follows_where_it_comes_to_be_to
     checkpoint(cluster, 41, 12.0)
     assert advice(cluster) == [("info", 3), ("warning", 12)]
     assert "a checkpoint of 210.0 MB takes 11.5 s at 4 % of the link's 440 MB/s" in cluster.text()
-    assert cluster.program.state.least_interval == 13
+    assert cluster.program.state.saves.least_interval == 13
 
 
 def test_a_job_without_an_interval_is_told_of_none() -> None:

@@ -59,7 +59,7 @@ def test_the_shelf_knows_sizes_and_ages_and_forgets_what_retention_took(tmp_path
 
 def test_steps_rates_and_scores_become_curves_and_a_rollback_takes_back_what_it_undoes(tmp_path: Path) -> None:
     reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))
-    reporter.begin(replicas=2, sync=True, timeline=5, first_step=0)
+    reporter.begin(replicas=2, joined=True, timeline=5, first_step=0)
     for step in range(4):
         reporter.report("worker/0", [report(step, 0, loss=1.0 + step)])
         reporter.report("worker/1", [report(step, 1, loss=3.0 + step, staleness=2)])
@@ -69,7 +69,7 @@ def test_steps_rates_and_scores_become_curves_and_a_rollback_takes_back_what_it_
     assert curve(reporter, "staleness")[0] == (0, 1.0)
     assert curve(reporter, "evaluation/accuracy") == [(2, 0.5)]
     assert len(curve(reporter, "push")) == len(curve(reporter, "steps")) == 1
-    reporter.begin(replicas=2, sync=True, timeline=6, first_step=2)
+    reporter.begin(replicas=2, joined=True, timeline=6, first_step=2)
     assert [x for x, _ in curve(reporter, "loss")] == [0, 1, 2]
     assert curve(reporter, "evaluation/accuracy") == [(2, 0.5)]
     reporter.close()
@@ -80,12 +80,12 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_not_trained_up_to_it_in_a_mome
     for now_s, step in ((0.0, 0), (1.0, 0), (2.0, 400)):
         reporter.rates(step, {}, now_s)
         assert reporter.step_rate.per_second == 0.0
-    reporter.begin(replicas=1, sync=True, timeline=2, first_step=400)
+    reporter.begin(replicas=1, joined=True, timeline=2, first_step=400)
     for second in range(3):
         reporter.rates(400 + 7 * second, {}, 3.0 + second)
     assert reporter.step_rate.per_second == pytest.approx(7.0)
     # Back to it once more, and on from there.
-    reporter.begin(replicas=1, sync=True, timeline=3, first_step=400)
+    reporter.begin(replicas=1, joined=True, timeline=3, first_step=400)
     reporter.rates(400, {}, 6.0)
     assert reporter.step_rate.per_second == 0.0
     reporter.close()
@@ -94,7 +94,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_not_trained_up_to_it_in_a_mome
 def test_the_status_of_a_run_says_who_is_there_how_fast_and_where_the_shards_are(tmp_path: Path) -> None:
     cluster = running()
     reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))
-    reporter.begin(replicas=2, sync=True, timeline=1, first_step=0)
+    reporter.begin(replicas=2, joined=True, timeline=1, first_step=0)
     for second in range(3):
         reporter.report("worker/0", [report(second, 0, compute_s=0.1, exchange_s=0.2, staleness=1)])
         reporter.rates(second, {"worker/0": (second * 10, 0), "ps/0": (second * 10, 0)}, second)

@@ -23,7 +23,7 @@ def chief(folder: Path, history: History) -> Reporter:
 
 
 def train(reporter: Reporter, *, timeline: int, steps: range, loss: float) -> None:
-    reporter.begin(replicas=1, sync=True, timeline=timeline, first_step=steps.start)
+    reporter.begin(replicas=1, joined=True, timeline=timeline, first_step=steps.start)
     for step in steps:
         told = StepReport(step=step, replica=0, loss=loss, samples=8, staleness=1)
         reporter.report("worker/0", [told])
@@ -78,7 +78,7 @@ def test_a_chief_that_goes_on_with_the_same_timeline_keeps_all_that_it_drew(tmp_
     history = History()
     second = chief(tmp_path, history)
     # It began at step 0, long ago.
-    second.begin(replicas=1, sync=True, timeline=1, first_step=0)
+    second.begin(replicas=1, joined=True, timeline=1, first_step=0)
     second.report("worker/0", [StepReport(step=4, replica=0, loss=2.0, samples=8)])
     assert curves(history)["loss"] == [(0, 3.0), (1, 3.0), (2, 3.0), (3, 3.0), (4, 2.0)]
     second.close()

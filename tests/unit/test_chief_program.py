@@ -8,6 +8,7 @@ import pytest
 
 from shardline.core.orders import Phase
 from shardline_chief.rules.actions import Activate, CommandResult, Configure, Cut, Members, Release, Restore
+from shardline_chief.rules.events import EndAsked
 from shardline_chief.rules.messages import Beat, Join
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -115,7 +116,9 @@ def test_missing_ps_ends_the_job_with_its_name_address_and_the_seconds_waited() 
 
 def test_an_address_that_nobody_knows_yet_is_not_printed_as_port_0() -> None:
     cluster = Cluster(job=make_job())
-    cluster.program.state.settings = dataclasses.replace(cluster.program.state.settings, ps=("127.0.0.1:0", "host1:1"))
+    cluster.program.state.tasks.settings = dataclasses.replace(
+        cluster.program.state.settings, ps=("127.0.0.1:0", "host1:1")
+    )
     cluster.tick(JOIN + 1)
     assert cluster.finish is not None
     assert "ps/0 (address not known yet), ps/1 at host1:1 did not join within 180 s" in cluster.finish.reason
@@ -466,10 +469,10 @@ def test_a_stop_is_not_moved_by_reports_older_than_the_workers_end() -> None:
 def test_a_failure_seen_with_old_reports_still_ends_where_the_shards_stand() -> None:
     cluster = running()
     cluster.advance(10)
-    cluster.program.ending.begin("worker/1: it broke", cluster.now_s, exit_code=1)
+    cluster.program.machine.handle(EndAsked("worker/1: it broke", 1), cluster.now_s)
     # The question was answered before the shards went on to step 12, the cut was asked for after.
-    (question,) = [action for action in cluster.program.state.actions if hasattr(action, "order")]
-    cluster.program.state.actions.clear()
+    (question,) = [action for action in cluster.program.state.outbox.actions if hasattr(action, "order")]
+    cluster.program.state.outbox.actions.clear()
     statuses = {ps.task: ps.status() for ps in cluster.ps}
     for ps in cluster.ps:
         ps.advance(12)

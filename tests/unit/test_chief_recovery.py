@@ -9,9 +9,9 @@ from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.core.spec import ConsistencySpec
 from shardline_chief.rules.actions import Cut, Restore
-from shardline_chief.rules.membership import Member
+from shardline_chief.rules.flows.recovery import ATTEMPTS, moved
 from shardline_chief.rules.messages import Beat
-from shardline_chief.rules.recovery import ATTEMPTS, moved
+from shardline_chief.rules.state.membership import Member
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import Cluster, T, make_job, other, phase, running
@@ -40,17 +40,21 @@ def test_lost_server_that_comes_back_is_filled_and_the_job_goes_on_from_its_chec
     cluster = running()
     checkpoint(cluster, 10)
     cluster.advance(17)
-    before = cluster.program.state.timeline
+    before = cluster.program.state.layout.timeline
     cluster.kill_ps(1)
     cluster.restart_ps(1)
     cluster.tick()
     assert phase(cluster) is Phase.RUNNING
-    assert cluster.program.state.timeline > before
+    assert cluster.program.state.layout.timeline > before
     assert [ps.step for ps in cluster.ps] == [10, 10]
-    assert all(ps.active and ps.timeline == cluster.program.state.timeline for ps in cluster.ps)
+    assert all(ps.active and ps.timeline == cluster.program.state.layout.timeline for ps in cluster.ps)
     orders = cluster.orders("worker/0")
-    assert (orders.phase, orders.first_step, orders.timeline) == (Phase.RUNNING, 10, cluster.program.state.timeline)
-    (recovered,) = cluster.program.state.recoveries
+    assert (orders.phase, orders.first_step, orders.timeline) == (
+        Phase.RUNNING,
+        10,
+        cluster.program.state.layout.timeline,
+    )
+    (recovered,) = cluster.program.state.losses.recoveries
     assert (recovered.task, recovered.at_step, recovered.from_step, recovered.lost) == ("ps/1", 17, 10, 7)
     assert (
         "ps/1 was started again and is empty; ps/1 at h:1 held shard 1; all shards go back to step 10" in cluster.text()
@@ -102,14 +106,14 @@ def test_shards_of_a_server_that_stays_away_move_to_the_others_after_a_third_of_
     assert phase(cluster) is Phase.INIT
     cluster.tick(T / 3 + 2)
     assert phase(cluster) is Phase.RUNNING
-    assert {place.task for place in cluster.program.state.placement} == {"ps/0"}
+    assert {place.task for place in cluster.program.state.layout.placement} == {"ps/0"}
     assert cluster.ps[0].shards == (0, 1)
     assert "shard 1 moves from ps/1 to ps/0" in cluster.text()
     # It may come back, and holds nothing: it is there for the next loss.
     cluster.restart_ps(1)
     cluster.tick()
     assert phase(cluster) is Phase.RUNNING
-    assert len(cluster.program.state.recoveries) == 1
+    assert len(cluster.program.state.losses.recoveries) == 1
     cluster.kill_ps(0)
     cluster.tick(T / 3 + 2)
     cluster.tick(T / 3 + 2)
@@ -126,7 +130,7 @@ def test_loss_of_a_server_that_holds_nothing_changes_nothing() -> None:
     cluster.kill_ps(1)
     cluster.tick(T / 3 + 2)
     assert phase(cluster) is Phase.RUNNING
-    assert len(cluster.program.state.recoveries) == 1
+    assert len(cluster.program.state.losses.recoveries) == 1
     assert "ps/1 is dead" in cluster.text()
     assert "it held nothing, so the job goes on without it" in cluster.text()
 
@@ -283,8 +287,8 @@ def test_loss_in_the_middle_of_a_recovery_starts_it_over(second: int) -> None:
     cluster.tick()
     assert phase(cluster) is Phase.RUNNING
     assert [ps.step for ps in cluster.ps] == [10, 10]
-    assert all(ps.timeline == cluster.program.state.timeline for ps in cluster.ps)
-    (recovered,) = cluster.program.state.recoveries
+    assert all(ps.timeline == cluster.program.state.layout.timeline for ps in cluster.ps)
+    (recovered,) = cluster.program.state.losses.recoveries
     assert recovered.task == "ps/1"
 
 
@@ -349,7 +353,7 @@ def test_late_answer_of_the_dead_server_does_not_harm_the_one_in_its_place() -> 
     cluster.tick()
     cluster.tick()
     assert phase(cluster) is Phase.RUNNING
-    assert cluster.program.state.members.get("ps/1").living
+    assert cluster.program.state.tasks.members.get("ps/1").living
 
 
 def test_loss_before_the_last_checkpoint_of_a_finished_job_takes_it_back() -> None:
@@ -359,7 +363,7 @@ def test_loss_before_the_last_checkpoint_of_a_finished_job_takes_it_back() -> No
     cluster.advance(100)
     assert phase(cluster) is Phase.STOPPING
     cluster.held_saves.clear()
-    cluster.program.state.saving = None
+    cluster.program.state.saves.saving = None
     cluster.kill_ps(1)
     cluster.hold_saves = False
     cluster.restart_ps(1)
@@ -399,9 +403,9 @@ def test_finished_worker_of_a_job_file_has_more_to_do_after_a_loss() -> None:
     checkpoint(cluster, 10)
     state = cluster.program.state
     cluster.beat("worker/0", finished=True)
-    assert state.finished == {"worker/0"}
+    assert state.tasks.finished == {"worker/0"}
     cluster.beat("worker/0", finished=False)
-    assert state.finished == set()
+    assert state.tasks.finished == set()
 
 
 def test_script_whose_worker_has_finished_can_not_go_back() -> None:
@@ -426,7 +430,7 @@ def test_steps_that_are_voted_on_have_standbys_as_any_others() -> None:
     for number in (0, 1):
         cluster.join("ps", number)
     assert cluster.finish is None
-    assert [(place.task, place.standby_task) for place in cluster.program.state.placement] == [
+    assert [(place.task, place.standby_task) for place in cluster.program.state.layout.placement] == [
         ("ps/0", "ps/1"),
         ("ps/1", "ps/0"),
     ]
@@ -453,7 +457,7 @@ def test_only_the_lost_shard_is_restored_and_the_lost_updates_are_counted() -> N
     assert [ps.version for ps in cluster.ps] == [19, 12]
     (restore,) = cluster.kinds(Restore)
     assert restore.keep == frozenset({0})
-    (recovered,) = cluster.program.state.recoveries
+    (recovered,) = cluster.program.state.losses.recoveries
     assert recovered.lost == 7
     assert "at least 7 acknowledged updates are lost" in cluster.text()
     again = cluster.program.lease("worker/0", cluster.lives["worker/0"], (lease.lease,), cluster.now_s)

@@ -79,7 +79,7 @@ def test_rate_is_steady_where_a_counter_is_read_more_often_than_it_is_told_and_f
 def test_logs_hold_mean_loss_by_timeline_and_step_and_every_event(tmp_path: Path) -> None:
     reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))
     reporter.event("joined", "worker/0 joined", "info", {"incarnation": 7})
-    reporter.begin(replicas=2, sync=True, timeline=5, first_step=10)
+    reporter.begin(replicas=2, joined=True, timeline=5, first_step=10)
     reporter.report("worker/0", [report(10, 0, loss=1.0)])
     reporter.report("worker/1", [report(10, 1, loss=3.0), report(11, 1)])
     reporter.evaluation(10, {"accuracy": 0.5})
@@ -112,6 +112,6 @@ def test_steps_that_an_earlier_chief_wrote_are_not_written_again(tmp_path: Path,
     for last in (3, 5):
         reporter = Reporter(tmp_path, Metrics("chief", "chief/0"))
         reporter.report("worker/0", [report(step) for step in range(last)])
-        reporter.begin(replicas=1, sync=sync, timeline=7, first_step=0)
+        reporter.begin(replicas=1, joined=sync, timeline=7, first_step=0)
         reporter.close()
     assert [line["step"] for line in lines(tmp_path / "steps.jsonl")] == [0, 1, 2, 3, 4]

@@ -215,7 +215,7 @@ def test_tasks_hear_of_the_end_before_the_parameters_are_hashed(
         return "abc"
 
     state = chief.process._control.program.state
-    monkeypatch.setattr(state, "checkpoint_step", 4)
+    monkeypatch.setattr(state.saves, "checkpoint_step", 4)
     monkeypatch.setattr(chief.process._checkpointer.store, "open", lambda step, verify: None)
     monkeypatch.setattr(control, "parameters_digest", digest)
     chief.client.stop("enough")

@@ -15,7 +15,7 @@ from shardline.core.spec import TensorSpec
 from shardline.core.status import ShardStatus
 from shardline.errors import UsageError
 from shardline_chief.rules.actions import AskStatus, Heir, Lead, Promote
-from shardline_chief.rules.standbys import Protection, after_loss, protected, without_standbys
+from shardline_chief.rules.state.standbys import Change, Protection, after_loss, protected, without_standbys
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import Cluster, T, make_job, phase
@@ -100,18 +100,18 @@ def test_what_primaries_tell_of_their_standbys_is_believed_where_they_are_to_be(
     assert protection.observe(placement, [told(0, "copying")], 0.0) == []
     assert protection.whole() == set()
     assert protection.observe(placement, [told(0, "synced")], 1.0) == [
-        "shard 0 is protected: its standby on ps/1 is whole"
+        Change("shard 0 is protected: its standby on ps/1 is whole", protected=True)
     ]
     assert protection.observe(placement, [told(1, "synced", "ps/7")], 1.0) == []
     assert protection.whole() == {0}
-    assert "copied anew (why)" in protection.observe(placement, [told(0, "copying")], 2.0)[0]
+    assert "copied anew (why)" in protection.observe(placement, [told(0, "copying")], 2.0)[0].sentence
     assert protection.whole() == set()
 
 
 def test_a_standby_that_is_silent_for_too_long_is_given_up_but_may_be_promoted_until_then() -> None:
     protection, placement = Protection(), protected(placed("ps/0"), living(0, 1))
     protection.observe(placement, [told(0, "synced")], 0.0)
-    assert "stands still" in protection.observe(placement, [told(0, "silent")], 5.0)[0]
+    assert "stands still" in protection.observe(placement, [told(0, "silent")], 5.0)[0].sentence
     assert protection.whole() == {0}
     assert protection.too_silent(9.0, 5.0) == []
     assert protection.too_silent(10.0, 5.0) == [0]
@@ -138,7 +138,7 @@ LARGE = tuple(TensorSpec(name=f"layer{number}", shape=(64, 64), dtype="float32")
 
 
 def holders(cluster: Cluster) -> list[tuple[str, str]]:
-    return [(place.task, place.standby_task) for place in cluster.program.state.placement]
+    return [(place.task, place.standby_task) for place in cluster.program.state.layout.placement]
 
 
 def kinds(cluster: Cluster) -> list[str]:
@@ -149,23 +149,23 @@ def kinds(cluster: Cluster) -> list[str]:
 def test_a_lost_server_is_stood_in_for_and_nothing_goes_back(mode: str) -> None:
     cluster = protected_cluster(mode=mode)
     assert holders(cluster) == [("ps/0", "ps/1"), ("ps/1", "ps/2"), ("ps/2", "ps/0")]
-    before = cluster.program.state.timeline
+    before = cluster.program.state.layout.timeline
     steps = [ps.step for ps in cluster.ps]
     cluster.commands.clear()
     cluster.kill_ps(1)
     cluster.tick(T / 3 + 2)
     assert phase(cluster) is Phase.RUNNING
-    assert cluster.program.state.timeline > before
+    assert cluster.program.state.layout.timeline > before
     # Shard 0's standby died with shard 1's primary; both get new ones from whoever is left.
     assert holders(cluster) == [("ps/0", "ps/2"), ("ps/2", "ps/0"), ("ps/2", "ps/0")]
     assert [ps.step for ps in cluster.ps] == steps
     found = [kind for kind in kinds(cluster) if kind not in ("Release", "Cut")]
     assert found == ["Lead", "Promote", "Configure", "Members", "Activate"]
-    (recovered,) = cluster.program.state.recoveries
+    (recovered,) = cluster.program.state.losses.recoveries
     assert (recovered.task, recovered.lost) == ("ps/1", 0)
     assert "taken over: shard 1 by ps/2; nothing goes back" in cluster.text()
     assert "its standbys have taken over, training goes on" in cluster.text()
-    assert cluster.orders("worker/0").timeline == cluster.program.state.timeline
+    assert cluster.orders("worker/0").timeline == cluster.program.state.layout.timeline
     # Logs and pictures forget what is beyond the step where a history begins.
     assert cluster.orders("worker/0").first_step == 17
     cluster.advance(100)
@@ -203,7 +203,7 @@ def test_two_servers_lost_one_after_another_are_both_stood_in_for() -> None:
     cluster.tick(T / 3 + 2)
     assert phase(cluster) is Phase.RUNNING
     assert [task for task, _ in holders(cluster)] == ["ps/0", "ps/2", "ps/2", "ps/0"]
-    assert [recovered.lost for recovered in cluster.program.state.recoveries] == [0, 0]
+    assert [recovered.lost for recovered in cluster.program.state.losses.recoveries] == [0, 0]
 
 
 def test_a_server_that_comes_back_holds_a_standby_again() -> None:
@@ -211,12 +211,12 @@ def test_a_server_that_comes_back_holds_a_standby_again() -> None:
     cluster.kill_ps(1)
     cluster.tick(T / 3 + 2)
     assert holders(cluster) == [("ps/0", ""), ("ps/0", "")]
-    timeline = cluster.program.state.timeline
+    timeline = cluster.program.state.layout.timeline
     cluster.restart_ps(1)
     cluster.tick()
     assert holders(cluster) == [("ps/0", "ps/1"), ("ps/0", "ps/1")]
     assert cluster.ps[1].held == (0, 1)
-    assert cluster.ps[1].timeline == cluster.program.state.timeline == timeline
+    assert cluster.ps[1].timeline == cluster.program.state.layout.timeline == timeline
     assert cluster.ps[0].active
 
 
@@ -281,7 +281,7 @@ def test_a_server_that_is_found_empty_before_it_was_missed_is_stood_in_for_and_b
     cluster.tick()
     assert phase(cluster) is Phase.RUNNING
     assert holders(cluster) == [("ps/0", "ps/1"), ("ps/0", "ps/1")]
-    assert cluster.program.state.recoveries[0].lost == 0
+    assert cluster.program.state.losses.recoveries[0].lost == 0
 
 
 def test_a_cut_right_after_a_failover_is_no_matter_of_the_server_that_came_back_empty() -> None:
@@ -301,8 +301,9 @@ def test_a_cut_right_after_a_failover_is_no_matter_of_the_server_that_came_back_
     assert not cluster.ps[0].timeline
     saves = len(cluster.saves)
     cluster.ps[1].advance(40)
-    cluster.program.ps_status("ps/1", cluster.ps[1].status(), cluster.now_s)
-    assert cluster.program.running.cut_asked
+    cluster.program.flows.servers.told("ps/1", cluster.ps[1].status(), asked=False)
+    cluster.program.machine.settle(cluster.now_s)
+    assert cluster.program.state.saves.cutting
     cluster.settle()
     cluster.release_commands()
     assert phase(cluster) is Phase.RUNNING, cluster.text()

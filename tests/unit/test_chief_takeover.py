@@ -24,11 +24,11 @@ from shardline_chief.rules.actions import (
     Record,
     Release,
 )
+from shardline_chief.rules.flows.recollection import obstacle
 from shardline_chief.rules.messages import Beat, Join, JoinAnswer
 from shardline_chief.rules.program import Program
 from shardline_chief.rules.replay import Remembered, replay
-from shardline_chief.rules.state import Settings
-from shardline_chief.rules.takeover import obstacle
+from shardline_chief.rules.state.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import JOIN, Cluster, FakePs, T, make_job, phase
@@ -125,19 +125,24 @@ def test_the_next_chief_takes_the_job_over_as_it_is_and_nothing_is_made_again() 
     cluster = mortal()
     cut(cluster, 10)
     cluster.advance(17)
-    timeline, assignment = cluster.program.state.timeline, cluster.program.state.assignment
+    timeline, assignment = cluster.program.state.layout.timeline, cluster.program.state.work.assignment
     cluster.next_chief()
     for ps in cluster.ps:
         ps.advance(23)  # meanwhile
     assert cluster.program.state.returning
     cluster.hear()
     state = cluster.program.state
-    assert (state.phase, state.timeline, state.assignment, state.step) == (Phase.RUNNING, timeline, assignment, 23)
-    assert (state.checkpoint_step, state.stop_step, state.failovers) == (10, 100, 1)
+    assert (state.phase, state.layout.timeline, state.work.assignment, state.progress.step) == (
+        Phase.RUNNING,
+        timeline,
+        assignment,
+        23,
+    )
+    assert (state.saves.checkpoint_step, state.progress.stop_step, state.losses.failovers) == (10, 100, 1)
     assert cluster.changes == ["Lead", "AskStatus", "Members", "Activate", "Cut"]
     assert all(ps.members == {task: cluster.lives[task] for task in ("worker/0", "worker/1")} for ps in cluster.ps)
     assert "training goes on at step 23, nothing is made again" in cluster.text()
-    assert state.seconds(cluster.now_s) == pytest.approx(cluster.now_s, abs=1.0)
+    assert state.figures.seconds(cluster.now_s) == pytest.approx(cluster.now_s, abs=1.0)
     cluster.advance(100)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
@@ -197,7 +202,7 @@ def step(cluster: Mortal, held: dict[str, int]) -> None:
         for ps in cluster.ps:
             ps.initialized = True
     state = cluster.program.state
-    if state.leases is not None:
+    if state.work.leases is not None:
         for task in ("worker/0", "worker/1"):
             number = held.get(task, 0)
             answer = cluster.program.lease(task, cluster.lives[task], (number,) if number else (), cluster.now_s)
@@ -222,8 +227,8 @@ def test_server_lost_with_its_chief_goes_back_to_the_checkpoint() -> None:
     cluster.hear()
     state = cluster.program.state
     assert [ps.step for ps in cluster.ps] == [10, 10]
-    assert (state.phase, state.timeline >> 32) == (Phase.RUNNING, state.settings.term)
-    assert [(r.task, r.from_step) for r in state.recoveries] == [("ps/1", 10)]
+    assert (state.phase, state.layout.timeline >> 32) == (Phase.RUNNING, state.settings.term)
+    assert [(r.task, r.from_step) for r in state.losses.recoveries] == [("ps/1", 10)]
     cluster.advance(100)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
@@ -234,7 +239,7 @@ def test_server_that_does_not_come_back_is_declared_dead_and_the_others_take_its
     cluster = Mortal(job=make_job(tensors=tensors), ps=3)
     cluster.start()
     cut(cluster, 10)
-    held = cluster.program.state.placement
+    held = cluster.program.state.layout.placement
     cluster.ps[1].dead = True
     cluster.next_chief()
     cluster.tick(T / 3 - 3)
@@ -242,7 +247,7 @@ def test_server_that_does_not_come_back_is_declared_dead_and_the_others_take_its
     cluster.tick(T)
     assert phase(cluster) is Phase.RUNNING
     assert {place.task for place in held} == {"ps/0", "ps/1", "ps/2"}
-    assert {place.task for place in cluster.program.state.placement} == {"ps/0", "ps/2"}
+    assert {place.task for place in cluster.program.state.layout.placement} == {"ps/0", "ps/2"}
 
 
 def test_half_of_the_servers_are_too_few_to_go_on_with() -> None:
@@ -277,7 +282,7 @@ def test_all_servers_started_again_with_the_chief_are_one_loss() -> None:
     cluster.hear()
     assert phase(cluster) is Phase.RUNNING
     assert [ps.step for ps in cluster.ps] == [10, 10]
-    assert len(cluster.program.state.recoveries) == 1
+    assert len(cluster.program.state.losses.recoveries) == 1
 
 
 def test_chief_that_died_while_it_filled_the_servers_fills_them_again() -> None:
@@ -369,7 +374,7 @@ def test_acknowledged_batches_stay_done_and_open_ones_stay_with_their_worker() -
     third = lease(cluster, "worker/0", first[0])
     cluster.next_chief()
     cluster.hear()
-    leases = cluster.program.state.leases
+    leases = cluster.program.state.work.leases
     assert leases is not None
     assert (leases.done, leases.repeated, leases.outstanding) == (first[2], 0, 2)
     # Its answer may have been lost with the chief; so may that of the question which said that the first is done.
@@ -384,7 +389,7 @@ def test_leases_of_a_worker_that_died_with_the_chief_are_handed_out_again_and_co
     mine = lease(cluster, "worker/1")
     cluster.next_chief()
     cluster.tick(T / 3 + 4, silent=("worker/1",))
-    leases = cluster.program.state.leases
+    leases = cluster.program.state.work.leases
     assert leases is not None
     assert leases.repeated == mine[2]
     assert lease(cluster, "worker/0")[1] == mine[1]
@@ -401,7 +406,7 @@ def test_batches_whose_updates_no_shard_has_any_more_are_trained_on_again() -> N
     cluster.hear()
     cluster.hear()
     assert phase(cluster) is Phase.RUNNING
-    leases = cluster.program.state.leases
+    leases = cluster.program.state.work.leases
     assert leases is not None
     assert (leases.done, leases.repeated) == (0, second[2])
     again = lease(cluster, "worker/0", second[0])
@@ -488,8 +493,8 @@ def test_evaluation_and_best_are_remembered() -> None:
     cluster.program.report("evaluator/0", cluster.lives["evaluator/0"], 0, {"loss": 2.5, "acc": 0.5}, "", cluster.now_s)
     cluster.settle()
     cluster.next_chief()
-    assert cluster.program.state.best == (0, {"loss": 2.5, "acc": 0.5})
-    assert list(cluster.program.state.metrics[0]) == ["loss", "acc"]
+    assert cluster.program.state.figures.best == (0, {"loss": 2.5, "acc": 0.5})
+    assert list(cluster.program.state.figures.metrics[0]) == ["loss", "acc"]
 
 
 def test_cluster_that_waited_for_its_chief_is_taken_over_too() -> None:

@@ -14,7 +14,8 @@ from shardline.core.spec import TensorSpec
 from shardline.core.status import PsStatus, ShardStatus, StandbyStatus
 from shardline_chief.rules.actions import AskStatus, Configure, Heir, Promote, Record, Restore
 from shardline_chief.rules.replay import replay
-from shardline_chief.rules.standbys import as_found, protected, without_standbys
+from shardline_chief.rules.stages import UNHEARD
+from shardline_chief.rules.state.standbys import as_found, protected, without_standbys
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chief_cluster import FakePs, T, make_job, phase
@@ -35,7 +36,7 @@ def protected_cluster(ps: int = 3, **options: Any) -> Mortal:
 
 
 def holders(cluster: Mortal) -> list[tuple[str, str]]:
-    return [(place.task, place.standby_task) for place in cluster.program.state.placement]
+    return [(place.task, place.standby_task) for place in cluster.program.state.layout.placement]
 
 
 def kinds(cluster: Mortal) -> list[str]:
@@ -61,10 +62,10 @@ def test_a_server_that_died_with_the_chief_is_stood_in_for_and_nothing_goes_back
     assert holders(cluster) == [("ps/0", "ps/2"), ("ps/2", "ps/0"), ("ps/2", "ps/0")]
     found = [kind for kind in kinds(cluster) if kind not in ("Release", "Cut")]
     assert found[:6] == ["Lead", "Lead", "Promote", "Configure", "Members", "Activate"]
-    (recovered,) = cluster.program.state.recoveries
+    (recovered,) = cluster.program.state.losses.recoveries
     assert (recovered.task, recovered.at_step, recovered.from_step, recovered.lost) == ("ps/1", 17, 17, 0)
     assert "taken over: shard 1 by ps/2; nothing goes back" in cluster.text()
-    assert cluster.program.state.timeline >> 32 == cluster.settings.term
+    assert cluster.program.state.layout.timeline >> 32 == cluster.settings.term
     assert cluster.orders("worker/0").first_step == 17
 
 
@@ -79,8 +80,8 @@ def test_workers_that_miss_a_server_do_not_decide_before_all_servers_are_heard(m
     cluster.suspects.clear()
     cluster.tick(2)
     goes_on(cluster)
-    assert not cluster.program.takeover.hearing
-    assert [recovered.task for recovered in cluster.program.state.recoveries] == ["ps/1"]
+    assert cluster.program.state.stage not in UNHEARD
+    assert [recovered.task for recovered in cluster.program.state.losses.recoveries] == ["ps/1"]
 
 
 def test_of_two_servers_the_one_that_came_back_empty_holds_standbys_of_the_other() -> None:
@@ -200,18 +201,18 @@ def test_a_chief_killed_at_any_point_of_a_failover_is_followed_by_one_that_ends_
             cluster.tick(2)
             goes_on(cluster)
             assert [task for task, _ in holders(cluster)] == ["ps/0", "ps/2", "ps/2"], actions
-            assert all(place.standby_task for place in cluster.program.state.placement), actions
+            assert all(place.standby_task for place in cluster.program.state.layout.placement), actions
     assert points > 10
 
 
 def test_a_chief_that_finds_all_as_it_was_leaves_history_and_standbys_alone() -> None:
     cluster = protected_cluster()
-    timeline, before = cluster.program.state.timeline, holders(cluster)
+    timeline, before = cluster.program.state.layout.timeline, holders(cluster)
     cluster.next_chief()
     hear_twice(cluster)
     goes_on(cluster)
-    assert (cluster.program.state.timeline, holders(cluster)) == (timeline, before)
-    assert cluster.program.state.recoveries == []
+    assert (cluster.program.state.layout.timeline, holders(cluster)) == (timeline, before)
+    assert cluster.program.state.losses.recoveries == []
     assert "nothing is made again" in cluster.text()
     (placed,) = cluster.kinds(Configure)
     assert placed.keep == placed.keep_standbys == {0, 1, 2}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardline_chief.io.targets import NAME, Targets, reachable
-from shardline_chief.rules.membership import Member, State
+from shardline_chief.rules.state.membership import Life, Member
 
 
 def member(role: str, index: int, metrics: str, **changes: Any) -> Member:
@@ -39,8 +39,8 @@ def test_file_names_the_tasks_that_are_there_or_should_be(tmp_path: Path) -> Non
     ps = member("ps", 0, "10.0.0.1:9001")
     workers = [
         member("worker", 0, "10.0.0.1:9002"),
-        member("worker", 1, "10.0.0.1:9003", state=State.DEAD),
-        member("worker", 2, "10.0.0.1:9004", state=State.LEFT),
+        member("worker", 1, "10.0.0.1:9003", state=Life.DEAD),
+        member("worker", 2, "10.0.0.1:9004", state=Life.LEFT),
         member("worker", 3, ""),
     ]
     targets.show([ps, *workers])
@@ -60,7 +60,7 @@ def test_file_is_written_when_something_has_changed_only(tmp_path: Path) -> None
     targets = Targets(tmp_path, chief="10.0.0.9:2222", chief_metrics="127.0.0.1:9000")
     targets.show([member("ps", 0, "10.0.0.1:9001")])
     (tmp_path / NAME).unlink()
-    targets.show([member("ps", 0, "10.0.0.1:9001", last_heard_s=5.0, state=State.SUSPECT)])
+    targets.show([member("ps", 0, "10.0.0.1:9001", last_heard_s=5.0, state=Life.SUSPECT)])
     assert not (tmp_path / NAME).exists()
 
 

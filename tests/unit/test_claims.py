@@ -222,7 +222,9 @@ def test_bytes_that_were_to_stay_in_place_and_travel_after_all_have_a_digest(
     sender = Sender(job="job", timeline=1, plan_id="plan", who=Identity("worker/0", 1))
 
     def referred(lane: str) -> list[int]:
-        requests = data.referred_requests(sender, 0, [push], None, Attached(lane, 1), place=lambda item: 0)
+        requests = data.referred_requests(
+            sender, 0, [push], None, Attached(lane, 1, in_place=lane == "shm"), place=lambda item: 0
+        )
         return [ref.digest for request in requests if request.push is not None for ref in request.push.refs]
 
     on_stream = [request.push for request in data.exchange_requests(sender, 0, [push], None)]
@@ -245,7 +247,7 @@ def test_a_push_that_need_not_travel_is_one_request_whatever_its_size(lane: str,
             0,
             [push],
             Want(step=1),
-            data.Attached(lane, 1),
+            data.Attached(lane, 1, in_place=lane == "shm"),
             place=lambda payload: 0,
         )
     )

@@ -47,7 +47,7 @@ def fail_to_save(cluster: Cluster, step: int) -> None:
 
 def test_a_failed_checkpoint_is_a_fault_with_its_reason_and_the_last_good_one_until_one_succeeds() -> None:
     cluster = running()
-    faults = cluster.program.state.faults
+    faults = cluster.program.state.figures.faults
     assert faults == {}
     fail_to_save(cluster, 10)
     last = "the last good checkpoint is of step 0: /out/step-0"

@@ -361,7 +361,7 @@ def test_strange_log_files_cost_the_logs_alone(
     for name in ("steps", "events", "rates"):
         instead(tmp_path / f"{name}.jsonl", put)
     reporter = Reporter(tmp_path, Metrics("chief", "chief/0"), History())
-    reporter.begin(replicas=1, sync=True, timeline=1, first_step=0)
+    reporter.begin(replicas=1, joined=True, timeline=1, first_step=0)
     reporter.event("joined", "ps/0 joined", "info", {})
     reporter.close()
     if put is not put_sparse:

@@ -62,6 +62,7 @@ PURE = (
     "shardline/cadence",
     "shardline/topology",
     "shardline/storage",
+    "chief/shardline_chief/rules",
 )
 """Domain values and rules: no message, no transport and no socket in them."""
 OUTER = (
@@ -73,8 +74,10 @@ OUTER = (
     "shardline.server",
     "grpc",
     "google.protobuf",
+    "shardline_chief.io",
     "socket",
     "asyncio",
+    "threading",
 )
 LEAVES = {
     "shardline.core": ("shardline.core", "shardline.errors"),
@@ -175,11 +178,12 @@ def test_layers_hold() -> None:
         ("shardline/rpc/x.py", "from .v1 import chief_pb2", None),
         ("chief/shardline_chief/io/servicer.py", "from shardline.rpc.v1 import chief_pb2", None),
         ("chief/shardline_chief/rules/x.py", "from shardline.rpc.v1 import chief_pb2", "generated stubs"),
+        ("chief/shardline_chief/rules/x.py", "from shardline.rpc.link import ChiefLink", "no transport"),
         ("shardline/core/x.py", "from shardline.rpc import channel", "no transport"),
         ("shardline/core/x.py", "from shardline.job import Job", "needs nothing but"),
         ("shardline/rpc/x.py", "from shardline.lanes.base import Lane", "lies below"),
         ("shardline/lanes/x.py", "from shardline.server import slots", "lies below"),
-        ("services/shardline_ps/data/x.py", "from shardline.rpc.v1 import data_pb2", None),
+        ("services/shardline_ps/x.py", "from shardline.rpc.v1 import data_pb2", None),
         ("services/shardline_ps/x.py", "from shardline_ps import store", None),
     ],
 )
@@ -221,3 +225,39 @@ def test_unsafe_loads_are_seen() -> None:
 def test_role_folders_are_no_packages() -> None:
     found = [str(path) for folder in CONTAINERS for path in [ROOT / folder / "__init__.py"] if path.exists()]
     assert not found, f"{found} would make `import worker` work, which a person's own worker.py must win"
+
+
+CLIENT = ("exchange", "step", "overlap", "factory", "api")
+"""Parts of the client, inner ones first: each may import those before it."""
+
+
+def test_parts_of_the_client_are_layers() -> None:
+    broken = []
+    for path in sources():
+        relative = str(path.relative_to(ROOT))
+        if not under(relative, "shardline/client") or path.stem == "__init__":
+            continue
+        own = Path(relative).parts[2].removesuffix(".py")
+        allowed = CLIENT[: CLIENT.index(own) + 1]
+        for item in imports_of(path.read_text(), relative, package_of(path)):
+            parts = item.module.split(".")
+            if parts[:2] == ["shardline", "client"] and len(parts) > 2 and parts[2] not in allowed:
+                broken.append(f"{item.path}:{item.line} imports {item.module}")
+    assert not broken, "\n".join(broken)
+
+
+def test_modules_of_the_client_form_no_circle() -> None:
+    needs: dict[str, set[str]] = {}
+    for path in sources():
+        relative = str(path.relative_to(ROOT))
+        if under(relative, "shardline/client") or relative in ("shardline/data.py", "shardline/job.py"):
+            name = relative.removesuffix(".py").replace("/", ".")
+            needs[name] = {item.module for item in imports_of(path.read_text(), relative, package_of(path))}
+    for name, modules in needs.items():
+        needs[name] = modules & needs.keys() - {name}
+    while free := [name for name, modules in needs.items() if not modules]:
+        for name in free:
+            del needs[name]
+        for modules in needs.values():
+            modules.difference_update(free)
+    assert not needs, f"these import each other: {needs}"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardline import schedule
+from shardline import consistency, schedule
 from shardline.client.api.script_job import TensorHolder
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorKind
@@ -218,7 +218,8 @@ def test_spec_holds_all_that_two_tasks_must_agree_on() -> None:
     spec = job.spec(job.build_model())
     assert (spec.replicas, spec.batch_size, spec.steps, spec.samples, spec.threads) == (2, 2, 10, 8, 1)
     assert spec.rule.name == "AdamW" and spec.rule.groups[0]["lr"] == 0.001
-    assert spec.schedule.total_steps == 10 and spec.consistency.voted and spec.best_is_lowest
+    assert spec.schedule.total_steps == 10 and spec.best_is_lowest
+    assert consistency.of(spec.consistency).waits_for_verdict
     assert [tensor.name for tensor in spec.tensors] == ["weight", "bias"]
     assert job.spec(job.build_model()) == spec
 

@@ -20,6 +20,8 @@ NOBODY: Sink = None  # type: ignore[assignment]
 class FakeLane(Lane):
     """Does what it is told in an exchange; answers Progress, which may be told something too."""
 
+    name = ""
+
     def __init__(self, name: str, does: Callable[[], Exchanged] = lambda: DONE) -> None:
         self.name = name
         self.does = does

@@ -8,7 +8,7 @@ import pytest
 
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
-from shardline_ps.control.authority import Authority, Term, unknown_features
+from shardline_ps.control.authority import Authority, Term
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,3 @@ def test_what_is_admitted(state: dict[str, Any], message: dict[str, Any], outcom
     decision = ask(ready(**state), **message)
     assert decision.outcome is outcome
     assert decision.reason.startswith(reason) and bool(decision.reason) is bool(reason)
-
-
-def test_unknown_features_are_named_in_order() -> None:
-    assert unknown_features([]) == unknown_features(["sync", "voted"]) == []
-    assert unknown_features(["zeta", "sync", "alpha", "zeta"]) == ["alpha", "zeta"]

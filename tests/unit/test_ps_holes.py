@@ -165,7 +165,7 @@ def test_the_allocator_tells_what_is_taken_and_gives_back_what_is_freed() -> Non
     if not os.confstr("CS_GNU_LIBC_VERSION") or allocator.taken_bytes() is None:
         pytest.skip("the C library is not glibc, or older than 2.33")
     code = """
-from shardline import allocator
+from shardline.host import allocator
 assert allocator.tune_allocator()
 size = 64 << 20
 blocks = [bytearray(b"1") * size for _ in range(3)]

@@ -25,7 +25,7 @@ from shardline.job import Job
 from shardline.model import model_tensors
 from shardline.security import PLAIN
 from shardline_chief.io.journal import Journal
-from shardline_chief.rules.leases import Leases
+from shardline_chief.rules.state.leases import Leases
 from shardline_chief.service import _job_spec
 from shardline_evaluator.service import run as evaluate
 

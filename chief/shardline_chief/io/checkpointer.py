@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from shardline import consistency
 from shardline.checkpoint import Checkpoint, CheckpointStore, Cut
 from shardline.checkpoint.compat import resume_changes
 from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
@@ -19,8 +20,8 @@ from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import CheckpointError, ShardlineError
 from shardline.rpc.client import PsControl
+from shardline_chief.io.pacing import LEAST_RATE, Links, Pace, TokenBucket, fetched, on_this_machine
 from shardline_chief.rules.actions import Save, Saved
-from shardline_chief.rules.pacing import LEAST_RATE, Links, Pace, TokenBucket, fetched, on_this_machine
 
 log = logging.getLogger("shardline_chief.io.checkpointer")
 
@@ -51,7 +52,7 @@ class ResumePoint:
 
     @property
     def cursor(self) -> Mapping[str, Any]:
-        """Leases done, in asynchronous mode."""
+        """Leases done, where the chief hands out batches."""
         leases = self.checkpoint.manifest.extra.get("leases", {})
         return leases if isinstance(leases, dict) else {}
 
@@ -184,11 +185,13 @@ class Checkpointer:
 
     def _commit(self, save: Save) -> tuple[str, _Fetch]:
         fetch = _Fetch(save)
-        sync = save.job.consistency.mode == "sync"
+        mode = consistency.of(save.job.consistency)
         extra: dict[str, Any] = {}
-        if not sync:
+        if mode.leases_batches:
             done = sum(end - first for first, end in save.cursor.get("done", []))
-            extra = {"leases": dict(save.cursor), "cursor": {"batch": done}, SEQUENCES: fetch.sequences}
+            extra |= {"leases": dict(save.cursor), "cursor": {"batch": done}}
+        if mode.whole_pushes:
+            extra[SEQUENCES] = fetch.sequences
         path = self.store.commit(
             Cut(
                 job=save.job,
@@ -196,7 +199,7 @@ class Checkpointer:
                 step=save.step,
                 timeline=save.timeline,
                 term=self._term,
-                consistent=sync,
+                consistent=mode.consistent_cuts,
                 versions=fetch.versions,
                 images=lambda shard: self._images(fetch, shard),
                 extra=extra,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
+from shardline import consistency
 from shardline.checkpoint import Checkpoint
 from shardline.config import Timeouts
 from shardline.core.placement import Placement
@@ -178,7 +179,7 @@ def _configuration(task: str, order: Configure) -> Configuration:
         schedule=job.schedule,
         consistency=job.consistency,
         **job.settings(),
-        cut_every=job.checkpoint_every if job.consistency.mode == "sync" else 0,
+        cut_every=job.checkpoint_every if consistency.of(job.consistency).consistent_cuts else 0,
         placement=order.placement,
         keep=tuple(shard for shard in _shards(task, order.placement) if shard in order.keep),
         standbys=_standbys(task, order.placement),

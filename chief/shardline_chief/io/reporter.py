@@ -221,11 +221,11 @@ class Reporter:
 
     # Steps
 
-    def begin(self, *, replicas: int, sync: bool, timeline: int, first_step: int) -> None:
+    def begin(self, *, replicas: int, joined: bool, timeline: int, first_step: int) -> None:
         """A timeline begins to train at first_step: TensorBoard forgets what an earlier one drew beyond it."""
-        self.steps = StepBoard(replicas, joined=sync)
+        self.steps = StepBoard(replicas, joined=joined)
         early, self._early = self._early, deque(maxlen=EARLY)
-        self._joined, self._written = sync, self._lines(timeline, joined=sync)
+        self._joined, self._written = joined, self._lines(timeline, joined=joined)
         self._timeline = timeline
         if timeline != self._drawn:
             # A chief that took over a running cluster goes on with the timeline of the one before, wherever it began.

@@ -222,7 +222,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         if request.HasField("step"):
             step = int(request.step)
         else:
-            step = await self._ask(lambda now_s: self._control.program.state.checkpoint_step)
+            step = await self._ask(lambda now_s: self._control.program.state.saves.checkpoint_step)
         if step < 0:
             raise CheckpointError("there is no checkpoint yet; ask again when the orders name one")
         # Retention must not delete it while it is read.

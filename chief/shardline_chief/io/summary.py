@@ -21,32 +21,34 @@ from shardline_chief.rules.program import Program
 
 def total_traffic(program: Program) -> Traffic:
     """Bytes through all parameter servers: what every worker pushed and pulled."""
-    parts = [traffic for task, traffic in program.state.traffic.items() if task.startswith("ps/")]
+    parts = [traffic for task, traffic in program.state.figures.traffic.items() if task.startswith("ps/")]
     return functools.reduce(operator.add, parts, Traffic())
 
 
 def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[str, Any]:
     """What the run came to. sha256: of the last checkpoint's parameters, "" where there is none."""
     state = program.state
-    seconds = state.seconds(now_s)
-    trained = max(0, state.step - state.first_step)
-    shards = [state.shards[number] for number in sorted(state.shards)]
+    seconds = state.figures.seconds(now_s)
+    trained = max(0, state.progress.step - state.progress.first_step)
+    shards = [state.progress.shards[number] for number in sorted(state.progress.shards)]
     pushes = sum(shard.pushes for shard in shards)
     traffic = total_traffic(program)
-    last = max((step for step, metrics in state.metrics.items() if metrics), default=None)
+    last = max((step for step, metrics in state.figures.metrics.items() if metrics), default=None)
     return {
         "job": state.job.name if state.job is not None else "",
         "exit_code": state.exit_code,
         "reason": state.reason,
-        "steps": state.step,
-        "first_step": state.first_step,
+        "steps": state.progress.step,
+        "first_step": state.progress.first_step,
         "seconds": round(seconds, 6),
         "steps_per_second": trained / seconds if seconds > 0 else 0.0,
         "evaluation": {
-            "last": None if last is None else {"step": last, "metrics": _plain(state.metrics[last])},
-            "best": None if state.best is None else {"step": state.best[0], "metrics": _plain(state.best[1])},
+            "last": None if last is None else {"step": last, "metrics": _plain(state.figures.metrics[last])},
+            "best": None
+            if state.figures.best is None
+            else {"step": state.figures.best[0], "metrics": _plain(state.figures.best[1])},
         },
-        "unscored": state.unscored.get(state.final_step, ""),
+        "unscored": state.figures.unscored.get(state.saves.final_step, ""),
         "sha256": sha256,
         "bytes": {
             "push": {"raw": traffic.push_raw_bytes, "wire": traffic.push_wire_bytes},
@@ -59,15 +61,16 @@ def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[s
         "versions": [shard.version for shard in shards],
         "skipped_steps": max((shard.skipped_steps for shard in shards), default=0),
         "duplicate_mismatches": sum(shard.duplicate_mismatches for shard in shards),
-        "repeated_batches": state.figure(REPEATED) + (state.leases.repeated if state.leases is not None else 0),
-        "lost_updates": state.figure(LOST),
-        "recoveries": [dataclasses.asdict(recovered) for recovered in state.recoveries],
-        "chief_restarts": state.failovers,
-        "checkpoint": state.checkpoint_path or None,
-        "checkpoint_step": state.checkpoint_step,
+        "repeated_batches": state.figures.total(REPEATED)
+        + (state.work.leases.repeated if state.work.leases is not None else 0),
+        "lost_updates": state.figures.total(LOST),
+        "recoveries": [dataclasses.asdict(recovered) for recovered in state.losses.recoveries],
+        "chief_restarts": state.losses.failovers,
+        "checkpoint": state.saves.checkpoint_path or None,
+        "checkpoint_step": state.saves.checkpoint_step,
         "consistency": state.job.consistency.mode if state.job is not None else "",
         "replicas": state.job.replicas if state.job is not None else 0,
-        "workers": state.most_trainers,
+        "workers": state.work.most_trainers,
         "ps": len(state.settings.ps),
         "out": str(out),
     }
@@ -88,25 +91,25 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
     """The job as it is now. page: address of the chief's own page."""
     state = program.state
     rows = tuple(_with_rates(row, reporter) for row in program.rows(now_s))
-    last = max((step for step, metrics in state.metrics.items() if metrics), default=None)
+    last = max((step for step, metrics in state.figures.metrics.items() if metrics), default=None)
     now = time.time()
     return ChiefStatus(
         job=state.job.name if state.job is not None else "",
         phase=state.phase.name.lower(),
-        step=state.step,
+        step=state.progress.step,
         steps=state.job.steps if state.job is not None else 0,
-        first_step=state.first_step,
+        first_step=state.progress.first_step,
         loss=reporter.loss,
         steps_per_s=reporter.step_rate.per_second,
         bytes_per_s=reporter.byte_rate.per_second,
-        seconds=state.seconds(now_s),
+        seconds=state.figures.seconds(now_s),
         tasks=rows,
-        last_metrics=dict(state.metrics[last]) if last is not None else {},
+        last_metrics=dict(state.figures.metrics[last]) if last is not None else {},
         last_metrics_step=-1 if last is None else last,
-        best_step=-1 if state.best is None else state.best[0],
-        best_metrics={} if state.best is None else dict(state.best[1]),
-        checkpoint_step=state.checkpoint_step,
-        checkpoint_path=state.checkpoint_path,
+        best_step=-1 if state.figures.best is None else state.figures.best[0],
+        best_metrics={} if state.figures.best is None else dict(state.figures.best[1]),
+        checkpoint_step=state.saves.checkpoint_step,
+        checkpoint_path=state.saves.checkpoint_path,
         checkpoints=reporter.shelf.list(now),
         events=tuple(reporter.events),
         said=tuple(reporter.said),
@@ -119,13 +122,13 @@ def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, p
         time=now,
         missing=_missing(program, rows),
         staleness=reporter.staleness,
-        staleness_max=max((shard.staleness_max for shard in state.shards.values()), default=0),
+        staleness_max=max((shard.staleness_max for shard in state.progress.shards.values()), default=0),
         push_bytes_per_s=reporter.push_rate.per_second,
         pull_bytes_per_s=reporter.pull_rate.per_second,
         dead_s=state.timeouts.dead_s,
-        shard_bytes=tuple(shard.nbytes for shard in state.plan.shards) if state.plan is not None else (),
+        shard_bytes=tuple(shard.nbytes for shard in state.layout.plan.shards) if state.layout.plan is not None else (),
         page=page,
-        faults=tuple(fault for fault in (*state.faults.values(), reporter.failure) if fault),
+        faults=tuple(fault for fault in (*state.figures.faults.values(), reporter.failure) if fault),
     )
 
 

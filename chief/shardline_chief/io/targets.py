@@ -13,7 +13,7 @@ from pathlib import Path
 from shardline.cluster import format_address, parse_address
 from shardline.errors import ClusterSpecError
 from shardline.host import files
-from shardline_chief.rules.membership import Member
+from shardline_chief.rules.state.membership import Member
 
 log = logging.getLogger("shardline_chief")
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from shardline.cluster import ROLES
 from shardline.core.protocol import FEATURES
 from shardline.core.spec import differences
-from shardline_chief.rules.membership import Refused
 from shardline_chief.rules.messages import TRAINERS, Join
-from shardline_chief.rules.state import State, as_in_cluster
+from shardline_chief.rules.state.membership import Refused
+from shardline_chief.rules.state.settings import as_in_cluster
+from shardline_chief.rules.state.state import State
 
 PLACED = ("ps", "worker", "evaluator")
 """Roles whose tasks may ask for an index."""
@@ -80,9 +81,9 @@ def _job_refusal(state: State, join: Join) -> Refused | None:
 
 
 def _machine_refusal(state: State, join: Join) -> Refused | None:
-    if state.settings.inexact or not state.sync or not state.machine or not join.machine:
+    if state.settings.inexact or not state.mode.bit_exact or not state.tasks.machine or not join.machine:
         return None
-    other = machine_differences(join.machine, state.machine)
+    other = machine_differences(join.machine, state.tasks.machine)
     if not other:
         return None
     return Refused(

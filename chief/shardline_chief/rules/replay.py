@@ -18,7 +18,7 @@ from shardline.core.spec import JobSpec
 from shardline.core.spec_json import job_from_json
 from shardline.errors import ShardlineError, UsageError
 from shardline_chief.rules.actions import Heir
-from shardline_chief.rules.leases import Lease, Leases
+from shardline_chief.rules.state.leases import Lease, Leases
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,10 +83,10 @@ class Voters:
         if shard is None:
             # It was let go of since it was complete.
             return
-        voted = await store.work(shard.mode.vote, step)
-        if voted is None:
+        found = await store.work(shard.mode.vote, step)
+        if found is None:
             return
-        vote, staged = voted
+        vote, staged = found
         verdict = await self._ask(shard, vote, staged)
         if verdict is not None and verdict.nonfinite and not verdict.skip:
             # Contributions were checked one by one: it is their sum that isn't finite. Nothing is applied anywhere.

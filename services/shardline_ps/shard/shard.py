@@ -38,8 +38,7 @@ class Shard:
         self.number = number
         self.settings = settings
         self.consistency = consistency.of(settings.consistency)
-        self.observers = Observers() if observers is None else observers
-        self.storage = ShardStorage(number, settings, publication=publication, observers=self.observers)
+        self.storage = ShardStorage(number, settings, publication=publication, observers=observers or Observers())
         self.buckets = self.storage.buckets
         self.publication = self.storage.publication
         self.cuts = self.storage.cuts
@@ -130,6 +129,11 @@ class Shard:
         log = self.storage.log
         if log is not None and not self.consistency.publishes_after_standby:
             await log.passed()
+
+    @property
+    def observers(self) -> Observers:
+        """Who is told what happens here."""
+        return self.storage.observers
 
     # Contributions
 

@@ -54,7 +54,10 @@ class ShardStorage:
         publication: Publication | None = None,
         observers: Observers,
     ) -> None:
-        """publication: memory of the published values; None = ordinary memory of the settings' device."""
+        """publication: memory of the published values; None = ordinary memory of the settings' device.
+
+        observers: they are others when a standby becomes the primary.
+        """
         self.number = number
         self.observers = observers
         spec, mode = settings.plan.shards[number], consistency.of(settings.consistency)

@@ -265,6 +265,7 @@ class Replicator:
         with self.shard.storage.order, bucket.lock:
             if bucket.pending is not None:
                 return False
+            self.shard.mode.settle(bucket)
             if not self.log.image(copy, bucket.number, copied_image(bucket)):
                 raise UnreachableError("the copy was given up")
             return True

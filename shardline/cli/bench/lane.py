@@ -179,7 +179,7 @@ class LaneProbe:
         seconds = time.perf_counter() - start_s
         _check(done)
         pulled = self._sink.arrived - before
-        if want is not None and self._lane.name != "shm" and pulled != self.nbytes:
+        if want is not None and not self._lane.by_reference and pulled != self.nbytes:
             raise ProtocolError(f"a pull brought {pulled} of {self.nbytes} bytes")
         return seconds
 

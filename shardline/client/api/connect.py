@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
+from shardline.client.api.script_job import ScriptSettings, choose_settings
 from shardline.client.api.session import Session
 from shardline.cluster import locate
 from shardline.config import (
@@ -20,6 +21,7 @@ from shardline.config import (
     environment_security,
     environment_switch,
 )
+from shardline.consistency import CONSISTENCIES
 from shardline.core.spec import ConsistencySpec
 from shardline.errors import JobError, ShardlineError, UsageError
 from shardline.host import lifeline
@@ -28,29 +30,31 @@ from shardline.host.process import Termination
 from shardline.observability import log
 from shardline.observability.lossy import protect_output
 from shardline.rpc.names import wait_for_own_name
+from shardline.seams import Resident
+from shardline.update import RULES
 
 
 def connect(
     *,
     cluster: str | None = None,
     task: str | None = None,
-    consistency: str | None = None,
-    seed: int | None = None,
-    checkpoint_every: int | None = None,
-    checkpoint_keep: int = 3,
+    consistency: str | Resident | None = None,
+    rule: str | Resident | None = None,
     clip_norm: float = 0.0,
     nan_policy: str = "stop",
     timeout_s: float | None = None,
     device: str | None = None,
     name: str | None = None,
+    **settings: int | float | bool | str | Resident | None,
 ) -> Session:
     """Take the place in a cluster that flags and environment name; call attach() next.
 
     cluster: path of a cluster.json or its text, default SHARDLINE_CLUSTER or TF_CONFIG; task: "worker/0", default
-    SHARDLINE_TASK or TF_CONFIG's. The other settings default to SHARDLINE_CONSISTENCY, SHARDLINE_SEED and so on, then
-    to sync, 0, no checkpoints on the way, 60 s, cpu. They are part of the job: all workers must agree.
+    SHARDLINE_TASK or TF_CONFIG's. settings: `seed`, `checkpoint_every`, `checkpoint_keep`, `codec`, `cadence`,
+    `topology`, as jobs have them. What is not given defaults to SHARDLINE_CONSISTENCY, SHARDLINE_SEED and so on, then
+    to sync, 0, no checkpoints on the way, 60 s, cpu. It is part of the job: all workers must agree.
 
-    Raises ClusterSpecError, UsageError.
+    Raises ClusterSpecError, JobError, UsageError.
     """
     timeouts = Timeouts(
         total_s=timeout_s if timeout_s is not None else _number("timeout", Timeouts.total_s),
@@ -93,13 +97,16 @@ def connect(
     session = Session(
         config,
         termination=termination,
-        name=name or Path(sys.argv[0]).stem or "script",
-        consistency=ConsistencySpec(
-            mode=consistency or environment("consistency") or "sync", clip_norm=clip_norm, nan_policy=nan_policy
+        script=ScriptSettings(
+            name=name or Path(sys.argv[0]).stem or "script",
+            consistency=ConsistencySpec(
+                mode=CONSISTENCIES.canonical(consistency or environment("consistency") or ConsistencySpec.mode),
+                clip_norm=clip_norm,
+                nan_policy=nan_policy,
+            ),
+            rule=RULES.canonical(rule or environment("rule") or ScriptSettings.rule),
+            settings=choose_settings(settings, environment),
         ),
-        seed=seed if seed is not None else int(_number("seed", 0)),
-        checkpoint_every=checkpoint_every if checkpoint_every is not None else int(_number("checkpoint_every", 0)),
-        checkpoint_keep=checkpoint_keep,
     )
     _tell_what_ends_the_script(session)
     # A script that runs off its end without close() has done its part: nobody should wait for it.

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from shardline.client.api.optimizer_state import KEY, check_loadable
+from shardline.client.api.optimizer_state import KEY, Standing, check_loadable
 from shardline.update import hyper_numbers
 
-if TYPE_CHECKING:
-    from shardline.client.api.session import Session
-
-
 log = logging.getLogger("shardline.client")
+
+
+class Steps(Protocol):
+    """What an optimizer asks of its session; see Session."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step changed nothing."""
+
+    @property
+    def standing(self) -> Standing:
+        """Where the job is."""
+
+    def finish_step(self, loss: float | None = None, hyper: Mapping[int, Mapping[str, float]] | None = None) -> bool:
+        """Send the open step and hold the next parameters."""
+
+    def check_scaler(self) -> None:
+        """A gradient scaler is about to step."""
+
+    def share_gradients(self, *, set_to_none: bool = True) -> bool:
+        """zero_grad() where gradients lie in shared memory."""
+
+    def gradients_cleared(self) -> None:
+        """zero_grad() was called."""
+
+    def resumed(self) -> None:
+        """A state that was saved at this step has been loaded."""
 
 
 class ShardlineOptimizer(torch.optim.Optimizer):
@@ -30,7 +53,7 @@ class ShardlineOptimizer(torch.optim.Optimizer):
     step, and the servers skip those in which one of them overflowed. For the time of the call it sets `found_inf`, and
     `grad_scale` to what .grad is to be divided by (None where unscale_() has done that)."""
 
-    def __init__(self, session: Session, inner: torch.optim.Optimizer, rule: str) -> None:
+    def __init__(self, session: Steps, inner: torch.optim.Optimizer, rule: str) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self._session = session
         self._rule = rule

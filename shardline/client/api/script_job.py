@@ -3,53 +3,85 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from shardline import consistency, methods
 from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.step.trainer import Trainer
 from shardline.core.orders import StepReport
+from shardline.core.settings import Setting, Settings, check, kind_of, known, read
 from shardline.core.spec import ConsistencySpec, JobSpec
-from shardline.errors import TensorError
+from shardline.errors import TensorError, UsageError
 from shardline.model import model_tensors
 from shardline.observability.metrics import Metrics
-from shardline.update import check_tensors, rule_from_optimizer
+from shardline.update import check_pushes, check_tensors, rule_from_optimizer
+
+SETTABLE = tuple(name for name in known() if name not in ("replicas", "batch_size", "accumulate", "steps", "threads"))
+"""Settings of a script's job; the others follow from the cluster and the script itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptSettings:
     """What a script's job has besides its model and optimizer."""
 
-    name: str
-    consistency: ConsistencySpec
-    seed: int
-    checkpoint_every: int
-    checkpoint_keep: int
-    workers: int
-    """Workers of the cluster spec; each is one replica in synchronous mode."""
+    name: str = "script"
+    consistency: ConsistencySpec = field(default_factory=ConsistencySpec)
+    rule: str = "torch"
+    """Update rule, as RULES of shardline.update reads it."""
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    """Those of shardline.core.settings that are not at their defaults."""
+
+
+def choose_settings(given: Mapping[str, Any], environ: Callable[[str], str | None]) -> dict[str, Setting]:
+    """A script's settings: what it gives by name, else what the environment says of it, in canonical texts.
+
+    Raises UsageError for a name that no script can set, JobError for a value or method that can't be.
+    """
+    for name in given:
+        if name not in SETTABLE:
+            raise UsageError(f"connect() has no setting {name!r}; it has {', '.join(SETTABLE)}")
+    found: dict[str, Setting] = {}
+    for name in SETTABLE:
+        value, text = given.get(name), environ(name)
+        if value is None and text is not None:
+            value = read(name, text, kind_of(name))
+        if value is not None:
+            found[name] = methods.table(name).canonical(value) if name in methods.SEAMS else value
+    check(Settings(**found), "connect()")  # type: ignore[arg-type]
+    return found
 
 
 def script_spec(
-    settings: ScriptSettings, model: nn.Module | Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+    script: ScriptSettings,
+    workers: int,
+    model: nn.Module | Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
 ) -> JobSpec:
-    """The job of a person's own script. Raises JobError for a model or optimizer that can't be trained."""
-    rule = rule_from_optimizer(optimizer)
+    """The job of a person's own script. Raises JobError for a model or optimizer that can't be trained.
+
+    workers: of the cluster spec; each is one replica where replicas' gradients make an update together.
+    """
+    mode = consistency.of(script.consistency)
+    rule = rule_from_optimizer(optimizer, method=script.rule)
+    check_pushes(rule, single=mode.whole_pushes)
     module = model if isinstance(model, nn.Module) else TensorHolder(model)
     tensors = model_tensors(module, optimizer.param_groups, rule=rule)
     check_tensors(rule, tensors)
     return JobSpec(
-        name=settings.name,
+        name=script.name,
         tensors=tensors,
         rule=rule,
-        consistency=settings.consistency,
-        replicas=settings.workers if settings.consistency.mode == "sync" else 1,
-        seed=settings.seed,
-        checkpoint_every=settings.checkpoint_every,
-        checkpoint_keep=settings.checkpoint_keep,
-        threads=torch.get_num_threads(),
+        consistency=script.consistency,
+        **{
+            **dict(script.settings),
+            "replicas": mode.contributors(workers),
+            "threads": torch.get_num_threads(),
+        },  # type: ignore[arg-type]
         script=True,
     )
 

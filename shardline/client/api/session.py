@@ -28,7 +28,7 @@ from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig
 from shardline.core.orders import Phase
-from shardline.core.spec import ConsistencySpec, JobSpec
+from shardline.core.spec import JobSpec
 from shardline.data import Watch, where_raised
 from shardline.errors import (
     FencedError,
@@ -56,23 +56,13 @@ class Session:
         config: RoleConfig,
         *,
         termination: Termination | None = None,
-        name: str = "script",
-        consistency: ConsistencySpec | None = None,
-        seed: int = 0,
-        checkpoint_every: int = 0,
-        checkpoint_keep: int = 3,
+        script: ScriptSettings | None = None,
     ) -> None:
         self.config = config
         self.device = resolve_device(config.device, config.gpu_memory_fraction)
         self._termination = termination or Termination()
-        self._script = ScriptSettings(
-            name=name,
-            consistency=consistency or ConsistencySpec(),
-            seed=seed,
-            checkpoint_every=checkpoint_every,
-            checkpoint_keep=checkpoint_keep,
-            workers=max(1, config.cluster.num("worker")),
-        )
+        self._script = script or ScriptSettings()
+        self._workers = max(1, config.cluster.num("worker"))
         self._server = RpcServer(
             config.cluster.address(config.task), name=config.task, security=config.security, bind=config.bind
         )
@@ -113,7 +103,7 @@ class Session:
         """Logical replicas of the job; of a script the workers of the cluster spec, known before attach()."""
         if self._loop.place.current is not None and self._loop.assigns_replicas:
             return self.job.replicas
-        return self._script.workers
+        return self._workers
 
     @property
     def step(self) -> int:
@@ -188,7 +178,7 @@ class Session:
         """
         if self._optimizer is not None:
             raise UsageError("this session is attached already; one session trains one model")
-        spec = job or script_spec(self._script, model, optimizer)
+        spec = job or script_spec(self._script, self._workers, model, optimizer)
         self._loop.place.furnish(model, from_file=job is not None, overlap=overlap, zero_copy=zero_copy)
         self._join(spec)
         begin(self.link, self._loop)

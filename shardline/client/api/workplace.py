@@ -11,9 +11,9 @@ from torch import nn
 
 from shardline import topology
 from shardline.client.exchange.observer import Observer
+from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.overlap.gate import Gate, why_not
 from shardline.client.step.course import Course
-from shardline.client.step.factory import Ties, Wishes, make_trainer
 from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig, environment
 from shardline.core.orders import JobView
@@ -149,8 +149,7 @@ class Workplace:
         self.view = view
         if self._course is None:
             self._course = Course(view.job, self.values)
-            streams = self._course.cadence.streams and topology.of(view.job).streams
-            self._wishes = replace(self._wishes, overlap=self._wishes.overlap and streams)
+            self._wishes = replace(self._wishes, overlap=self._wishes.overlap and self._course.streams)
         link.suspect((), view.timeline)
         trainer = make_trainer(view, self._course, ties, self._wishes)
         self._open_gate(trainer)
@@ -197,7 +196,7 @@ class Workplace:
         return lanes
 
     def _open_gate(self, trainer: Trainer) -> None:
-        if self._model is None:
+        if self._model is None or not self.overlaps:
             return
         reason = why_not(self._model)
         if reason:

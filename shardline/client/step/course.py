@@ -8,6 +8,7 @@ import torch
 
 from shardline import cadence as cadences
 from shardline import consistency
+from shardline import topology as topologies
 from shardline.cadence import Held, Ticks
 from shardline.codecs.coding import Coding
 from shardline.codecs.push import PushEncoders
@@ -26,6 +27,8 @@ class Course:
         self.half = self.mode.worker_half(job)
         self.cadence = cadences.of(job)
         self.ticks = Ticks(self.cadence)
+        self.streams = self.cadence.streams and topologies.of(job).streams
+        """What backward() computes is what is sent to the hops: see Cadence.streams and Topology.streams."""
         pulled = tensors
         if self.cadence.copies:
             names = [spec.name for spec in job.tensors]

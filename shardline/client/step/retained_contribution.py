@@ -55,7 +55,7 @@ class RetainedContribution:
         """Contribute once more, the same bits, to the step that a trainer has located. Raises as Trainer.contribute."""
         trainer.half.resume(self._mark)
         for replica, part in self._parts.items():
-            trainer.add(replica, part)
+            trainer.hand_over(replica, part)
 
     def accept(self, half: WorkerHalf) -> StepFigures:
         """Close the step of a contribution that is counted; the model holds what came of it already."""

@@ -270,7 +270,7 @@ class Trainer:
         """Take one replica's gradients (by tensor name; absent = None in torch) for the open tick.
 
         keep: the tensors stay as they are until the step is closed, so they need not be copied.
-        Returns what was added to the open step, by replica; {} where the cadence or the route keeps it for later.
+        Returns what the cadence made of it, by replica; {} where nothing is sent yet.
         Raises NonFiniteError naming loss or tensor under the policy "stop"; nothing has left this worker then, except
         buckets that left during the backward pass. JobError where gradients changed after they had left.
         """
@@ -285,10 +285,14 @@ class Trainer:
         if not ticks.last:
             self._nonfinite.judge(self.step, replica, loss_names(loss))
             return {}
-        added = self._route.combine(self.step, replica, made)
-        for number, outgoing in added.items():
-            self.add(number, outgoing)
-        return added
+        self.hand_over(replica, made)
+        return {replica: made}
+
+    def hand_over(self, replica: int, outgoing: Outgoing) -> None:
+        """A replica's part of the open step, as the cadence wants it sent. Raises as contribute()."""
+        offered = self._route.offer(self.step, replica, outgoing)
+        if offered is not None:
+            self._add(replica, offered)
 
     def _changed_buffers(self, replica: int) -> dict[str, torch.Tensor]:
         if not self.half.brings_buffers(replica):
@@ -296,8 +300,8 @@ class Trainer:
         changed = self.weights.layout.changed_buffers()
         return {self.plan.tensors[number].name: values for number, values in changed.items()}
 
-    def add(self, replica: int, outgoing: Outgoing) -> None:
-        """Take a replica's part of the open step as it is to be sent. Raises as contribute()."""
+    def _add(self, replica: int, outgoing: Outgoing) -> None:
+        """Take what is to be pushed as this replica's. Raises as contribute()."""
         values = self._numbered(outgoing.values, TensorKind.PARAM)
         buffers = self._numbered(outgoing.buffers, TensorKind.BUFFER)
         bad = loss_names(outgoing.loss)
@@ -354,6 +358,8 @@ class Trainer:
 
     def _make_pushes(self) -> None:
         """The pushes of gradients that were all computed before any left."""
+        for replica, outgoing in self._route.collect(self.step).items():
+            self._add(replica, outgoing)
         blocks = self._staging.blocks()
         mode = self.course.mode
         skip = bool(self._staging.extras.nonfinite) and mode.clips_at_worker

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardline import consistency
-from shardline.cadence import Cadence
 from shardline.client.exchange.arrivals import Key
+from shardline.client.step.course import Course
 from shardline.client.step.layout import ModelLayout
 from shardline.codecs import CODECS
 from shardline.codecs.coding import pulled, pushed
@@ -82,16 +81,19 @@ def _region(plan: Plan, number: int) -> Region | None:
     return Region(number, pieces[0][1], start, end - start, frozenset((s, b) for _, s, b, _, _ in pieces))
 
 
-def check_shareable(job: JobSpec, cadence: Cadence) -> None:
+def check_shareable(job: JobSpec, course: Course) -> None:
     """Raises UsageError where a job's replies are made for one worker, so that nobody can read them where they lie."""
-    mode, codec = consistency.of(job.consistency), CODECS.parse(job.codec)
-    if not (mode.pulls_by_step and pushed(codec).is_view and pulled(codec).is_view):
+    codec = CODECS.parse(job.codec)
+    if not (course.mode.pulls_by_step and pushed(codec).is_view and pulled(codec).is_view):
         raise UsageError(
             f"zero_copy needs a synchronous job whose codec leaves numbers as they are (raw), this one is "
             f"{job.consistency.mode} with codec {job.codec}"
         )
-    if not cadence.streams:
-        raise UsageError(f"zero_copy needs a cadence that sends each gradient as it is, and this job's is {cadence}")
+    if not course.streams:
+        raise UsageError(
+            "zero_copy needs a cadence and a topology that send each gradient as it is, to the server itself; this job "
+            f"has {job.cadence} and {job.topology}"
+        )
 
 
 class ZeroCopy:

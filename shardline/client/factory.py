@@ -59,7 +59,7 @@ def make_trainer(view: JobView, course: Course, ties: Ties, wishes: Wishes) -> T
     layout = ModelLayout(plan, course.held.pulled)
     residence: Residence = PRIVATE
     if wishes.zero_copy:
-        check_shareable(job, course.cadence)
+        check_shareable(job, course)
         residence = ZeroCopy(plan, layout, ties.lanes)
     weights = Weights(plan, layout, coding_of(job.codec, plan), residence)
     exchange = Exchange(ties.lanes, weights.sinks, ties.timeouts, index=ties.index, observer=ties.observer)
@@ -77,7 +77,7 @@ def make_trainer(view: JobView, course: Course, ties: Ties, wishes: Wishes) -> T
         gpu=weights.gpu,
     )
     sending: Sending = AtOnce(plan)
-    if wishes.overlap and course.cadence.streams:
+    if wishes.overlap and course.streams:
         sending = AsComputed(job, course.half, GradientHooks(plan, layout.tensors), tools, ties.observer)
     sender = Sender(job=job.name, timeline=view.timeline, plan_id=plan.plan_id, who=ties.who)
     return Trainer(view, sender, course, ties.route, weights, tools, exchange, sending)

@@ -17,7 +17,7 @@ from shardline_chief.rules.messages import TRAINERS, Join
 from shardline_chief.rules.replay import Known
 
 
-class State(enum.Enum):
+class Life(enum.Enum):
     """What is known of a task's life."""
 
     ALIVE = "alive"
@@ -39,7 +39,7 @@ class Member:
     last_heard_s: float
     key: bytes = field(default=b"", repr=False)
     """What the secret that this life was given is known by; see security.key_of."""
-    state: State = State.ALIVE
+    state: Life = Life.ALIVE
     broken: bool = False
     """Its heartbeat stream broke and no newer one came."""
 
@@ -51,7 +51,7 @@ class Member:
     @property
     def living(self) -> bool:
         """Alive or merely suspect: not fenced."""
-        return self.state in (State.ALIVE, State.SUSPECT)
+        return self.state in (Life.ALIVE, Life.SUSPECT)
 
     @property
     def trains(self) -> bool:
@@ -125,7 +125,7 @@ class Membership:
         if index >= limit:
             return Refused(reason=f"{join.role}/{index} is outside this cluster, which has room for {limit}")
         old = self._members.get(f"{join.role}/{index}")
-        if old is not None and old.state is State.ALIVE and old.stable_id != join.stable_id:
+        if old is not None and old.state is Life.ALIVE and old.stable_id != join.stable_id:
             return Refused(
                 reason=f"{old.task} is running already at {old.address} (last heard {now_s - old.last_heard_s:.1f} s "
                 "ago); stop that process first, or start this one under another index",
@@ -157,7 +157,7 @@ class Membership:
             metrics_address=known.metrics_address,
             last_heard_s=now_s,
             key=known.key,
-            state=State.SUSPECT,
+            state=Life.SUSPECT,
             broken=True,
         )
 
@@ -207,12 +207,12 @@ class Membership:
     def leave(self, task: str) -> None:
         """It goes on its own account, or has gone."""
         if task in self._members:
-            self._members[task] = replace(self._members[task], state=State.LEFT)
+            self._members[task] = replace(self._members[task], state=Life.LEFT)
 
     def declare_dead(self, task: str) -> None:
         """Known from elsewhere: it doesn't answer commands, or another process took its place."""
         if task in self._members:
-            self._members[task] = replace(self._members[task], state=State.DEAD)
+            self._members[task] = replace(self._members[task], state=Life.DEAD)
 
     def tick(self, now_s: float) -> Sequence[Change]:
         """Changes of state due at now_s, deaths included; each is told once."""
@@ -224,14 +224,14 @@ class Membership:
             ago = f"last heard {silent:.1f} s ago"
             why = f"{ago}, its stream is broken" if member.broken else ago
             if silent >= self._dead_s:
-                state, text = State.DEAD, f"{member.task} is dead: {why} (limit {self._dead_s:g} s)"
+                state, text = Life.DEAD, f"{member.task} is dead: {why} (limit {self._dead_s:g} s)"
             elif member.broken or silent >= self._suspect_s:
                 state, text = (
-                    State.SUSPECT,
+                    Life.SUSPECT,
                     f"{member.task} is suspect: {why}; declared dead after {self._dead_s:g} s of silence",
                 )
             else:
-                state, text = State.ALIVE, f"{member.task} is heard again"
+                state, text = Life.ALIVE, f"{member.task} is heard again"
             if state is not member.state:
                 changed = replace(member, state=state)
                 self._members[member.task] = changed

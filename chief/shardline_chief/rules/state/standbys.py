@@ -130,6 +130,15 @@ def _whole(status: PsStatus, shard: int, heir: Heir) -> bool:
     return held is not None and held.synced and held.appointment == heir.appointment
 
 
+@dataclass(frozen=True)
+class Change:
+    """What a person wants to know of a shard's standby."""
+
+    sentence: str
+    protected: bool = False
+    """The standby is whole."""
+
+
 class Protection:
     """How the standbys are, as their primaries last told."""
 
@@ -141,8 +150,8 @@ class Protection:
         self._avoided: dict[tuple[int, str], float] = {}
         """Until when a server is not to hold a shard's standby."""
 
-    def observe(self, placement: Iterable[Placement], shards: Iterable[ShardStatus], now_s: float) -> list[str]:
-        """Take in what a ps said of its shards; returns a sentence for each change that a person wants to know of."""
+    def observe(self, placement: Iterable[Placement], shards: Iterable[ShardStatus], now_s: float) -> list[Change]:
+        """Take in what a ps said of its shards; returns each change that a person wants to know of."""
         wanted = {place.shard: place.standby_task for place in placement}
         said = []
         for shard in shards:
@@ -155,8 +164,8 @@ class Protection:
                 self._silent_since_s.setdefault(shard.shard, now_s)
             else:
                 self._silent_since_s.pop(shard.shard, None)
-            if state != before and (sentence := _sentence(shard, task, state, before)):
-                said.append(sentence)
+            if state != before and (change := _change(shard, task, state, before)):
+                said.append(change)
         return said
 
     def whole(self) -> set[int]:
@@ -187,11 +196,12 @@ class Protection:
         return now_s < self._avoided.get((shard, task), now_s)
 
 
-def _sentence(shard: ShardStatus, task: str, state: str, before: str) -> str:
+def _change(shard: ShardStatus, task: str, state: str, before: str) -> Change | None:
     if state == "synced":
-        return f"shard {shard.shard} is protected: its standby on {task} is whole"
+        return Change(f"shard {shard.shard} is protected: its standby on {task} is whole", protected=True)
+    problem = f"({shard.standby_problem})"
     if state == "silent":
-        return f"shard {shard.shard} stands still: its standby on {task} does not answer ({shard.standby_problem})"
+        return Change(f"shard {shard.shard} stands still: its standby on {task} does not answer {problem}")
     if state in ("unprotected", "copying") and before in WHOLE:
-        return f"shard {shard.shard} is unprotected: its standby on {task} is copied anew ({shard.standby_problem})"
-    return ""
+        return Change(f"shard {shard.shard} is unprotected: its standby on {task} is copied anew {problem}")
+    return None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardline_chief.rules.actions import Action, Record
-from shardline_chief.rules.membership import Member
 from shardline_chief.rules.replay import Remembered
-from shardline_chief.rules.state import State
+from shardline_chief.rules.state.membership import Member
+from shardline_chief.rules.state.state import State
 
 
 class Notes:
@@ -27,16 +27,16 @@ class Notes:
     def take(self) -> list[Action]:
         """What to do now, in order, notes included; each is given out once."""
         self.note()
-        actions, self.state.actions = self.state.actions, []
+        actions, self.state.outbox.actions = self.state.outbox.actions, []
         self._told = 0
         return actions
 
     def note(self) -> None:
         """After each event: note who came, who went and who is done, before what the event made to be done."""
         state = self.state
-        living = {member.task: member for member in state.members if member.living}
+        living = {member.task: member for member in state.tasks.members if member.living}
         lives = {task: member.incarnation for task, member in living.items()}
-        if lives != self._members or state.finished != self._finished:
+        if lives != self._members or state.tasks.finished != self._finished:
             records = [
                 Record(kind="gone", fields={"task": task, "incarnation": incarnation})
                 for task, incarnation in self._members.items()
@@ -45,11 +45,11 @@ class Notes:
             records += [
                 _admission(member) for member in living.values() if self._members.get(member.task) != member.incarnation
             ]
-            if state.finished != self._finished:
-                records.append(Record(kind="finished", fields={"tasks": sorted(state.finished)}))
-            state.actions[self._told : self._told] = records
-            self._members, self._finished = lives, set(state.finished)
-        self._told = len(state.actions)
+            if state.tasks.finished != self._finished:
+                records.append(Record(kind="finished", fields={"tasks": sorted(state.tasks.finished)}))
+            state.outbox.actions[self._told : self._told] = records
+            self._members, self._finished = lives, set(state.tasks.finished)
+        self._told = len(state.outbox.actions)
 
 
 def _admission(member: Member) -> Record:

@@ -6,7 +6,7 @@ Workers tell with each heartbeat where they are, so a chief that comes back know
 from __future__ import annotations
 
 from shardline.core.orders import BarrierPlace, BarrierState
-from shardline_chief.rules.state import State
+from shardline_chief.rules.state.state import State
 
 
 class Barriers:
@@ -30,7 +30,7 @@ class Barriers:
         if place is None:
             return None
         missing = () if self._met_before(place) else self._missing(place)
-        ended = tuple(task for task in missing if task in self.state.finished)
+        ended = tuple(task for task in missing if task in self.state.tasks.finished)
         return BarrierState(
             place=place, passed=not missing, hopeless=bool(ended), waits_for=ended if ended else missing
         )
@@ -45,4 +45,4 @@ class Barriers:
         A step needs all workers, so all of them were past it when the run's first step was closed. (Asynchronous ones
         always say that they have begun.)
         """
-        return not place.begun and place.step > self.state.first_step
+        return not place.begun and place.step > self.state.progress.first_step

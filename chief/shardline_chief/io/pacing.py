@@ -18,11 +18,10 @@ from typing import Protocol
 
 from shardline.cluster import parse_address
 from shardline.errors import ClusterSpecError
+from shardline_chief.rules.intervals import SHARE
 
-log = logging.getLogger("shardline_chief.rules.pacing")
+log = logging.getLogger("shardline_chief.io.pacing")
 
-SHARE = 0.04
-"""Of a link's rate, what fetching a cut may take in the long run."""
 FREE_BYTES = 16 << 20
 """So much comes at full speed: what small models have is there before anybody notices."""
 MEASURED_BYTES = 4 << 20
@@ -175,59 +174,3 @@ def on_this_machine(address: str) -> bool:
     except OSError as error:
         log.debug("%s: %s", address, error)
         return False
-
-
-class StepClock:
-    """Mean seconds of a step since the first one that was seen. Pure."""
-
-    def __init__(self) -> None:
-        self._first: tuple[int, float] | None = None
-        self._last: tuple[int, float] | None = None
-
-    def observe(self, step: int, now_s: float) -> None:
-        """How far the job is; a step that was gone back from starts it anew."""
-        if self._last is not None and step < self._last[0]:
-            self._first = None
-        if self._last is None or step != self._last[0]:
-            self._last = (step, now_s)
-        if self._first is None and step > 0:
-            self._first = self._last
-
-    @property
-    def seconds(self) -> float:
-        """0 while two different steps were not seen."""
-        if self._first is None or self._last is None or self._last[0] == self._first[0]:
-            return 0.0
-        return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """The smallest number of steps between checkpoints with which their writing keeps up."""
-
-    steps: int
-    sentence: str
-    too_small: bool
-    """checkpoint_every is below it."""
-
-
-def least_interval(
-    nbytes: int, least_s: float, link_rate: float, step_s: float, every: int, *, share: float = SHARE
-) -> Interval:
-    """What a checkpoint of so many bytes that takes least_s needs where a step takes step_s.
-
-    link_rate: 0 where no link is spared. every: the job's checkpoint_every.
-    """
-    steps = max(1, math.ceil(least_s / step_s))
-    of_link = f" at {share * 100:g} % of the link's {link_rate / 1e6:.0f} MB/s" if link_rate else ""
-    sentence = (
-        f"a checkpoint of {nbytes / 1e6:.1f} MB takes {_seconds(least_s)}{of_link}, and a step {_seconds(step_s)}: "
-        f"an interval below {steps} steps would never catch up"
-    )
-    if every < steps:
-        sentence += f", so with checkpoint_every={every} some are left out"
-    return Interval(steps=steps, sentence=sentence, too_small=every < steps)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.3g} ms"

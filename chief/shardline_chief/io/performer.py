@@ -1,0 +1,134 @@
+"""Carries out what the program has decided; outcomes come back as events on the control thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
+from typing import Any
+
+from shardline.checkpoint import Checkpoint
+from shardline.errors import CheckpointError
+from shardline_chief.io.checkpointer import Checkpointer, ResumePoint
+from shardline_chief.io.commands import Commander
+from shardline_chief.io.reporter import Reporter
+from shardline_chief.io.telemetry import Telemetry
+from shardline_chief.rules.actions import (
+    Action,
+    Answer,
+    Command,
+    CommandResult,
+    Find,
+    Finish,
+    Found,
+    Hurry,
+    Lead,
+    MarkBest,
+    Record,
+    Save,
+    Saved,
+    Say,
+    Tell,
+)
+from shardline_chief.rules.program import Program
+
+log = logging.getLogger("shardline_chief.io.performer")
+
+
+class Performer:
+    """The chief's hands, but for the journal and the end."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        commander: Commander,
+        checkpointer: Checkpointer,
+        reporter: Reporter,
+        telemetry: Telemetry,
+        post: Callable[[Callable[[float], None]], None],
+    ) -> None:
+        """post(event): has event(now) called on the control thread."""
+        self._program = program
+        self._commander = commander
+        self._checkpointer = checkpointer
+        self._reporter = reporter
+        self._telemetry = telemetry
+        self._post = post
+
+    def do(self, action: Action, now_s: float) -> None:
+        """Do one; its outcome comes back as an event."""
+        match action:
+            case Answer():
+                settle(action.ticket, action.value)
+            case Say():
+                self._say(action)
+            case Tell():
+                log.info("%s", action.sentence)
+            case Record():
+                """Done already, before all others."""
+            case Command():
+                self._command(action)
+            case Save():
+                self._checkpointer.submit(action, lambda saved: self._post(lambda at_s: self._saved(saved, at_s)))
+            case Hurry():
+                self._checkpointer.hurry()
+            case Find():
+                self._find(action)
+            case MarkBest():
+                self._mark_best(action)
+            case Finish():
+                """Done by the caller: the thread ends with it."""
+
+    def _say(self, say: Say) -> None:
+        self._reporter.event(say.kind, say.sentence, say.level, say.fields)
+        if say.kind == "evaluation":
+            self._reporter.evaluation(int(say.fields["step"]), say.fields["metrics"])
+
+    def _command(self, command: Command) -> None:
+        if isinstance(command.order, Lead):
+            self._commander.open(command.order.addresses)
+
+        def told(result: CommandResult) -> None:
+            self._post(lambda now_s: self._program.done(command.number, result, now_s))
+
+        self._commander.submit(command, told)
+
+    def _saved(self, saved: Saved, now_s: float) -> None:
+        self._telemetry.saved(saved)
+        if saved.path:
+            self._reporter.shelf.put(saved.step, Path(saved.path))
+        self._program.saved(saved, now_s)
+        self._telemetry.interval()
+
+    def _find(self, find: Find) -> None:
+        self._commander.drop(find.lost)
+
+        def told(checkpoint: Checkpoint | None, error: str) -> None:
+            self._post(lambda now_s: self._found(checkpoint, error, now_s))
+
+        self._checkpointer.find(find.lost, told)
+
+    def _found(self, checkpoint: Checkpoint | None, error: str, now_s: float) -> None:
+        resume = ResumePoint(checkpoint) if checkpoint is not None else None
+        if self._program.found(Found(resume=resume, error=error), now_s):
+            # Where several servers were lost at once, the first answer counts: the second may come while it is used.
+            self._commander.resume = checkpoint
+
+    def _mark_best(self, mark: MarkBest) -> None:
+        try:
+            self._checkpointer.store.mark_best(mark.step, mark.metrics)
+        except CheckpointError as error:
+            self._reporter.event("best", f"step {mark.step} is best, but can't be kept: {error}", "warning", {})
+
+
+def settle(future: Future[Any], result: Any = None, *, error: Exception | None = None) -> None:
+    """Give a waiting call its outcome; it may have gone meanwhile."""
+    try:
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+    except InvalidStateError:
+        log.debug("a call went away before its answer came")

@@ -1,0 +1,103 @@
+"""What the chief tells of the job besides events: logs of steps, metrics, Prometheus targets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardline.core.orders import Phase
+from shardline.core.status import Traffic
+from shardline.observability.metrics import Metrics
+from shardline_chief.io.reporter import Reporter
+from shardline_chief.io.targets import Targets
+from shardline_chief.rules.actions import Saved
+from shardline_chief.rules.program import Program
+from shardline_chief.rules.state.membership import Life
+from shardline_chief.rules.state.state import State
+
+RATES_S = 0.5
+"""How often rates are taken."""
+
+
+class Telemetry:
+    """Keeps figures up to date."""
+
+    def __init__(self, program: Program, reporter: Reporter, metrics: Metrics, out: Path) -> None:
+        self._program = program
+        self._reporter = reporter
+        self._metrics = metrics
+        self._out = out
+        self._next_rates_s = 0.0
+        self._reported = 0
+        """Timeline whose training the reporter was told of."""
+        self._targets: Targets | None = None
+        # A first checkpoint that never comes grows old too.
+        metrics.gauge("shardline_checkpoint_timestamp_seconds").set(time.time())
+
+    def tick(self, now_s: float) -> bool:
+        """Tell what is new; returns whether the status is to be shown again."""
+        state = self._program.state
+        self._begin(state)
+        if now_s < self._next_rates_s:
+            return False
+        self._next_rates_s = now_s + RATES_S
+        if state.figures.running_s is not None and not state.ended:
+            self._reporter.rates(state.progress.step, _wire(state.figures.traffic), now_s)
+        if state.ended:
+            return True
+        if self._targets is None:
+            chief = state.settings.chief_address
+            self._targets = Targets(self._out, chief=chief, chief_metrics=self._metrics.address)
+        self._targets.show(state.tasks.members)
+        self._count(state)
+        return True
+
+    def _begin(self, state: State) -> None:
+        """Tell the reporter of a history that begins."""
+        # Where shards go back alone, nothing that was logged is undone.
+        anew = state.layout.timeline != self._reported if state.mode.consistent_cuts else not self._reported
+        under_way = state.phase in (Phase.RUNNING, Phase.STOPPING) and not state.returning
+        if under_way and anew and state.job is not None:
+            self._reported = state.layout.timeline
+            # Of an earlier chief, whose logs go on: nothing that they have was undone.
+            taken_over = state.layout.timeline >> 32 != state.settings.term
+            self._reporter.begin(
+                replicas=state.job.replicas,
+                joined=state.mode.assigns_replicas,
+                timeline=state.layout.timeline,
+                first_step=state.progress.step if taken_over else state.progress.base_step,
+            )
+
+    def _count(self, state: State) -> None:
+        counts: dict[tuple[str, str], int] = {}
+        for member in state.tasks.members:
+            for life in Life:
+                key = (member.role, life.value)
+                counts[key] = counts.get(key, 0) + (member.state is life)
+        for (role, life_name), count in counts.items():
+            self._metrics.gauge("shardline_tasks", role=role, state=life_name).set(count)
+
+    def saved(self, saved: Saved) -> None:
+        """A checkpoint was committed, or could not be."""
+        self._reporter.checkpoint(saved.step, saved.seconds, saved.nbytes, failed=bool(saved.error))
+        if not saved.error:
+            self._metrics.gauge("shardline_checkpoint_timestamp_seconds").set(time.time())
+
+    def interval(self) -> None:
+        """Show how many steps must lie between checkpoints, where that is known."""
+        if least := self._program.state.saves.least_interval:
+            self._metrics.gauge("shardline_checkpoint_interval_steps").set(least)
+
+    def close(self) -> None:
+        """The job has ended: nobody is there to be asked for metrics."""
+        if self._targets is not None:
+            self._targets.clear()
+
+
+def _wire(traffic: Mapping[str, Traffic]) -> dict[str, tuple[int, int]]:
+    # Within one host nothing is on a wire; then what moved through memory is the rate to show.
+    return {
+        task: (both.push_wire_bytes or both.push_raw_bytes, both.pull_wire_bytes or both.pull_raw_bytes)
+        for task, both in traffic.items()
+    }

@@ -1,0 +1,171 @@
+"""Cuts become checkpoints: when a cut is asked for, when it is whole, what follows when it is saved (PROTOCOL 1.7).
+
+The order of the fan-out: note which batches are done, have every shard copy itself, fetch the copies and commit them,
+note the checkpoint, release the copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardline.core.orders import Phase
+from shardline_chief.rules.actions import CommandResult, Cut, Release, Save
+from shardline_chief.rules.after import CutThenSave
+from shardline_chief.rules.events import CheckpointSaved, ShardsTold
+from shardline_chief.rules.intervals import StepClock, least_interval
+from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.state.state import State
+
+
+class Checkpointing:
+    """Rules of checkpoints, from the first to the last."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._last_cut = 0
+        self._clock = StepClock()
+        self._advised = False
+        self._warned = False
+
+    def forget(self) -> None:
+        """The timeline is over: cuts that were asked for in it will not come."""
+        self.state.saves.cutting = False
+        self._last_cut = 0
+
+    def remember(self, last_cut: int) -> None:
+        """Go on where an earlier chief was. last_cut: step of its newest checkpoint, -1 = none."""
+        self._last_cut = max(0, last_cut)
+
+    # Cuts
+
+    def observe(self, told: ShardsTold, now_s: float) -> None:
+        """Measure how long a step takes."""
+        if self.state.phase is Phase.RUNNING:
+            self._clock.observe(self.state.progress.step, now_s)
+
+    def told(self, told: ShardsTold, now_s: float) -> None:
+        """A ps described its shards: fetch what is whole, give up what can't become whole."""
+        state, saves = self.state, self.state.saves
+        if saves.saving is not None:
+            return
+        if not state.mode.consistent_cuts:
+            self._maybe_cut()
+            return
+        ready = saves.ledger.complete()
+        if ready:
+            self.save(ready[0])
+            return
+        for step in saves.ledger.lost():
+            saves.ledger.close(step)
+            state.say("cut", f"the cut at step {step} is not whole on all shards and is given up", "warning")
+            state.command(Release(timeline=state.layout.timeline, step=step))
+
+    def _maybe_cut(self) -> None:
+        """Shards are cut one by one: ask for it whenever every shard has gone another checkpoint_every versions."""
+        state = self.state
+        every = state.job.checkpoint_every if state.job is not None else 0
+        if state.stage is not Stage.TRAINING or every <= 0 or state.saves.cutting:
+            return
+        step, leases = state.progress.step, state.work.leases
+        # At the last batch the last cut is near, and its leases are all done.
+        at_end = leases is not None and step >= leases.steps
+        start = max(self._last_cut, state.progress.base_step)
+        if not at_end and step // every > start // every:
+            self.cut_now(stop=False)
+
+    def cut_now(self, *, stop: bool) -> int:
+        """Have every shard copy itself at once, under the lowest version as the number, which is returned.
+
+        The number is one higher where the lowest version has a checkpoint already and others have gone on.
+        """
+        state = self.state
+        assert not state.mode.consistent_cuts
+        assert not state.saves.cutting
+        state.saves.cutting = True
+        step = state.progress.step
+        shards = state.progress.shards.values()
+        if step == state.saves.checkpoint_step and any(shard.version > step for shard in shards):
+            # One shard was restored from that checkpoint, and others have gone on: this is another state.
+            step += 1
+        self._last_cut = step
+        # Noted first: then every update of a done lease is inside the copies (PROTOCOL 1.7).
+        cursor = state.work.leases.cursor() if state.work.leases is not None else {}
+        order = Cut(timeline=state.layout.timeline, step=step, stop=stop)
+        state.command(order, CutThenSave(step, cursor))
+        return step
+
+    def taken(self, after: CutThenSave, result: CommandResult, now_s: float) -> None:
+        """Every shard has copied itself."""
+        self.state.saves.cutting = False
+        self.save(after.step, after.cursor)
+
+    # Saving
+
+    def save(self, step: int, cursor: dict[str, Any] | None = None, *, urgent: bool = False) -> None:
+        """Have a cut that all shards hold fetched and committed. urgent: nothing trains meanwhile."""
+        state, layout = self.state, self.state.layout
+        assert layout.plan is not None
+        assert state.job is not None
+        if step == state.saves.checkpoint_step and not urgent:
+            # Nothing was applied since: the checkpoint is there already.
+            self._release(step)
+            return
+        state.saves.saving = step
+        state.outbox.actions.append(
+            Save(
+                step=step,
+                timeline=layout.timeline,
+                plan=layout.plan,
+                job=state.job,
+                placement=layout.placement,
+                cursor=cursor or {},
+                urgent=urgent or state.phase is Phase.STOPPING or step == state.progress.stop_step,
+            )
+        )
+
+    def saved(self, event: CheckpointSaved, now_s: float) -> None:
+        """A checkpoint was committed, or could not be."""
+        state, saved, saves = self.state, event.saved, self.state.saves
+        faults = state.figures.faults
+        saves.saving = None
+        self._release(saved.step)
+        if saved.error:
+            step, _ = saves.newest()
+            rest = f"the last one stays: step {step}" if step >= 0 else "there is none"
+            state.say("checkpoint_failed", f"no checkpoint at step {saved.step}: {saved.error}; {rest}", "error")
+            saves.failed_saves += 1
+            many = f" ({saves.failed_saves} in a row failed)" if saves.failed_saves > 1 else ""
+            faults["checkpoint"] = f"no checkpoint at step {saved.step}{many}: {saved.error}; {saves.last_good()}"
+            return
+        saves.failed_saves = 0
+        faults.pop("checkpoint", None)
+        state.record("cut", step=saved.step, path=saved.path, timeline=state.layout.timeline)
+        saves.checkpoint_step = saved.step
+        saves.checkpoint_path = saved.path
+        state.say(
+            "checkpoint",
+            f"checkpoint of step {saved.step}: {saved.nbytes / 1e6:.1f} MB in {saved.seconds:.2f} s, {saved.path}",
+            step=saved.step,
+            seconds=saved.seconds,
+            bytes=saved.nbytes,
+        )
+        self._advise(event)
+
+    def _advise(self, event: CheckpointSaved) -> None:
+        """Say once how many steps must lie between checkpoints, and once more where that comes to be too many."""
+        state, saved = self.state, event.saved
+        every = state.job.checkpoint_every if state.job is not None else 0
+        if state.phase is not Phase.RUNNING or not every or not saved.step or not self._clock.seconds:
+            return
+        least = least_interval(saved.nbytes, saved.least_s, saved.link_rate, self._clock.seconds, every)
+        state.saves.least_interval = least.steps
+        if self._advised and (self._warned or not least.too_small):
+            return
+        self._advised, self._warned = True, least.too_small
+        level = "warning" if least.too_small else "info"
+        state.say("checkpoint_interval", least.sentence, level, steps=least.steps, seconds=saved.least_s)
+
+    def _release(self, step: int) -> None:
+        state = self.state
+        state.saves.ledger.close(step)
+        state.command(Release(timeline=state.layout.timeline, step=step))

@@ -1,0 +1,221 @@
+"""Standbys: they take over when a server is lost, and are placed anew while training goes on (PROTOCOL 1.6, 1.8)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from shardline.core.orders import Phase
+from shardline.core.placement import Placement
+from shardline.errors import ShardlineError
+from shardline_chief.rules.actions import Activate, CommandResult, Configure, Heir, Lead
+from shardline_chief.rules.after import (
+    LeadThenPlaceStandbys,
+    PlaceStandbysThenTable,
+    StandbysPlaced,
+    TableThenActivateStandbys,
+)
+from shardline_chief.rules.events import OrderRefused, ShardsTold, Tick
+from shardline_chief.rules.flows.preparation import Preparation, standbys_of
+from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.state.layout import addresses
+from shardline_chief.rules.state.losses import Loss, Recovered
+from shardline_chief.rules.state.standbys import Protection, StandIn, after_loss, protected, without_standbys
+from shardline_chief.rules.state.state import State
+
+
+class Failover:
+    """Rules of standbys."""
+
+    def __init__(self, state: State, preparation: Preparation) -> None:
+        self.state = state
+        self.preparation = preparation
+        self.protection = Protection()
+        self._promoted: dict[int, Heir] = {}
+        """Shards whose standbys are taking over."""
+
+    def told(self, event: ShardsTold, now_s: float) -> None:
+        """A server described its shards, and so how their standbys are."""
+        if not self.state.settings.standbys:
+            return
+        mine = [place for place in self.state.layout.placement if place.task == event.task]
+        for change in self.protection.observe(mine, event.shards, now_s):
+            self.state.say("standby", change.sentence, "info" if change.protected else "warning")
+
+    # A loss
+
+    def stand_in(self, task: str, why: str, now_s: float) -> bool:
+        """Let standbys take over what a server held, and others go on without theirs; False where that can't be."""
+        state, loss = self.state, self.state.losses.now
+        ending = state.phase is Phase.STOPPING and self.preparation.ending.scoring.done
+        promoting = loss is not None and loss.failover
+        if not state.settings.standbys or not (promoting or state.phase is Phase.RUNNING or ending):
+            return False
+        # A new process of the same name is empty.
+        left = {m.task: m.address for m in state.tasks.members.living("ps") if m.task != task}
+        before = state.layout.placement
+        found = after_loss(before, left, self.protection.whole())
+        if found is None or found.placement == before:
+            self._promoted.clear()
+            return False
+        promoted = {**{n: heir for n, heir in self._promoted.items() if heir.task in left}, **found.promoted}
+        changed = [p.shard for p, new in zip(before, found.placement, strict=True) if p != new]
+        self.protection.forget(changed)
+        placement = self._protected(found.placement, now_s)
+        if not promoted:
+            state.say("standby_lost", f"{why}; shards {_numbers(changed)} lost their standbys there", "warning")
+            self._set_standbys(placement)
+            return True
+        loss = state.note_loss(task, now_s)
+        self._promote(loss, promoted)
+        # Nothing that was logged beyond it is undone.
+        state.progress.base_step = loss.at_step
+        state.say("ps_lost", f"{why}; taken over: {_over(found)}; nothing goes back", "warning", task=task)
+        self.preparation.take_over(placement, promoted, followed=self.protection.followed(placement))
+        return True
+
+    def stand_in_as_found(self, found: StandIn, why: str, now_s: float, *, since_s: float, step: int) -> None:
+        """Let standbys take over as a chief that came back has found it; step: that the shards have reached."""
+        state = self.state
+        first = next((p.task for p in state.layout.placement if p.shard in found.promoted), "chief")
+        loss = state.note_loss(first, since_s)
+        loss.at_step = step
+        placement = self._protected(found.placement, now_s)
+        self.protection.forget(found.promoted)
+        self._promote(loss, found.promoted)
+        state.progress.base_step = step
+        state.say("ps_lost", f"{why}; taken over: {_over(found)}; nothing goes back", "warning", task=first)
+        self.preparation.take_over(placement, found.promoted, followed=self.protection.followed(placement))
+
+    def _promote(self, loss: Loss, promoted: Mapping[int, Heir]) -> None:
+        self._promoted = dict(promoted)
+        loss.failover = True
+        self.preparation.leave(Stage.LEADING)
+
+    def taken_over(self, loss: Loss, now_s: float) -> None:
+        """Standbys are the primaries now: nothing went back."""
+        state = self.state
+        self._promoted.clear()
+        seconds = now_s - loss.began_s
+        recovered = Recovered(task=loss.first, at_step=loss.at_step, from_step=loss.at_step, seconds=seconds, lost=0)
+        state.losses.recoveries.append(recovered)
+        state.record("recovered", timeline=state.layout.timeline, **dataclasses.asdict(recovered))
+        state.say(
+            "recovered",
+            f"{loss.first} was known to be lost {seconds:.1f} s ago; its standbys have taken over, training goes on "
+            f"from step {loss.at_step}, nothing is made again",
+            task=loss.first,
+            seconds=seconds,
+        )
+
+    def forget(self) -> None:
+        """Nothing is promoted: all shards go another way, and their standbys are copied anew."""
+        self._promoted.clear()
+        self.protection.forget(range(len(self.state.layout.placement)))
+
+    # While training goes on
+
+    def watch(self, event: Tick, now_s: float) -> None:
+        """Give up standbys that hold training up, and find new ones where they lack."""
+        state = self.state
+        if not state.settings.standbys or state.layout.placing_standbys:
+            return
+        placement = state.layout.placement
+        limit_s = state.timeouts.dead_s
+        silent = self.protection.too_silent(now_s, limit_s)
+        for place in placement:
+            if place.shard in silent:
+                self.protection.avoid(place.shard, place.standby_task, now_s + state.timeouts.total_s)
+        if silent:
+            self.protection.forget(silent)
+            placement = without_standbys(placement, silent)
+            who = f"shards {_numbers(silent)} go on without their standbys"
+            state.say("standby_lost", f"{who}, which did not answer for {limit_s:g} s", "warning")
+        placement = self._protected(placement, now_s)
+        if placement != state.layout.placement:
+            self._set_standbys(placement)
+
+    def adopted(self, now_s: float) -> None:
+        """A chief that came back has found every primary as it was: place standbys anew, wherever its last one had."""
+        if self.state.settings.standbys:
+            self._set_standbys(self._protected(self.state.layout.placement, now_s))
+
+    def _protected(self, placement: tuple[Placement, ...], now_s: float) -> tuple[Placement, ...]:
+        living = {member.task: member.address for member in self.state.tasks.members.living("ps")}
+        return protected(
+            placement,
+            living,
+            appoint=self.state.layout.new_appointment,
+            avoid=lambda shard, at: self.protection.avoided(shard, at, now_s),
+        )
+
+    def _set_standbys(self, placement: tuple[Placement, ...]) -> None:
+        """Have standbys elsewhere from now on, or none, while training goes on."""
+        state, layout = self.state, self.state.layout
+        assert layout.plan is not None
+        assert state.job is not None
+        layout.placing_standbys = True
+        layout.placement = placement
+        state.record("standbys", standbys=standbys_of(placement))
+        configure = Configure(
+            job=state.job,
+            plan=layout.plan,
+            timeline=layout.timeline,
+            placement=placement,
+            keep=frozenset(range(len(layout.plan.shards))),
+            keep_standbys=self.protection.followed(placement),
+        )
+        state.command(Lead(addresses=addresses(placement)), LeadThenPlaceStandbys(configure))
+
+    def led(self, after: LeadThenPlaceStandbys, result: CommandResult, now_s: float) -> None:
+        """The servers obey this chief, those too that were not there before and get all of it."""
+        self.state.command(after.configure, PlaceStandbysThenTable())
+
+    def configured(self, after: PlaceStandbysThenTable, result: CommandResult, now_s: float) -> None:
+        """The servers know who holds whose standby."""
+        self.state.publish_members(TableThenActivateStandbys())
+
+    def known(self, after: TableThenActivateStandbys, result: CommandResult, now_s: float) -> None:
+        """The servers know who trains."""
+        self.state.command(Activate(timeline=self.state.layout.timeline), StandbysPlaced())
+
+    def placed(self, after: StandbysPlaced, result: CommandResult, now_s: float) -> None:
+        """The standbys are where they shall be; their primaries copy themselves to them."""
+        self.state.layout.placing_standbys = False
+
+    def refused(self, event: OrderRefused, now_s: float) -> bool:
+        """A server has no room for standbys: their shards stay without. False: it was asked for something else."""
+        state = self.state
+        placing = state.losses.now is None and state.layout.placing_standbys
+        if not placing or not isinstance(event.order, Configure):
+            return False
+        self._no_room(event.errors, now_s)
+        return True
+
+    def _no_room(self, errors: Mapping[str, ShardlineError], now_s: float) -> None:
+        state = self.state
+        for task, error in sorted(errors.items()):
+            state.say("no_room", f"{task} can't hold standbys: {error}; their shards stay unprotected", "warning")
+        placement = state.layout.placement
+        there = [place for place in placement if place.standby_task in errors]
+        if not there:
+            # It is no standby that is refused; what is wrong there is found by what it tells.
+            state.layout.placing_standbys = False
+            return
+        followed = self.protection.followed(placement)
+        # What it held before has its memory already; where that is refused too it holds none.
+        gone = [place for place in there if place.shard not in followed] or there
+        for place in gone:
+            self.protection.avoid(place.shard, place.standby_task, now_s + state.timeouts.total_s)
+        shards = [place.shard for place in gone]
+        self.protection.forget(shards)
+        # Their primaries may be waiting for the standbys that they had before, until they are told.
+        self._set_standbys(without_standbys(placement, shards))
+
+
+def _over(found: StandIn) -> str:
+    return ", ".join(f"shard {n} by {heir.task}" for n, heir in sorted(found.promoted.items())) or "nothing more"
+
+
+def _numbers(shards: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(shards)))

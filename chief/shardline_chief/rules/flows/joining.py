@@ -1,0 +1,119 @@
+"""A task asks to take part, and is admitted once every server knows it (F4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardline.security import key_of
+from shardline_chief.rules import admission
+from shardline_chief.rules.actions import CommandResult
+from shardline_chief.rules.after import TableThenAdmit
+from shardline_chief.rules.events import Arrived, ServerRestarted
+from shardline_chief.rules.flows.start import Start
+from shardline_chief.rules.flows.takeover import Takeover
+from shardline_chief.rules.messages import Join, JoinAnswer, PlaceAnswer
+from shardline_chief.rules.state.membership import Life, Member, Refused
+from shardline_chief.rules.state.state import State
+
+
+class Joining:
+    """Rules of admission."""
+
+    def __init__(self, state: State, start: Start, takeover: Takeover) -> None:
+        self.state = state
+        self.start = start
+        self.takeover = takeover
+        self._refusals = admission.Refusals()
+
+    def place(self, role: str, address: str, now_s: float) -> PlaceAnswer:
+        """An index for a task that is about to join from this address, kept for it for --timeout."""
+        state = self.state
+        refused = admission.place_refusal(role)
+        if refused is None and state.ended and state.exit_code:
+            refused = Refused(reason=f"the job has ended: {state.reason}", retry=True)
+        if refused is None:
+            limit, keep_s = admission.limit(state, role), state.timeouts.lost_s
+            found = state.tasks.members.place(now_s, role, address, limit=limit, keep_s=keep_s)
+            if not isinstance(found, Refused):
+                return PlaceAnswer(task=f"{role}/{found}")
+            refused = found
+        return PlaceAnswer(reason=refused.reason, retry=refused.retry)
+
+    def replaces(self, join: Join) -> ServerRestarted | None:
+        """A new process where a server was: what that one held is gone. One that still beats is left alone."""
+        if join.role != "ps":
+            return None
+        old = next((m for m in self.state.tasks.members if m.role == "ps" and m.index == join.index), None)
+        if old is None or old.state is not Life.SUSPECT:
+            return None
+        if old.stable_id == join.stable_id:
+            self.takeover.heard(old.task)
+            return None
+        return ServerRestarted(old.task, f"{old.task} was started again and is empty")
+
+    def join(self, ticket: Any, join: Join, refused: Refused | None, now_s: float) -> None:
+        """A task asks to take part; the answer may come later. refused: why it may not, where that is known."""
+        state = self.state
+        if refused is None:
+            key = key_of(join.secret) if join.secret else b""
+            decision = state.tasks.members.join(now_s, join, limit=admission.limit(state, join.role), key=key)
+            if not isinstance(decision, Refused):
+                member, old = decision.member, decision.replaced
+                if old is not None:
+                    sentence = f"{member.task}: a new process takes the place of a silent one, which is fenced"
+                    state.say("replaced", sentence)
+                self._admitted(ticket, join, member, old)
+                return
+            refused = decision
+        if self._refusals.fresh(join.name, refused, now_s):
+            state.say("refused", f"{join.name} at {join.address} is not admitted: {refused.reason}", "warning")
+        state.outbox.answer(ticket, JoinAnswer(accepted=False, reason=refused.reason, retry=refused.retry))
+
+    def _admitted(self, ticket: Any, join: Join, member: Member, old: Member | None) -> None:
+        state, tasks = self.state, self.state.tasks
+        self._note(join, member)
+        there = len(tasks.members.living(member.role))
+        state.say(
+            "joined",
+            f"{member.task} joined from {member.address or 'an unnamed address'} "
+            f"({there} {member.role} of {tasks.expected().get(member.role, 0)})",
+            incarnation=member.incarnation,
+        )
+        answer = JoinAnswer(accepted=True, task=member.task, incarnation=member.incarnation, secret=join.secret)
+        # Who comes after the end is told so by its orders, and goes.
+        if state.ended or not (member.trains and state.layout.table_sent):
+            if old is not None:
+                # No server knows of it in this timeline.
+                state.reassign(old.incarnation)
+            state.outbox.answer(ticket, answer)
+            self._advance()
+        elif old is not None and self.start.preparation.restart_without(old):
+            # The servers get a table with the new life in it before anything else.
+            state.outbox.answer(ticket, answer)
+        else:
+            state.publish_members(TableThenAdmit(ticket, answer, old.incarnation if old is not None else None))
+
+    def _note(self, join: Join, member: Member) -> None:
+        """What its coming tells, and makes good."""
+        state, tasks = self.state, self.state.tasks
+        if member.trains:
+            if state.job is None and join.job is not None:
+                self.start.adopt(join.job, member.task)
+            if join.machine and not tasks.machine:
+                tasks.machine = dict(join.machine)
+                state.record("machine", facts=tasks.machine)
+            tasks.alone_since_s = None
+        if member.role == "evaluator":
+            state.figures.lost_scores = ""
+        tasks.finished.discard(member.task)
+
+    def admit(self, after: TableThenAdmit, result: CommandResult, now_s: float) -> None:
+        """Every server knows the new life, or is lost: it may begin."""
+        self.state.outbox.answer(after.ticket, after.answer)
+        if self.state.ended:
+            return
+        self.state.reassign(after.replaced)
+        self._advance()
+
+    def _advance(self) -> None:
+        self.state.emit(Arrived())

@@ -1,0 +1,66 @@
+"""Batches are handed out as leases, where the mode says so, and a job's own end is seen when it comes."""
+
+from __future__ import annotations
+
+from shardline.core.orders import Phase
+from shardline_chief.rules.events import EndAsked, Progressed
+from shardline_chief.rules.messages import TRAINERS, LeaseAnswer
+from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.state.leases import Lease, Leases
+from shardline_chief.rules.state.state import State
+
+RETRY_S = 0.2
+"""How soon a worker without a lease asks again: the leases of a dead one may come back."""
+
+
+class Leasing:
+    """Rules of the work that is left."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def lease(self, task: str, incarnation: int, done: tuple[int, ...]) -> LeaseAnswer:
+        """Note finished leases, hand out the next batches."""
+        state, leases = self.state, self.state.work.leases
+        if not state.tasks.members.current(task, incarnation, TRAINERS):
+            return LeaseAnswer(outcome="FENCED", reason=f"{task} incarnation {incarnation:#x} is no living trainer")
+        if leases is None:
+            synchronous = not state.mode.leases_batches
+            why = "synchronous: batches follow from the step" if synchronous else "a script, which chooses its batches"
+            return LeaseAnswer(outcome="REFUSED", reason=f"this job is {why}")
+        noted = [number for number in done if leases.finish(number, incarnation)]
+        answer, issued = self._next(leases, incarnation)
+        if noted or issued is not None:
+            # In the journal before the answer goes out: the next chief neither takes it back nor gives it to another.
+            batches = [issued.number, issued.first, issued.count] if issued is not None else None
+            state.record("lease", incarnation=incarnation, done=noted, issued=batches)
+        return answer
+
+    def _next(self, leases: Leases, incarnation: int) -> tuple[LeaseAnswer, Lease | None]:
+        """The answer, and the lease where it is a new one."""
+        state = self.state
+        if leases.all_done or state.phase in (Phase.STOPPING, Phase.ENDED):
+            return LeaseAnswer(outcome="STOPPED", reason=state.reason or "all batches are done"), None
+        there = leases.held_by(incarnation)
+        lease = there
+        if state.stage is not Stage.TRAINING or state.tasks.too_few():
+            lease = None
+        elif lease is None:
+            lease = leases.take(incarnation, workers=len(state.tasks.trainers()))
+        if lease is None:
+            return LeaseAnswer(outcome="WAITING", reason="no batch is free now", retry_after_s=RETRY_S), None
+        answer = LeaseAnswer(outcome="SERVED", lease=lease.number, first=lease.first, count=lease.count)
+        return answer, lease if lease is not there else None
+
+    def end_if_complete(self, event: Progressed, now_s: float) -> None:
+        """End the job once it has done all its steps."""
+        if self._complete():
+            self.state.emit(EndAsked("done", done=True))
+
+    def _complete(self) -> bool:
+        state, progress, leases = self.state, self.state.progress, self.state.work.leases
+        if state.script:
+            return len(state.tasks.finished) >= state.settings.trainers
+        if leases is not None:
+            return leases.all_done
+        return progress.all_told and progress.stop_step > 0 and progress.step >= progress.stop_step

@@ -1,0 +1,281 @@
+"""From a placement to servers that admit pushes: lead, configure, first values or restore, first cut, activate.
+
+Each step follows when every server has done the one before. A start, a recovery and a failover all go this way; they
+differ in which values stay. If the worker that sets the first values dies, all of it starts again under a new timeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardline.core.placement import Placement
+from shardline_chief.rules.actions import (
+    Activate,
+    CommandResult,
+    Configure,
+    Cut,
+    Heir,
+    Lead,
+    Promote,
+    Restore,
+)
+from shardline_chief.rules.after import (
+    ActivateThenBound,
+    BoundThenTrain,
+    ConfigureThenTable,
+    LeadThenConfigure,
+    LeadThenPromote,
+    PromoteThenConfigure,
+    RestoreThenActivate,
+    TableThenFill,
+)
+from shardline_chief.rules.events import CheckpointSaved, ServersReady, ShardsTold, Tick, TrainerLost
+from shardline_chief.rules.flows.checkpointing import Checkpointing
+from shardline_chief.rules.flows.ending import Ending
+from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.state.cuts import CutLedger
+from shardline_chief.rules.state.layout import addresses
+from shardline_chief.rules.state.membership import Member
+from shardline_chief.rules.state.standbys import protected
+from shardline_chief.rules.state.state import State
+
+
+class Preparation:
+    """Rules of the stages from LEADING to READY."""
+
+    def __init__(self, state: State, checkpointing: Checkpointing, ending: Ending) -> None:
+        self.state = state
+        self.checkpointing = checkpointing
+        self.ending = ending
+        self.keep: frozenset[int] = frozenset()
+        """Shards whose values stay, in a timeline that follows another."""
+        self.stays = False
+        """All values stay: standbys have taken over."""
+        self.followed: frozenset[int] = frozenset()
+        """Shards whose standbys stay too."""
+        self._cut_asked_s = 0.0
+
+    # Begin
+
+    def place(self, placement: tuple[Placement, ...], keep: frozenset[int] = frozenset()) -> None:
+        """Have the shards made where this says, filled, and activated. keep: those that stay as they are."""
+        state = self.state
+        if state.settings.standbys:
+            living = {member.task: member.address for member in state.tasks.members.living("ps")}
+            placement = protected(placement, living, appoint=state.layout.new_appointment)
+        state.layout.placement = placement
+        self.keep, self.stays, self.followed = keep, False, frozenset()
+        self._forget(Stage.LEADING)
+        state.command(Lead(addresses=addresses(placement)), LeadThenConfigure())
+
+    def take_over(
+        self, placement: tuple[Placement, ...], promoted: Mapping[int, Heir], *, followed: frozenset[int]
+    ) -> None:
+        """Have standbys become primaries and everybody else follow, with all values as they are.
+
+        promoted: by shard, its standby. followed: shards whose standbys stay as they are.
+        """
+        state = self.state
+        assert state.layout.plan is not None
+        state.layout.placement = placement
+        self.keep, self.stays, self.followed = frozenset(range(len(state.layout.plan.shards))), True, followed
+        self._forget(Stage.LEADING)
+        state.record("failover", timeline=state.layout.timeline, promoted=_heirs(promoted))
+        state.command(Lead(addresses=addresses(placement)), LeadThenPromote(promoted))
+
+    def leave(self, stage: Stage) -> None:
+        """Leave the history so far: what comes back of it is not taken any more, and workers stop what they do."""
+        state = self.state
+        self.ending.reopen()
+        state.layout.new_timeline()
+        state.tasks.suspects.clear()
+        self._forget(stage)
+        self.checkpointing.forget()
+        state.layout.placing_standbys = False
+
+    def _forget(self, stage: Stage) -> None:
+        """Nothing of what was set up before counts."""
+        state = self.state
+        state.stage = stage
+        state.progress.shards.clear()
+        state.work.initializer = ""
+        state.layout.table_sent = False
+
+    # The servers
+
+    def promote(self, after: LeadThenPromote, result: CommandResult, now_s: float) -> None:
+        """The servers obey this chief: let standbys become primaries."""
+        order = Promote(timeline=self.state.layout.timeline, shards=after.promoted)
+        self.state.command(order, PromoteThenConfigure())
+
+    def led(self, after: LeadThenConfigure | PromoteThenConfigure, result: CommandResult, now_s: float) -> None:
+        """The servers obey this chief, and standbys that were to be primaries are."""
+        self._configure()
+
+    def _configure(self) -> None:
+        """Begin a timeline on every server."""
+        state, layout, resume = self.state, self.state.layout, self.state.saves.resume
+        assert state.job is not None
+        assert layout.plan is not None
+        layout.new_timeline()
+        state.saves.ledger = CutLedger(layout.filled)
+        self._forget(Stage.CONFIGURING)
+        goes_back = resume is not None and not self.stays
+        state.record(
+            "timeline",
+            timeline=layout.timeline,
+            state="preparing",
+            from_cut=resume.step if resume is not None and goes_back else None,
+            path=resume.path if resume is not None and goes_back else None,
+            placement=[[place.shard, place.task, place.address] for place in layout.placement],
+            standbys=standbys_of(layout.placement),
+            keep=sorted(self.keep),
+            stays=self.stays,
+        )
+        order = Configure(
+            job=state.job,
+            plan=layout.plan,
+            timeline=layout.timeline,
+            placement=layout.placement,
+            keep=self.keep,
+            keep_standbys=self.followed,
+        )
+        state.command(order, ConfigureThenTable())
+
+    def configured(self, after: ConfigureThenTable, result: CommandResult, now_s: float) -> None:
+        """The servers have their shards: tell them who trains."""
+        size = sum(value for value in result.values.values() if isinstance(value, int))
+        servers = f"{len(result.values)} parameter servers"
+        self.state.say("configured", f"{servers} hold {size / 1e6:.1f} MB with optimizer state")
+        self.state.publish_members(TableThenFill())
+
+    def fill(self, after: TableThenFill, result: CommandResult, now_s: float) -> None:
+        """The servers know who trains: fill the shards, where their values do not stay."""
+        state, layout, resume = self.state, self.state.layout, self.state.saves.resume
+        if self.stays:
+            self._activate()
+            return
+        if resume is None:
+            state.stage = Stage.INITIALIZING
+            self.choose_initializer()
+            return
+        assert layout.plan is not None
+        state.stage = Stage.RESTORING
+        state.say("restore", f"restoring step {resume.step} from {resume.path}")
+        order = Restore(timeline=layout.timeline, plan=layout.plan, placement=layout.placement, keep=self.keep)
+        state.command(order, RestoreThenActivate())
+
+    def restored(self, after: RestoreThenActivate, result: CommandResult, now_s: float) -> None:
+        """The shards are filled from the checkpoint."""
+        state, resume = self.state, self.state.saves.resume
+        assert resume is not None
+        state.progress.base_step = state.saves.checkpoint_step = resume.step
+        if state.figures.running_s is None:
+            state.progress.first_step = resume.step
+        state.saves.checkpoint_path = resume.path
+        self._activate()
+
+    # First values
+
+    def choose_initializer(self) -> None:
+        """The worker of replica 0, or the lowest there is; waits where nobody is there yet."""
+        state = self.state
+        trainers = state.tasks.trainers()
+        if state.work.initializer or not trainers:
+            return
+        state.work.initializer = trainers[0].task
+        state.say("init", f"{trainers[0].task} sets the first values of all parameters")
+
+    def initializer_lost(self, event: TrainerLost, now_s: float) -> bool:
+        """A trainer died. True: it was setting the first values, and another will."""
+        member = event.member
+        if not self.restart_without(member):
+            return False
+        self.state.say("life", event.sentence, event.level, task=member.task, state=member.state.value)
+        return True
+
+    def restart_without(self, member: Member) -> bool:
+        """Start again under a new timeline if this task was setting the first values; returns whether it was."""
+        state = self.state
+        if state.stage is not Stage.INITIALIZING or state.work.initializer != member.task:
+            return False
+        state.say("init", f"{member.task} was setting the first values; all of it starts again", "warning")
+        self._configure()
+        return True
+
+    def values_told(self, event: ShardsTold, now_s: float) -> bool:
+        """A server described its shards: once all have their first values, cut them."""
+        state = self.state
+        shards = state.progress.shards.values()
+        if state.progress.all_told and all(shard.initialized for shard in shards):
+            state.stage = Stage.FIRST_CUT
+            self._cut_asked_s = now_s
+            state.command(Cut(timeline=state.layout.timeline, step=0))
+        return True
+
+    def first_cut_told(self, event: ShardsTold, now_s: float) -> bool:
+        """A server described its shards: once all hold the cut of step 0, save it."""
+        state, saves = self.state, self.state.saves
+        if state.progress.all_told and saves.saving is None and 0 in saves.ledger.complete():
+            leases = state.work.leases
+            self.checkpointing.save(0, leases.cursor() if leases is not None else {}, urgent=True)
+        return True
+
+    def first_cut_saved(self, event: CheckpointSaved, now_s: float) -> None:
+        """Cut 0 is committed, or could not be: training starts in both cases."""
+        self._activate()
+
+    def first_cut_late(self, event: Tick, now_s: float) -> None:
+        """Cut 0 has its time."""
+        state = self.state
+        limit_s = state.timeouts.dead_s
+        if state.saves.saving is None and now_s - self._cut_asked_s >= limit_s:
+            state.say("cut", f"no cut 0 within {limit_s:g} s; training starts without it", "error")
+            self._activate()
+
+    def poll(self, event: Tick, now_s: float) -> None:
+        """Ask the servers rather than wait for their heartbeats."""
+        if self.state.work.initializer or self.state.stage is Stage.FIRST_CUT:
+            self.state.outbox.ask_status()
+
+    # Start
+
+    def _activate(self) -> None:
+        state = self.state
+        state.stage = Stage.ACTIVATING
+        state.record("timeline", timeline=state.layout.timeline, state="active")
+        state.command(Activate(timeline=state.layout.timeline), ActivateThenBound())
+
+    def activated(self, after: ActivateThenBound, result: CommandResult, now_s: float) -> None:
+        """The servers admit pushes: tell them where to stop, where that is known."""
+        state = self.state
+        assert state.job is not None
+        if not state.stops_by_itself:
+            self._ready()
+            return
+        state.progress.stop_step = state.job.steps
+        state.record("stop", step=state.progress.stop_step)
+        order = Cut(timeline=state.layout.timeline, step=state.progress.stop_step, stop=True)
+        state.command(order, BoundThenTrain())
+
+    def bounded(self, after: BoundThenTrain, result: CommandResult, now_s: float) -> None:
+        """The servers stop by themselves at the last step."""
+        self._ready()
+
+    def _ready(self) -> None:
+        self.state.stage = Stage.READY
+        self.state.emit(ServersReady())
+
+
+def standbys_of(placement: tuple[Placement, ...]) -> list[list[object]]:
+    """[shard, task, address, appointment] of each standby, for the journal."""
+    return [
+        [place.shard, place.standby_task, place.standby_address, place.appointment]
+        for place in placement
+        if place.standby_task
+    ]
+
+
+def _heirs(promoted: Mapping[int, Heir]) -> list[list[object]]:
+    """[shard, task, appointment] of each standby that is to be a primary, for the journal."""
+    return [[shard, heir.task, heir.appointment] for shard, heir in sorted(promoted.items())]

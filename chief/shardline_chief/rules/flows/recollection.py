@@ -1,0 +1,86 @@
+"""What a chief that comes back takes from the journal, and what is missing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardline.core.plan import make_plan
+from shardline.core.spec import JobSpec, differences
+from shardline.core.status import PsStatus
+from shardline_chief.rules.actions import Finish
+from shardline_chief.rules.replay import Remembered
+from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.state.losses import Recovered
+from shardline_chief.rules.state.settings import Settings, as_in_cluster
+from shardline_chief.rules.state.state import State
+
+
+def obstacle(remembered: Remembered, job: JobSpec | None, settings: Settings) -> str:
+    """Why the unfinished job in the folder is not the one that is started now; empty where it is, or may be."""
+    known = remembered.job
+    if known is None:
+        return ""
+    if job is not None:
+        phrases = differences(as_in_cluster(job, settings), known)
+        if phrases:
+            return "; ".join(phrases)
+    if remembered.plan_id:
+        plan = make_plan(known.tensors, len(settings.ps))
+        if plan.plan_id != remembered.plan_id:
+            return f"its parameters were cut for another number of parameter servers than {len(settings.ps)}"
+    return ""
+
+
+def recall(state: State, known: Remembered, now_s: float, trained_s: float) -> None:
+    """Take up what can't be asked for. trained_s: seconds since training began, by the wall clock."""
+    if known.job is not None:
+        state.adopt(known.job)
+    state.tasks.machine = known.machine
+    state.tasks.finished = set(known.finished)
+    state.figures.metrics, state.figures.best = dict(known.metrics), known.best
+    state.work.leases = known.leases
+    state.progress.first_step, state.progress.base_step = known.first_step, known.base_step
+    state.saves.checkpoint_step, state.saves.checkpoint_path = known.checkpoint_step, known.checkpoint_path
+    state.losses.recoveries = [Recovered(**recovered) for recovered in known.recoveries]
+    state.losses.failovers = known.failovers + 1
+    if known.began_s is not None:
+        state.figures.running_s = now_s - trained_s
+    for member in known.members.values():
+        state.tasks.members.recall(member, now_s)
+
+
+def say_goodbye(state: State, exit_code: int, reason: str) -> None:
+    """The end was decided, and not everybody was told."""
+    saves, progress = state.saves, state.progress
+    state.stage = Stage.ENDED
+    state.exit_code, state.reason = exit_code, reason
+    saves.final_step = saves.checkpoint_step
+    progress.base_step = max(progress.base_step, saves.checkpoint_step)
+    state.say("takeover", f"the job had ended before the last chief did: {reason}; telling the tasks that are there")
+    state.outbox.actions.append(Finish(exit_code=exit_code, reason=reason))
+
+
+def bound(state: State) -> int:
+    """The step that the job file ends at; 0 where there is none."""
+    return state.job.steps if state.job is not None and state.stops_by_itself else 0
+
+
+def missing(known: Remembered, gone: Mapping[str, str]) -> dict[str, str]:
+    """Servers that held shards and are not the processes that they were: why, by name.
+
+    gone: why, of each known server that is not there any more.
+    """
+    held = {place.task for place in known.placement}
+    lost = {task: why for task, why in gone.items() if task in held}
+    return lost | {task: f"{task} was gone when the chief came back" for task in held - known.members.keys()}
+
+
+def empty(known: Remembered, servers: Mapping[str, PsStatus]) -> dict[str, str]:
+    """Servers that are there without what they should hold: why, by name."""
+    lost = {}
+    for place in known.placement:
+        status = servers.get(place.task)
+        there = {shard.shard for shard in status.shards if shard.initialized} if status is not None else set()
+        if place.shard not in there:
+            lost[place.task] = f"{place.task} has no values for shard {place.shard}"
+    return lost

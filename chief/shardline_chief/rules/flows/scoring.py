@@ -1,0 +1,115 @@
+"""The evaluator's word: on each checkpoint, and on the last one before the job ends with its last figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardline.errors import FencedError
+from shardline_chief.rules.actions import AskStatus, CommandResult, MarkBest
+from shardline_chief.rules.after import StatusThenEnd
+from shardline_chief.rules.events import Progressed
+from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.state.membership import Member
+from shardline_chief.rules.state.state import State
+
+
+class Scoring:
+    """Rules of scores, and of the end from the last checkpoint on."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.done = False
+        """The job ends because all its steps are made."""
+        self.exit_code = 0
+        """That it ends with."""
+        self._deadline_s = 0.0
+
+    def report(self, task: str, incarnation: int, step: int, metrics: Mapping[str, float], failure: str) -> bool:
+        """The evaluator's word on a checkpoint; returns whether it is the best so far. Raises FencedError."""
+        state, figures = self.state, self.state.figures
+        if not state.tasks.members.current(task, incarnation, ("evaluator",)):
+            raise FencedError(
+                f"{task} incarnation {incarnation:#x} is not admitted; what it reports of step {step} changes nothing"
+            )
+        best = False
+        if not metrics:
+            figures.unscored[step] = failure or "the job has no `evaluate`"
+        if failure:
+            state.say(
+                "evaluation_failed", f"{task} could not score step {step}: {failure}; training goes on", "warning"
+            )
+        else:
+            best = figures.better(metrics, state.job)
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            sentence = f"step {step}: {shown}{' (best so far)' if best else ''}"
+            state.say("evaluation", sentence, step=step, metrics=dict(metrics))
+            if best:
+                figures.best = (step, dict(metrics))
+                state.outbox.actions.append(MarkBest(step=step, metrics=dict(metrics)))
+        figures.metrics[step] = dict(metrics)
+        # A list of pairs: the first metric may be the one that decides.
+        state.record("evaluation", step=step, metrics=list(metrics.items()), best=best)
+        return best
+
+    # The last checkpoint
+
+    def begin(self, now_s: float) -> None:
+        """The last checkpoint is there, or there will be none."""
+        state = self.state
+        state.stage = Stage.SCORING
+        state.saves.final_step = state.saves.checkpoint_step
+        self._deadline_s = now_s + state.timeouts.lost_s
+        late = self._late_evaluator()
+        if late and state.saves.final_step >= 0:
+            wait = f"waiting up to {state.timeouts.lost_s:g} s for {late} to join and to score the last checkpoint"
+            state.say("evaluator", wait, "warning")
+        self._score(now_s)
+
+    def scoring(self, event: Progressed, now_s: float) -> None:
+        """Go on once the last checkpoint has its score, or none will come."""
+        self._score(now_s)
+
+    def _late_evaluator(self) -> str:
+        """The evaluator that is still to come when all steps are made; empty where none is, or nobody would wait."""
+        state = self.state
+        if not self.done or self.exit_code or state.script:
+            return ""
+        came = {member.index for member in state.tasks.members if member.role == "evaluator"}
+        return next((f"evaluator/{n}" for n in range(state.settings.evaluators) if not came), "")
+
+    def _score(self, now_s: float) -> None:
+        state, final_step = self.state, self.state.saves.final_step
+        evaluators = state.tasks.members.living("evaluator")
+        scored = final_step < 0 or final_step in state.figures.metrics
+        if not scored and now_s < self._deadline_s and (evaluators or self._late_evaluator()):
+            return
+        if not scored:
+            self._tell_unscored(evaluators)
+        state.stage = Stage.COUNTING
+        state.command(AskStatus(), StatusThenEnd())
+
+    def _tell_unscored(self, evaluators: Sequence[Member]) -> None:
+        """Note, and say, why the last checkpoint has no score."""
+        state = self.state
+        limit = f"within {state.timeouts.lost_s:g} s"
+        came = [member for member in state.tasks.members if member.role == "evaluator"]
+        gone = next((member for member in came if not member.living), None)
+        if evaluators:
+            why = f"{evaluators[0].task} did not score it {limit}"
+            state.say("evaluator", f"{evaluators[0].task} did not score the last checkpoint {limit}", "warning")
+        elif state.figures.lost_scores:
+            why = state.figures.lost_scores
+        elif gone is not None:
+            why = f"{gone.task} was {gone.state.value}"
+        elif not state.settings.evaluators:
+            return
+        elif late := self._late_evaluator():
+            why = f"{late} did not join {limit} of the last step"
+            state.say("evaluator", f"the last checkpoint was not scored: {why}", "warning")
+        else:
+            why = "evaluator/0 had not joined when the job was stopped"
+        state.figures.unscored[state.saves.final_step] = why
+
+    def counted(self, after: StatusThenEnd, result: CommandResult, now_s: float) -> None:
+        """The last figures are there."""
+        self.state.end(self.exit_code, self.state.reason, now_s)

@@ -1,0 +1,87 @@
+"""What servers tell, and what follows where they did not do what they were told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from shardline.core.orders import Phase
+from shardline.core.status import PsStatus
+from shardline.errors import FencedError, InternalError, ShardlineError, UnreachableError
+from shardline_chief.rules.actions import AskStatus, Lead, Release
+from shardline_chief.rules.events import EndAsked, OrderRefused, ServerLost, ShardsTold, Tick
+from shardline_chief.rules.stages import UNHEARD
+from shardline_chief.rules.state.outbox import Pending
+from shardline_chief.rules.state.state import State
+
+log = logging.getLogger("shardline_chief.rules.servers")
+
+
+class Servers:
+    """Rules of the servers' answers."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._failed: set[str] = set()
+        """Servers that said that they can't go on."""
+
+    def told(self, task: str, status: PsStatus, *, asked: bool) -> None:
+        """A server described itself, in a heartbeat or when asked.
+
+        An answer comes in the order of the commands; a heartbeat may be older than the command that changed all.
+        """
+        state, layout = self.state, self.state.layout
+        if layout.plan is None or state.ended:
+            return
+        state.figures.traffic[task] = status.traffic
+        if status.timeline == layout.timeline:
+            filled = [number for number, shard in enumerate(layout.plan.shards) if shard.buckets]
+            shards = tuple(shard for shard in status.shards if shard.shard in filled)
+            state.progress.shards.update({shard.shard: shard for shard in shards})
+            state.saves.ledger.observe(shards)
+            state.emit(ShardsTold(task, shards))
+        elif state.stage in UNHEARD:
+            # Judged when all are heard.
+            return
+        elif state.phase in (Phase.RUNNING, Phase.STOPPING) and any(p.task == task for p in layout.placement):
+            if asked:
+                at = f"timeline {status.timeline:#x}" if status.timeline else "nothing"
+                state.emit(ServerLost(task, f"{task} holds {at} instead of timeline {layout.timeline:#x}"))
+            else:
+                state.outbox.ask_status()
+        if status.failure and task not in self._failed:
+            self._failed.add(task)
+            state.emit(EndAsked(status.failure, InternalError.exit_code))
+
+    def failed(self, pending: Pending, errors: Mapping[str, ShardlineError]) -> None:
+        """Some servers did not do what they were told. One that doesn't answer is lost."""
+        state, order = self.state, pending.order
+        if isinstance(order, (AskStatus, Release)):
+            return
+        if pending.timeline != state.layout.timeline or state.ended:
+            # A server that was lost since: whoever is there now has nothing to do with this.
+            log.debug("%s of timeline %#x: %s", type(order).__name__, pending.timeline, errors)
+            return
+        fenced = [str(error) for _, error in sorted(errors.items()) if isinstance(error, FencedError)]
+        if fenced and isinstance(order, Lead):
+            state.resign(f"{fenced[0]}. Another chief leads this job, so this one ends")
+            return
+        # A process that nobody has led yet took the place of the one that was asked.
+        silent = {task: error for task, error in errors.items() if isinstance(error, (UnreachableError, FencedError))}
+        for task, why in sorted(silent.items()):
+            what = "is another process now" if isinstance(why, FencedError) else "does not answer"
+            state.emit(ServerLost(task, f"{task} {what}: {why}"))
+        if not silent:
+            state.emit(OrderRefused(order, errors))
+
+    def refused(self, event: OrderRefused, now_s: float) -> None:
+        """Nothing is certain any more after an order that was refused, and nobody knew another way."""
+        _, error = sorted(event.errors.items())[0]
+        self.state.end(error.exit_code, str(error), now_s)
+
+    def poll_at_last_step(self, event: Tick, now_s: float) -> None:
+        """The last step is being closed: don't wait for the next heartbeat to learn it."""
+        state, progress = self.state, self.state.progress
+        near = 0 < progress.stop_step <= progress.step_max + 1
+        if state.phase is Phase.RUNNING and state.mode.consistent_cuts and near:
+            state.outbox.ask_status()

@@ -1,0 +1,216 @@
+"""From "tasks are missing" to a plan, and from servers that are ready to training; who is waited for, and how long."""
+
+from __future__ import annotations
+
+from shardline.core.orders import Phase
+from shardline.core.placement import Placement
+from shardline.core.plan import balance, make_plan
+from shardline.core.spec import JobSpec
+from shardline.core.spec_json import job_to_json
+from shardline.errors import JobError, ShardlineError, UnreachableError
+from shardline_chief.rules.events import Arrived, ServersReady, Tick, TrainingBegins
+from shardline_chief.rules.flows.preparation import Preparation
+from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.state.leases import Leases
+from shardline_chief.rules.state.settings import as_in_cluster
+from shardline_chief.rules.state.state import State
+from shardline_chief.rules.state.tasks import ps_at
+
+
+class Start:
+    """Rules of the stages GATHERING and NOTHING_LEFT, and of the wait for tasks that train."""
+
+    def __init__(self, state: State, preparation: Preparation) -> None:
+        self.state = state
+        self.preparation = preparation
+        self.done_before = ""
+        """Why there is nothing to do; the end then waits for those who are still to come."""
+        self.able_s: float | None = None
+        """Since when training could begin, with the tasks that are there; it waits for the others, but not for long."""
+
+    # The job
+
+    def adopt(self, job: JobSpec, source: str) -> None:
+        """The job becomes known, from the job file or from the first task that trains."""
+        state = self.state
+        job = as_in_cluster(job, state.settings)
+        state.adopt(job)
+        state.record("job", spec=job_to_json(job))
+        count = sum(tensor.elements for tensor in job.tensors)
+        state.say("job", f"job {job.name!r} from {source}: {len(job.tensors)} tensors, {count:,} elements")
+
+    def gather(self, event: Arrived | Tick, now_s: float) -> None:
+        """Begin as soon as the job and all servers are known."""
+        state = self.state
+        # A job that is done needs nobody to be there.
+        if state.job is not None and (not state.tasks.missing_ps() or self._complete(state.job)):
+            self._begin(state.job, now_s)
+
+    def _begin(self, job: JobSpec, now_s: float) -> None:
+        state, resume = self.state, self.state.saves.resume
+        try:
+            if resume is not None and (changed := resume.check(job)):
+                others = f"with other settings than the checkpoint's: {'; '.join(changed)}"
+                state.say("resume", f"going on from step {resume.step} {others}", "warning")
+            plan = make_plan(job.tensors, len(state.settings.ps))
+            if not job.script and job.steps < 1:
+                raise JobError(f"job {job.name!r} has {job.steps} steps; nothing would be trained")
+        except ShardlineError as error:
+            state.end(error.exit_code, str(error), now_s)
+            return
+        state.layout.plan = plan
+        if self._leases(job):
+            state.work.leases = Leases.resumed(resume.cursor if resume is not None else {}, job.steps)
+            state.note_cursor()
+        if self._complete(job):
+            self._nothing_left(now_s)
+            return
+        members = state.tasks.members.living("ps")
+        # A small model may have fewer shards than there are ps: the last ones then hold nothing.
+        placement = tuple(
+            Placement(shard=shard, task=member.task, address=member.address)
+            for shard, member in zip(range(len(plan.shards)), members, strict=False)
+        )
+        idle = [member.task for member in members[len(plan.shards) :]]
+        if idle:
+            state.say("plan", f"the model is too small for {len(members)} ps: {', '.join(idle)} will hold nothing")
+        state.record("plan", plan_id=plan.plan_id, shards=len(plan.shards), replicas=job.replicas, job=job.name)
+        buckets = sum(len(shard.buckets) for shard in plan.shards)
+        size = sum(shard.nbytes for shard in plan.shards)
+        state.say(
+            "plan",
+            f"plan {plan.plan_id[:8]}: {size / 1e6:.1f} MB in {buckets} buckets on {len(plan.shards)} shards, "
+            f"largest {balance(plan):.2f} of the mean",
+        )
+        self.preparation.place(placement)
+
+    def _leases(self, job: JobSpec) -> bool:
+        """Whether the chief hands out batches. A script chooses its batches and its end itself."""
+        return self.state.mode.leases_batches and not job.script
+
+    def _complete(self, job: JobSpec) -> bool:
+        """Whether the checkpoint to go on from holds all the steps that there are."""
+        resume = self.state.saves.resume
+        if resume is None:
+            return False
+        if self._leases(job):
+            return Leases.resumed(resume.cursor, job.steps).all_done
+        return 0 < job.steps <= resume.step
+
+    # Nothing to do
+
+    def _nothing_left(self, now_s: float) -> None:
+        """All steps are made: end, once everybody is there to hear it.
+
+        Who comes later would find no chief, wait for it and fail: containers are started one after another, each when
+        the one before it is healthy.
+        """
+        state, resume = self.state, self.state.saves.resume
+        assert resume is not None
+        assert state.job is not None
+        state.progress.first_step = state.progress.base_step = state.saves.checkpoint_step = resume.step
+        state.saves.checkpoint_path = resume.path
+        state.stage = Stage.NOTHING_LEFT
+        self.done_before = f"done before: {resume.path} holds all {state.job.steps} steps; ask for more --steps"
+        to_come = state.tasks.to_come()
+        if to_come:
+            wait = f"waiting up to {state.timeouts.join_s:g} s for {to_come}, to tell them so"
+            state.say("done_before", f"all {state.job.steps} steps were made before; {wait}")
+        self._end_if_all_came(now_s)
+
+    def nothing_left(self, event: Arrived, now_s: float) -> None:
+        """End once everybody is there to hear that nothing is left to do."""
+        self._end_if_all_came(now_s)
+
+    def _end_if_all_came(self, now_s: float) -> None:
+        if not self.state.tasks.to_come():
+            self.state.end(0, self.done_before, now_s)
+
+    # Training begins
+
+    def initialize(self, event: Arrived, now_s: float) -> None:
+        """Somebody is there who may set the first values."""
+        self.preparation.choose_initializer()
+
+    def run(self, event: ServersReady | Arrived | Tick, now_s: float) -> None:
+        """Train, if enough tasks are there."""
+        state = self.state
+        trainers = state.tasks.trainers()
+        missing = state.settings.trainers - len(trainers)
+        again = state.figures.running_s is not None
+        enough = len(trainers) >= max(1, state.settings.min_workers)
+        self.able_s = (now_s if self.able_s is None else self.able_s) if enough else None
+        late = self.able_s is not None and now_s - self.able_s >= state.timeouts.lost_s
+        # Once it has run, who is missing is a matter of what follows a death.
+        if not again and (not enough or (missing > 0 and (state.script or not late))):
+            return
+        state.stage = Stage.TRAINING
+        state.work.initializer = ""
+        state.reassign()
+        state.emit(TrainingBegins(again))
+
+    def began(self, event: TrainingBegins, now_s: float) -> None:
+        """Workers are told to train, for the first time."""
+        if event.again:
+            return
+        state, job = self.state, self.state.job
+        assert job is not None
+        there = len(state.tasks.trainers())
+        missing = state.settings.trainers - there
+        state.figures.running_s = now_s
+        state.record("running", step=state.progress.base_step)
+        if missing > 0:
+            state.say(
+                "late",
+                f"{missing} of {state.settings.trainers} tasks that train did not join within "
+                f"{state.timeouts.lost_s:g} s of all others; training starts without them, they may still come",
+                "warning",
+            )
+        until = f"until step {job.steps}" if job.steps else "until the script ends"
+        replicas = f", {job.replicas} replicas" if state.mode.assigns_replicas else ""
+        sentence = f"training from step {state.progress.base_step} {until}: {job.consistency.mode}, {there} workers"
+        state.say("running", sentence + replicas)
+
+    # Waiting
+
+    def wait(self, event: Tick, now_s: float) -> None:
+        """Deadlines of the start; begin where enough tasks are there, else tell who is not."""
+        state = self.state
+        if state.figures.running_s is not None:
+            return
+        deadline_s = state.figures.started_s + state.timeouts.join_s
+        if now_s >= deadline_s:
+            if state.stage is Stage.NOTHING_LEFT:
+                state.end(0, self.done_before, now_s)
+                return
+            self._too_late(now_s)
+        if state.ended:
+            return
+        if state.stage is Stage.READY:
+            self.run(event, now_s)
+        if self.able_s is not None and not state.script:
+            deadline_s = self.able_s + state.timeouts.lost_s
+        whom = state.tasks.to_come() if state.stage is Stage.NOTHING_LEFT else ", ".join(state.tasks.awaited())
+        if whom and state.phase is not Phase.RUNNING:
+            state.outbox.tell_wait(now_s, deadline_s, whom)
+
+    def _too_late(self, now_s: float) -> None:
+        """The time to join is over: end where those that are there can't begin without the others."""
+        state, settings = self.state, self.state.settings
+        trainers = [member.task for member in state.tasks.trainers()]
+        missing = [ps_at(index, settings.ps[index]) for index in state.tasks.missing_ps()]
+        least = settings.min_workers
+        if missing and not state.begun:
+            who, rest = f"{', '.join(missing)} did not join", ""
+        elif not trainers:
+            who, rest = "no task that trains joined", ""
+        elif state.stage is Stage.READY and len(trainers) < least:
+            who, rest = f"only {', '.join(trainers)} of at least {least} tasks that train joined", ""
+        elif state.script and len(trainers) < settings.trainers:
+            lacking = [f"worker/{index}" for index in range(settings.workers) if f"worker/{index}" not in trainers]
+            who, rest = f"{', '.join(lacking)} did not join", ", and a script needs all its workers"
+        else:
+            return
+        waited = f"within {state.timeouts.join_s:g} s"
+        where = f"is it running, and does it reach the chief at {settings.chief_address}?"
+        state.end(UnreachableError.exit_code, f"{who} {waited}{rest}; {where}", now_s)

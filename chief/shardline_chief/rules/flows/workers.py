@@ -1,0 +1,173 @@
+"""Those that train: who is gone, whose link is broken, who is left to go on (PROTOCOL 1.6)."""
+
+from __future__ import annotations
+
+from shardline.core.orders import Phase
+from shardline.errors import JobError, TaskLostError
+from shardline_chief.rules.actions import CommandResult
+from shardline_chief.rules.after import FenceThenMove
+from shardline_chief.rules.events import EndAsked, ServerLost, StrangerLost, Tick, TrainerLost
+from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.state.membership import Member
+from shardline_chief.rules.state.state import State
+
+
+class Workers:
+    """Rules over the tasks that train, from their first step to the last."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._uneven_since_s: float | None = None
+        self._suspected_s: float | None = None
+        """Since when a task does not hear a server."""
+
+    # Losses
+
+    def lost(self, event: TrainerLost, now_s: float) -> None:
+        """A task that trains is gone: fence it on every server, then give its work to the living."""
+        self.state.publish_members(FenceThenMove(event.member, event.sentence, event.level))
+
+    def fenced(self, after: FenceThenMove, result: CommandResult, now_s: float) -> None:
+        """No server takes anything from the lost task any more: give its work to the living."""
+        state, member = self.state, after.member
+        if state.ended:
+            return
+        moved = "; ".join(state.reassign(member.incarnation))
+        few = not state.tasks.trainers() or state.tasks.too_few()
+        rest = self._waits() if few else moved or "nothing of its work is lost"
+        worst = "warning" if few else after.level
+        state.say("life", f"{after.sentence}; {rest}", worst, task=member.task, state=member.state.value)
+
+    def stranger_lost(self, event: StrangerLost, now_s: float) -> None:
+        """No server knows of it yet in this timeline, so it is fenced as it is."""
+        member = event.member
+        self.state.reassign(member.incarnation)
+        rest = "the job goes on without it" if member.role == "evaluator" else "waiting for another"
+        fields = {"task": member.task, "state": member.state.value}
+        self.state.say("life", f"{event.sentence}; {rest}", "warning", **fields)
+
+    def server_lost(self, event: ServerLost, now_s: float) -> None:
+        """A server is gone before anything was given to it."""
+        member = self.state.tasks.members.get(event.task)
+        if member is not None:
+            self.stranger_lost(StrangerLost(member, event.why), now_s)
+
+    def _waits(self) -> str:
+        wait = f"waiting {self.state.timeouts.lost_s:g} s for a task to join"
+        there = len(self.state.tasks.trainers())
+        if not there:
+            return f"nobody is left to train: {wait}"
+        return f"{there} of at least {self.state.settings.min_workers} tasks that train are left: {wait}"
+
+    # Links
+
+    def links(self, event: Tick, now_s: float) -> None:
+        """Tasks that train can't reach a server that the chief hears: the server's fault, or theirs (PROTOCOL 1.6)."""
+        state, tasks = self.state, self.state.tasks
+        trainers = self._witnesses()
+        suspected = any(tasks.suspects.get(member.task) for member in trainers)
+        # A chief that comes back first hears all servers: what is lost is decided once, with what the others hold.
+        if state.stage is not Stage.TRAINING or not suspected:
+            self._suspected_s = None
+            return
+        if self._suspected_s is None:
+            self._suspected_s = now_s
+        if now_s - self._suspected_s < state.timeouts.suspect_s:
+            # Others may be about to say the same, which makes it the server's fault.
+            return
+        for place in state.layout.placement:
+            named = [member for member in trainers if place.task in tasks.suspects.get(member.task, ())]
+            host = tasks.members.get(place.task)
+            if named and host is not None and host.living:
+                who = ", ".join(member.task for member in named)
+                sentence = f"{who} did not hear {place.task} at {place.address} for {state.timeouts.dead_s:g} s"
+                self._judge_link(ServerLost(place.task, sentence), named, len(trainers), now_s)
+                return
+
+    def _witnesses(self) -> list[Member]:
+        """Whose word on the servers counts. Spares exchange nothing with them, and a stranger could be many spares."""
+        holders = set(self.state.work.assignment.values())
+        trainers = self.state.tasks.trainers()
+        return [member for member in trainers if not self.state.mode.assigns_replicas or member.task in holders]
+
+    def _judge_link(self, lost: ServerLost, named: list[Member], trainers: int, now_s: float) -> None:
+        """lost: what to report where it is the server's fault; named: those that do not hear the server."""
+        tasks, sentence = self.state.tasks, lost.why
+        if 2 * len(named) > trainers:
+            why = "most of those that train" if trainers > 1 else "nobody else trains"
+            self.state.emit(ServerLost(lost.task, f"{sentence} ({why})"))
+            return
+        for member in named:
+            tasks.suspects.pop(member.task)
+            tasks.members.declare_dead(member.task)
+            self.lost(TrainerLost(member, f"{sentence}, and the others do"), now_s)
+
+    # Too few, or uneven
+
+    def alone(self, event: Tick, now_s: float) -> None:
+        """Nobody trains, fewer than the job wants, or a script lacks one of its workers: wait, then end."""
+        state, tasks = self.state, self.state.tasks
+        if state.phase is not Phase.RUNNING:
+            return
+        lacking = not tasks.working() or tasks.too_few()
+        if state.script:
+            lacking = bool(self._gone_from_script())
+        if not lacking or len(tasks.finished) >= state.settings.trainers:
+            tasks.alone_since_s = None
+            return
+        if tasks.alone_since_s is None:
+            tasks.alone_since_s = now_s
+        if now_s - tasks.alone_since_s >= state.timeouts.lost_s:
+            who = "every task that trains"
+            if state.script:
+                who = f"{', '.join(self._gone_from_script())}, without which a script can't go on,"
+            elif tasks.trainers():
+                who = f"{self._gone()} ({len(tasks.trainers())} of at least {state.settings.min_workers} train)"
+            reason = f"{who} is gone and none came within {state.timeouts.lost_s:g} s. {state.saves.what_remains()}"
+            state.emit(EndAsked(reason, TaskLostError.exit_code))
+
+    def _gone_from_script(self) -> list[str]:
+        """Workers of a script that are not there and have not done their part."""
+        tasks = self.state.tasks
+        there = {*(member.task for member in tasks.trainers()), *tasks.finished}
+        names = [f"worker/{index}" for index in range(self.state.settings.workers)]
+        return [task for task in names if task not in there]
+
+    def _gone(self) -> str:
+        """Tasks that trained and do no more."""
+        members = self.state.tasks.members
+        return ", ".join(m.task for m in members if m.trains and not m.living) or "a task that trains"
+
+    def uneven(self, event: Tick, now_s: float) -> None:
+        """Workers of a synchronous script make different numbers of steps: fail where the first one has finished."""
+        state, tasks = self.state, self.state.tasks
+        ahead = self._ahead() if state.phase is Phase.RUNNING else []
+        if not ahead:
+            self._uneven_since_s = None
+            return
+        if self._uneven_since_s is None:
+            self._uneven_since_s = now_s
+        # Who is neither done nor waiting may be saving its results: it has time for that.
+        undecided = len(tasks.working()) > len(ahead)
+        if undecided and now_s - self._uneven_since_s < state.timeouts.lost_s:
+            return
+        made = {task: tasks.steps.get(task, 0) for task in sorted(tasks.finished)}
+        done = ", ".join(f"{task} made {steps} steps and ended" for task, steps in made.items())
+        reason = (
+            f"{done}, {', '.join(ahead)} {'was' if len(ahead) == 1 else 'were'} to make {max(made.values()) + 1} or "
+            "more: each step of a synchronous script needs all workers, so the job ends here. Have all make the same "
+            "number of steps, and call optimizer.step() in each of them"
+        )
+        state.emit(EndAsked(reason, JobError.exit_code))
+
+    def _ahead(self) -> list[str]:
+        """Workers of a script that have pushed a step which one that has finished will never push."""
+        state, tasks = self.state, self.state.tasks
+        if not (state.script and state.mode.assigns_replicas and tasks.finished):
+            return []
+        gone = {int(task.rpartition("/")[2]) for task in tasks.finished}
+        # A report from before the end of the finished one lacks its replica too.
+        last = max(tasks.steps.get(task, 0) for task in tasks.finished)
+        shards = state.progress.shards.values()
+        open_ = [set(s.waiting_for) for s in shards if s.step_min >= last and gone & set(s.waiting_for)]
+        return [m.task for m in tasks.working() if any(m.index not in missing for missing in open_)]

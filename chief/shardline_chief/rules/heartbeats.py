@@ -1,0 +1,120 @@
+"""Heartbeats: what a task tells of itself becomes events, in the order in which it matters."""
+
+from __future__ import annotations
+
+from shardline.core.orders import Phase
+from shardline.errors import InternalError
+from shardline_chief.rules.events import EndAsked, TrainerLost
+from shardline_chief.rules.flows.barriers import Barriers
+from shardline_chief.rules.machine import Flows, Machine
+from shardline_chief.rules.messages import Beat
+from shardline_chief.rules.state.membership import Member
+from shardline_chief.rules.state.state import State
+
+
+class Heartbeats:
+    """Takes in what tasks tell."""
+
+    def __init__(self, state: State, flows: Flows, machine: Machine, barriers: Barriers) -> None:
+        self.state = state
+        self._flows = flows
+        self._machine = machine
+        self._barriers = barriers
+        self._told_failures: set[tuple[str, int]] = set()
+        self._told_leaving: set[tuple[str, int]] = set()
+
+    def beat(self, beat: Beat, now_s: float) -> bool:
+        """A heartbeat. False: that incarnation is fenced or unknown."""
+        state, tasks = self.state, self.state.tasks
+        if not tasks.members.heard(beat.task, beat.incarnation, now_s):
+            return False
+        self._flows.takeover.heard(beat.task)
+        member = tasks.members.get(beat.task)
+        assert member is not None
+        self._note(beat, member)
+        life = (beat.task, beat.incarnation)
+        if beat.failure and life not in self._told_failures:
+            self._told_failures.add(life)
+            self._failed(beat, member, now_s)
+        if beat.ps is not None and member.role == "ps":
+            self._flows.servers.told(beat.task, beat.ps, asked=False)
+            self._machine.settle(now_s)
+        if beat.finished and member.trains and beat.task not in tasks.finished:
+            tasks.finished.add(beat.task)
+            state.outbox.ask_status()
+        elif not beat.finished:
+            # The job went back, so there is more for it to do.
+            tasks.finished.discard(beat.task)
+        if beat.leaving and life not in self._told_leaving:
+            self._told_leaving.add(life)
+            self._leaving(beat.task, now_s)
+        return True
+
+    def _note(self, beat: Beat, member: Member) -> None:
+        """What follows nothing."""
+        state, tasks = self.state, self.state.tasks
+        tasks.steps[beat.task] = beat.step
+        state.figures.traffic[beat.task] = beat.traffic
+        # Who only trains says nothing of shards, and a server nothing of who is silent.
+        if member.trains:
+            tasks.suspects[beat.task] = beat.suspects
+            if beat.barrier is not None:
+                self._barriers.told(beat.task, beat.barrier)
+        if beat.figures:
+            state.figures.lives[beat.task, beat.incarnation] = beat.figures
+
+    def _failed(self, beat: Beat, member: Member, now_s: float) -> None:
+        state = self.state
+        if member.role == "evaluator":
+            state.say("evaluator", f"{beat.task}: {beat.failure}; training goes on without it", "warning")
+            # It ends with that, and nothing waits for its word any more.
+            state.figures.lost_scores = beat.failure
+            state.tasks.members.leave(beat.task)
+            return
+        code = beat.failure_code or InternalError.exit_code
+        self._machine.handle(EndAsked(f"{beat.task}: {beat.failure}", code), now_s)
+
+    def _leaving(self, task: str, now_s: float) -> None:
+        """A task was asked to end, and wants to go."""
+        state, members = self.state, self.state.tasks.members
+        member = members.get(task)
+        if member is None or state.ended:
+            return
+        if state.phase is Phase.STOPPING and member.role != "evaluator":
+            # The common last step needs everybody else; they are let go with the end.
+            return
+        if why := self._irreplaceable(member):
+            self._machine.handle(EndAsked(f"stopped: {task} was asked to end, and {why}"), now_s)
+            return
+        members.leave(task)
+        if member.trains and state.layout.table_sent:
+            self._machine.handle(TrainerLost(member, f"{task} leaves as it was asked to", "info"), now_s)
+        elif member.role == "ps" and not state.begun:
+            state.say("left", f"{task} was asked to end before the job began; waiting for another", "warning")
+        else:
+            nothing = "; it held nothing" if member.role == "ps" else ""
+            state.say("left", f"{task} leaves as it was asked to{nothing}")
+
+    def _irreplaceable(self, member: Member) -> str:
+        """Why the job can't go on without this task, as a phrase; empty where it can."""
+        state, task = self.state, member.task
+        if member.role == "ps":
+            holds = any(task in (place.task, place.standby_task) for place in state.layout.placement)
+            return "its shards have no other holder" if state.begun and holds else ""
+        others = [other for other in state.tasks.trainers() if other.task != task]
+        alone = member.trains and (not others or state.script)
+        return "nobody else can take its place" if alone else ""
+
+    def stream_broken(self, task: str, incarnation: int) -> bool:
+        """A heartbeat stream ended. True: nobody knows why."""
+        state, members = self.state, self.state.tasks.members
+        if not members.current(task, incarnation):
+            return False
+        finished = task in state.tasks.finished
+        if state.ended or (finished and state.phase is not Phase.RUNNING):
+            members.leave(task)
+            return False
+        members.stream_broken(task, incarnation)
+        if state.script and finished:
+            members.leave(task)
+        return True

@@ -1,0 +1,260 @@
+"""The one machine of the chief: what follows from an event in each stage, and from the answers to each order.
+
+`rows` and `continuations` are its tables. The rows of an event are tried in order, each against the stage at its turn;
+a rule that returns True has dealt with the event, and no further row is tried. What a rule makes to happen (State.emit)
+is dealt with as soon as that rule has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardline_chief.rules import after as then
+from shardline_chief.rules import events as on
+from shardline_chief.rules.actions import CommandResult
+from shardline_chief.rules.after import After
+from shardline_chief.rules.events import Event
+from shardline_chief.rules.flows.checkpointing import Checkpointing
+from shardline_chief.rules.flows.ending import Ending
+from shardline_chief.rules.flows.failover import Failover
+from shardline_chief.rules.flows.joining import Joining
+from shardline_chief.rules.flows.leasing import Leasing
+from shardline_chief.rules.flows.preparation import Preparation
+from shardline_chief.rules.flows.recovery import Recovery
+from shardline_chief.rules.flows.scoring import Scoring
+from shardline_chief.rules.flows.servers import Servers
+from shardline_chief.rules.flows.start import Start
+from shardline_chief.rules.flows.takeover import Takeover
+from shardline_chief.rules.flows.workers import Workers
+from shardline_chief.rules.stages import (
+    ANY,
+    ENDED,
+    ENDING,
+    PREPARATION,
+    RECOVERY,
+    START,
+    TAKEOVER,
+    TRAINING,
+    UNHEARD,
+    Stage,
+)
+from shardline_chief.rules.state.state import State
+
+Rule = Callable[[Any, float], bool | None]
+Row = tuple[frozenset[Stage], Rule]
+Rows = Mapping[type[Event], tuple[Row, ...]]
+Continuation = Callable[[Any, CommandResult, float], None]
+
+
+@dataclass
+class Flows:
+    """The rules, by what they are about."""
+
+    start: Start
+    preparation: Preparation
+    checkpointing: Checkpointing
+    leasing: Leasing
+    workers: Workers
+    servers: Servers
+    failover: Failover
+    recovery: Recovery
+    takeover: Takeover
+    ending: Ending
+    scoring: Scoring
+    joining: Joining
+
+    @classmethod
+    def of(cls, state: State) -> Flows:
+        """The rules over a job."""
+        checkpointing, scoring = Checkpointing(state), Scoring(state)
+        ending = Ending(state, checkpointing, scoring)
+        preparation = Preparation(state, checkpointing, ending)
+        failover = Failover(state, preparation)
+        recovery = Recovery(state, preparation, failover)
+        start, takeover = Start(state, preparation), Takeover(state, recovery)
+        return cls(
+            start=start,
+            preparation=preparation,
+            checkpointing=checkpointing,
+            leasing=Leasing(state),
+            workers=Workers(state),
+            servers=Servers(state),
+            failover=failover,
+            recovery=recovery,
+            takeover=takeover,
+            ending=ending,
+            scoring=scoring,
+            joining=Joining(state, start, takeover),
+        )
+
+
+def at(*stages: Stage) -> frozenset[Stage]:
+    """These stages."""
+    return frozenset(stages)
+
+
+def rows(flows: Flows) -> Rows:
+    """What follows from each event, by stage. ENDED is in no row of an event that would change anything."""
+    return {**_of_time(flows), **_of_tasks(flows), **_of_servers(flows), **_of_checkpoints(flows)}
+
+
+def _of_time(flows: Flows) -> Rows:
+    """Time, and whatever may let the job end."""
+    start, preparation, recovery = flows.start, flows.preparation, flows.recovery
+    workers, takeover, ending = flows.workers, flows.takeover, flows.ending
+    return {
+        on.Tick: (
+            (ANY, workers.links),
+            (at(Stage.HEARING), takeover.wait),
+            (at(Stage.FINDING), recovery.wait_for_checkpoint),
+            (at(Stage.PLACING), recovery.place),
+            (ANY - ENDED, recovery.count_anew),
+            (TRAINING, flows.failover.watch),
+            (at(Stage.GATHERING), start.gather),
+            (at(Stage.INITIALIZING, Stage.FIRST_CUT, Stage.ACTIVATING), preparation.poll),
+            (at(Stage.FIRST_CUT), preparation.first_cut_late),
+            (START | PREPARATION | RECOVERY, start.wait),
+            (TRAINING | TAKEOVER, workers.alone),
+            (ANY, workers.uneven),
+            (at(Stage.REACHING, Stage.CUTTING), ending.poll),
+            (TRAINING | TAKEOVER, flows.servers.poll_at_last_step),
+        ),
+        on.Progressed: (
+            (TRAINING, flows.leasing.end_if_complete),
+            (TRAINING, ending.end_as_remembered),
+            # From the last to the first, so that one step of the end follows at a time.
+            (at(Stage.SCORING), flows.scoring.scoring),
+            (at(Stage.CUTTING), ending.cutting),
+            (at(Stage.REACHING), ending.reaching),
+            (at(Stage.CHOOSING), ending.choosing),
+        ),
+    }
+
+
+def _of_tasks(flows: Flows) -> Rows:
+    """Tasks come and go."""
+    start, workers, recovery, takeover = flows.start, flows.workers, flows.recovery, flows.takeover
+    return {
+        on.Arrived: (
+            (at(Stage.GATHERING), start.gather),
+            (at(Stage.NOTHING_LEFT), start.nothing_left),
+            (at(Stage.INITIALIZING), start.initialize),
+            (at(Stage.READY), start.run),
+        ),
+        on.TrainerLost: (
+            (at(Stage.INITIALIZING), flows.preparation.initializer_lost),
+            (ANY, workers.lost),
+        ),
+        on.StrangerLost: ((ANY, workers.stranger_lost),),
+        on.ServerLost: (
+            (UNHEARD, takeover.server_lost),
+            (START, workers.server_lost),
+            (ANY - UNHEARD - START, recovery.server_lost),
+        ),
+        on.ServerRestarted: (
+            (UNHEARD, takeover.server_restarted),
+            (ANY - UNHEARD - START, recovery.server_restarted),
+        ),
+    }
+
+
+def _of_servers(flows: Flows) -> Rows:
+    """What servers tell and refuse, and what they are ready for."""
+    start, preparation, checkpointing = flows.start, flows.preparation, flows.checkpointing
+    recovery, failover = flows.recovery, flows.failover
+    return {
+        on.ShardsTold: (
+            (ANY, failover.told),
+            (at(Stage.INITIALIZING), preparation.values_told),
+            (at(Stage.FIRST_CUT), preparation.first_cut_told),
+            (TRAINING | TAKEOVER, checkpointing.observe),
+            (TRAINING | ENDING, checkpointing.told),
+        ),
+        on.OrderRefused: (
+            (ANY, failover.refused),
+            (ANY, recovery.refused),
+            (ANY, flows.servers.refused),
+        ),
+        on.ServersReady: ((at(Stage.READY), start.run),),
+        on.TrainingBegins: (
+            (ANY, recovery.goes_on),
+            (ANY, start.began),
+        ),
+    }
+
+
+def _of_checkpoints(flows: Flows) -> Rows:
+    """Checkpoints, and the wish to end."""
+    ending = flows.ending
+    return {
+        on.CheckpointSaved: (
+            (ANY, flows.checkpointing.saved),
+            (at(Stage.FIRST_CUT), flows.preparation.first_cut_saved),
+            (at(Stage.CUTTING), ending.saved),
+        ),
+        on.CheckpointFound: ((at(Stage.FINDING), flows.recovery.found),),
+        on.EndAsked: (
+            (TAKEOVER, ending.remember),
+            (ENDING, ending.second_reason),
+            (TRAINING, ending.begin),
+            (START | PREPARATION | RECOVERY, ending.end_at_once),
+        ),
+    }
+
+
+def continuations(flows: Flows) -> Mapping[type[After], Continuation]:
+    """What follows once every server has answered."""
+    preparation, failover, takeover, ending = flows.preparation, flows.failover, flows.takeover, flows.ending
+    return {
+        then.LeadThenConfigure: preparation.led,
+        then.LeadThenPromote: preparation.promote,
+        then.PromoteThenConfigure: preparation.led,
+        then.ConfigureThenTable: preparation.configured,
+        then.TableThenFill: preparation.fill,
+        then.RestoreThenActivate: preparation.restored,
+        then.ActivateThenBound: preparation.activated,
+        then.BoundThenTrain: preparation.bounded,
+        then.LeadThenPlaceStandbys: failover.led,
+        then.PlaceStandbysThenTable: failover.configured,
+        then.TableThenActivateStandbys: failover.known,
+        then.StandbysPlaced: failover.placed,
+        then.FenceThenMove: flows.workers.fenced,
+        then.TableThenAdmit: flows.joining.admit,
+        then.CutThenSave: flows.checkpointing.taken,
+        then.StatusThenChoose: ending.choose,
+        then.StopThenReach: ending.stop_asked,
+        then.StandThenCut: ending.stands,
+        then.StatusThenFinalCut: ending.told,
+        then.StatusThenEnd: flows.scoring.counted,
+        then.LeadThenAsk: takeover.led_to_ask,
+        then.StatusThenResume: takeover.asked,
+        then.LeadThenCompare: takeover.led,
+        then.StatusThenAdopt: takeover.compare,
+        then.AdoptThenActivate: takeover.known_to_all,
+        then.AdoptThenBound: takeover.activated,
+        then.AdoptThenTrain: takeover.bounded,
+    }
+
+
+class Machine:
+    """Applies the tables to a job."""
+
+    def __init__(self, state: State, flows: Flows) -> None:
+        self.state = state
+        self._rows = rows(flows)
+        self.continuations = continuations(flows)
+
+    def handle(self, event: Event, now_s: float) -> None:
+        """What follows from an event, and from what that makes to happen."""
+        for stages, rule in self._rows[type(event)]:
+            done = self.state.stage in stages and rule(event, now_s)
+            self.settle(now_s)
+            if done:
+                return
+
+    def settle(self, now_s: float) -> None:
+        """Deal with what rules have made to happen."""
+        while self.state.events:
+            self.handle(self.state.events.popleft(), now_s)

@@ -1,0 +1,94 @@
+"""The stages of a job, as the chief knows them: one at a time, each with the phase that tasks are told of.
+
+machine.py says what follows from an event in each stage.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from shardline.core.orders import Phase
+
+
+class Stage(enum.Enum):
+    """What the chief is doing with the job now."""
+
+    HEARING = enum.auto()
+    """Takeover: waiting until each known server was heard or is known to be gone."""
+    ASKING = enum.auto()
+    """Takeover: asking the servers that are there what they hold, since standbys may have to take over."""
+    ADOPTING = enum.auto()
+    """Takeover: taking command and comparing what the servers hold with the journal."""
+
+    GATHERING = enum.auto()
+    """Start: tasks are missing, or the job is not known yet."""
+    NOTHING_LEFT = enum.auto()
+    """Start: the checkpoint to go on from holds all steps; whoever is still to come is waited for and told so."""
+
+    LEADING = enum.auto()
+    """Preparation: taking command of the servers, and promoting standbys."""
+    CONFIGURING = enum.auto()
+    """Preparation: a timeline begins; servers get their shards and the table of members."""
+    RESTORING = enum.auto()
+    """Preparation: shards are filled from a checkpoint."""
+    INITIALIZING = enum.auto()
+    """Preparation: a worker sets the first values."""
+    FIRST_CUT = enum.auto()
+    """Preparation: the checkpoint of step 0 is taken."""
+    ACTIVATING = enum.auto()
+    """Preparation: the values are there; servers are told to admit pushes, and where to stop."""
+    READY = enum.auto()
+    """Preparation: all is set up; waiting for enough tasks that train."""
+
+    TRAINING = enum.auto()
+
+    FINDING = enum.auto()
+    """Recovery: waiting for the checkpoint to go back to, which may still be being written."""
+    PLACING = enum.auto()
+    """Recovery: waiting for servers that can hold the shards."""
+
+    CHOOSING = enum.auto()
+    """Ending: asking how far the shards are, to choose the step to stop at."""
+    REACHING = enum.auto()
+    """Ending: waiting until every shard is at the stop step, or every lease is done."""
+    CUTTING = enum.auto()
+    """Ending: the last checkpoint is being taken."""
+    SCORING = enum.auto()
+    """Ending: waiting for the evaluator."""
+    COUNTING = enum.auto()
+    """Ending: the last figures are asked for."""
+
+    ENDED = enum.auto()
+    """Nothing more will be decided."""
+
+
+TAKEOVER = frozenset({Stage.HEARING, Stage.ASKING, Stage.ADOPTING})
+"""A chief that came back has not taken command yet: tasks keep the orders that they have."""
+UNHEARD = frozenset({Stage.HEARING, Stage.ASKING})
+"""Nothing can be decided yet, since it is not known which servers are there, or what they hold."""
+START = frozenset({Stage.GATHERING, Stage.NOTHING_LEFT})
+PREPARATION = frozenset(
+    {
+        Stage.LEADING,
+        Stage.CONFIGURING,
+        Stage.RESTORING,
+        Stage.INITIALIZING,
+        Stage.FIRST_CUT,
+        Stage.ACTIVATING,
+        Stage.READY,
+    }
+)
+TRAINING = frozenset({Stage.TRAINING})
+RECOVERY = frozenset({Stage.FINDING, Stage.PLACING})
+ENDING = frozenset({Stage.CHOOSING, Stage.REACHING, Stage.CUTTING, Stage.SCORING, Stage.COUNTING})
+ENDED = frozenset({Stage.ENDED})
+ANY = frozenset(Stage)
+
+PHASES: dict[Stage, Phase] = {
+    **dict.fromkeys(START, Phase.WAITING),
+    **dict.fromkeys(PREPARATION | RECOVERY, Phase.INIT),
+    Stage.TRAINING: Phase.RUNNING,
+    **dict.fromkeys(ENDING, Phase.STOPPING),
+    Stage.ENDED: Phase.ENDED,
+}
+"""What tasks are told; during a takeover they keep what the last chief told them."""

@@ -1,0 +1,80 @@
+"""What others are told of the job: orders to tasks, its view for those who ask, rows for people."""
+
+from __future__ import annotations
+
+from shardline.core.orders import JobView, Orders, Phase
+from shardline.core.plan import make_plan
+from shardline.core.status import TaskStatus, Traffic
+from shardline.errors import UsageError
+from shardline_chief.rules.flows.barriers import Barriers
+from shardline_chief.rules.stages import Stage
+from shardline_chief.rules.state.assignment import replicas_of
+from shardline_chief.rules.state.membership import Life
+from shardline_chief.rules.state.state import State
+
+
+def job_view(state: State) -> JobView:
+    """Job, plan and placement. Raises UsageError while they are not known yet."""
+    layout = state.layout
+    if state.job is None or not (layout.timeline or state.ended):
+        raise UsageError("the job is not known yet; ask again once the orders name a timeline")
+    # A job that ended before it began still has its plan, for those who only want to know what it was.
+    plan = layout.plan or make_plan(state.job.tensors, len(state.settings.ps))
+    return JobView(job=state.job, plan=plan, placement=layout.placement, timeline=layout.timeline)
+
+
+def orders(state: State, barriers: Barriers, task: str, incarnation: int) -> Orders:
+    """What one life of a task shall do now."""
+    member = state.tasks.members.get(task)
+    if member is None or member.incarnation != incarnation or not member.living:
+        left = member is not None and member.incarnation == incarnation and member.state is Life.LEFT
+        return Orders(
+            phase=Phase.ENDED if left or state.ended else state.phase,
+            exit_code=0,
+            reason="left as asked" if left else f"incarnation {incarnation:#x} is fenced",
+            fenced=not left,
+        )
+    return Orders(
+        phase=state.phase,
+        timeline=state.layout.timeline,
+        replicas=replicas_of(state.work.assignment, task) if member.trains else (),
+        init=state.phase is Phase.INIT and state.work.initializer == task,
+        stop_step=state.progress.stop_step,
+        exit_code=state.exit_code,
+        reason=state.reason,
+        checkpoint_step=state.saves.checkpoint_step,
+        final_step=state.saves.final_step,
+        workers=len(state.tasks.trainers()),
+        first_step=state.progress.base_step,
+        awaited=tuple(state.tasks.awaited()) if _waits_at_start(state) else (),
+        barrier=barriers.state_of(task),
+    )
+
+
+def _waits_at_start(state: State) -> bool:
+    """Whether training has never begun: later the job waits for those that were lost, which events tell."""
+    waits = state.phase in (Phase.WAITING, Phase.INIT) and state.stage is not Stage.NOTHING_LEFT
+    return waits and state.figures.running_s is None
+
+
+def rows(state: State, now_s: float) -> tuple[TaskStatus, ...]:
+    """The tasks, for `shardline status`."""
+    found = []
+    told = state.progress.shards
+    for member in state.tasks.members:
+        shards = {place.shard for place in state.layout.placement if place.task == member.task}
+        found.append(
+            TaskStatus(
+                task=member.task,
+                state=member.state.value,
+                incarnation=member.incarnation,
+                address=member.address,
+                metrics_address=member.metrics_address,
+                last_heard_s=now_s - member.last_heard_s,
+                step=state.tasks.steps.get(member.task, 0),
+                replicas=replicas_of(state.work.assignment, member.task) if member.trains else (),
+                traffic=state.figures.traffic.get(member.task, Traffic()),
+                shards=tuple(told[number] for number in sorted(shards & told.keys())),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,83 @@
+"""What every topology owes, whoever wrote it: all that is in the table, and the toy beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from shardline.errors import JobError
+from shardline.seams import doc_line
+from shardline.testing import reference
+from shardline.topology import TOPOLOGIES, Flat, Hop, Surroundings, Topology
+from tests.conformance.toys import toy_topology
+from tests.integration.cluster import Cluster
+from tests.integration.jobs import Wide, make_job
+from tests.integration.overlap import OverlapWorker
+from tests.integration.test_equivalence import assert_same_end
+
+EACH = pytest.mark.parametrize("topology", [TOPOLOGIES.parse(resident.name) for resident in TOPOLOGIES], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    yield
+    toy_topology.TABLE.clear()
+
+
+@EACH
+def test_it_is_written_as_it_is_read_and_says_what_it_is(topology: Topology) -> None:
+    assert TOPOLOGIES.parse(str(topology)) == topology
+    assert doc_line(type(topology)).endswith(".")
+
+
+@EACH
+def test_every_worker_has_a_way_to_every_shard(topology: Topology) -> None:
+    servers = {shard: Hop(f"ps/{shard}", f"127.0.0.1:{2000 + shard}") for shard in range(3)}
+    for index in range(4):
+        route = topology.route(Surroundings(task=f"worker/{index}", workers=4, servers=servers))
+        try:
+            assert sorted(route.hops()) == [0, 1, 2]
+        finally:
+            route.close()
+
+
+@EACH
+@pytest.mark.parametrize("lane", ["grpc", "shm"])
+def test_it_ends_in_the_bits_of_one_process(topology: Topology, lane: str) -> None:
+    job = make_job("adam", topology=str(topology), model=Wide, replicas=3, steps=4)
+    with Cluster(job, ps=2, lane=lane) as cluster:
+        cluster.train([[0], [1], [2]])
+        assert_same_end(cluster.state(), reference(job))
+
+
+@EACH
+def test_a_worker_that_is_told_to_start_its_step_over_ends_in_the_same_bits(topology: Topology) -> None:
+    job = make_job("momentum", topology=str(topology), replicas=1, steps=4)
+    with Cluster(job, ps=2) as cluster:
+        worker = cluster.worker(0).run([0], 2)
+        worker.tick([0])
+        worker.trainer.give_up()
+        worker.run([0], job.steps)
+        assert_same_end(cluster.state(), reference(job))
+
+
+@EACH
+def test_gradients_leave_early_only_where_they_go_to_the_hops_as_they_are(topology: Topology) -> None:
+    job = make_job("sgd", topology=str(topology), replicas=1, steps=4)
+    with Cluster(job) as cluster:
+        worker = OverlapWorker(cluster, 0)
+        cluster._workers.append(worker)
+        worker.run([0], job.steps)
+        assert_same_end(cluster.state(), reference(job))
+        assert bool(worker.early_steps) is topology.streams
+
+
+def test_flat_is_straight_to_the_servers() -> None:
+    servers = {0: Hop("ps/0", "127.0.0.1:2000")}
+    assert Flat().route(Surroundings(task="worker/0", workers=1, servers=servers)).hops() == servers
+
+
+def test_what_does_not_exist_is_refused() -> None:
+    with pytest.raises(JobError, match="choose from flat"):
+        make_job(topology="star")

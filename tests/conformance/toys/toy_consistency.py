@@ -1,0 +1,93 @@
+"""A consistency from outside of the package: every COUNT pushes, of whichever workers, make one update: their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shardline.consistency import CONSISTENCIES, Clock, Consistency
+from shardline.consistency.numbered_pushes import NumberedPushes, Totals
+from shardline.consistency.server import BucketView, ServerHalf, Storage, Terms
+from shardline.core.contributions import Partial, mean, merge, scaled
+from shardline.core.image import WorkerSequence
+from shardline.core.push_context import PushContext
+from shardline.errors import JobError
+
+
+@dataclass(frozen=True)
+class Every(Consistency):
+    """Every COUNT pushes make one update, their mean; a worker does not wait for the others."""
+
+    name: ClassVar[str] = "every"
+    clock: ClassVar[Clock] = Clock.VERSION
+    whole_pushes: ClassVar[bool] = True
+    replies_with_push: ClassVar[bool] = True
+    leases_batches: ClassVar[bool] = True
+    clips_at_worker: ClassVar[bool] = True
+    counts_staleness: ClassVar[bool] = True
+    count: int = 2
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise JobError(f"consistency every: count is {self.count}; it must be at least 1")
+
+    def contributors(self, replicas: int) -> int:
+        """One: a batch is one replica's."""
+        return 1
+
+    def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
+        """See Consistency."""
+        return EveryPushes(storage, terms, self.count)
+
+
+class EveryPushes(NumberedPushes):
+    """Adds pushes up, bucket by bucket, until there are enough."""
+
+    def __init__(self, storage: Storage, terms: Terms, count: int) -> None:
+        super().__init__(storage, terms)
+        self._count = count
+        self._open: dict[int, tuple[int, Partial]] = {}
+        """By bucket: how many pushes are added up, and their sum."""
+
+    def take(self, totals: Totals, context: PushContext, *, scale: float, record: int | None) -> None:
+        """Add it up; apply the mean of the last COUNT."""
+        for bucket, total in totals:
+            gathered, kept = self._open.pop(bucket.number, (0, None))
+            if kept is not None:
+                self.storage.hold(-kept.held_bytes)
+            # What is lent for this push alone can't be kept.
+            total = owned(scaled(total, scale))
+            total = total if kept is None else merge(kept, total, bucket.spec)
+            if gathered + 1 == self._count:
+                update = mean(total, self._count)
+                self.storage.apply_now(bucket, update, scale=1.0, context=context, record=record)
+            else:
+                self.storage.hold(total.held_bytes)
+                self._open[bucket.number] = gathered + 1, total
+
+    def settle(self, bucket: BucketView) -> None:
+        """A toy: what is open is dropped, so that primary and standby count from the same push."""
+        _, kept = self._open.pop(bucket.number, (0, Partial(None, ())))
+        self.storage.hold(-kept.held_bytes)
+
+    def cleared(self) -> None:
+        """See ServerHalf."""
+        with self.storage.order:
+            for bucket in self.storage.buckets:
+                self.settle(bucket)
+
+    def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
+        """See ServerHalf."""
+        self.cleared()
+        super().restored(sequences)
+
+
+def owned(total: Partial) -> Partial:
+    """The same in memory of its own, where it is borrowed."""
+    if total.values is None or not total.borrowed:
+        return total
+    return Partial(total.values.clone(), total.present, bound=total.bound)
+
+
+CONSISTENCIES.add(Every)
