@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardline import methods
-from shardline.codecs import check_codec
+from shardline.codecs import keep_whole
 from shardline.consistency import of as consistency_of
 from shardline.core.settings import Setting, Settings, kind_of, known, read, setting
 from shardline.core.settings import check as check_settings
@@ -48,7 +48,7 @@ from shardline.update import check_pushes, check_rule, check_tensors, rule, rule
 
 __all__ = ["Job", "load_job", "lowest_is_best", "model_tensors"]
 
-CHOICES = ("consistency", "rule", "cadence", "topology")
+CHOICES = ("consistency", "rule", "codec", "cadence", "topology")
 """Fields that name a method of a seam, as text or as an object; kept as text."""
 _LOW_WORDS = ("loss", "error", "perplexity", "bits")
 
@@ -128,7 +128,6 @@ class Job(Settings):
         )
         _require(isinstance(self.clip_norm, int | float), "clip_norm", self.clip_norm, "give a number")
         complete(self.schedule, self.steps)
-        check_codec(str(self.codec))
         self.consistency_spec()
         _check_dataset(self.dataset)
         # Names a wrong class or argument at the job file's line, before any process starts.
@@ -227,7 +226,7 @@ class Job(Settings):
         """
         optimizer = self.build_optimizer(model)
         found = rule_from_optimizer(optimizer, method=str(self.rule))
-        tensors = model_tensors(model, optimizer.param_groups, rule=found)
+        tensors = keep_whole(str(self.codec), model_tensors(model, optimizer.param_groups, rule=found))
         check_tensors(found, tensors)
         check_pushes(found, single=consistency_of(self.consistency_spec()).whole_pushes)
         if self.samples:

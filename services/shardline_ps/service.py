@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardline import consistency
-from shardline.codecs import RAW
 from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
 from shardline.core.plan import ShardSpec
@@ -139,11 +138,12 @@ def _publish(
 
 
 def reply_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of replies in shared memory made for one worker each: asynchronous ones, and those a codec rounds.
+    """Bytes of replies in shared memory made for one worker each: asynchronous ones, and those a codec makes.
 
     For as many workers as there are replicas; how many an asynchronous job has, no ps is told, so it counts one.
     """
-    if consistency.of(configuration.consistency).pulls_by_step and configuration.codec == RAW.name:
+    by_step = consistency.of(configuration.consistency).pulls_by_step
+    if by_step and configuration.coding.pull.codec.is_view:
         return 0
     return configuration.replicas * sum(configuration.plan.shards[number].nbytes for number in configuration.shards)
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from shardline.codecs import CODECS
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Outcome
 from shardline.core.placement import Placement
@@ -97,7 +98,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
             hello=common_pb2.Hello(
                 protocol_minor=PROTOCOL_MINOR,
                 features=sorted(FEATURES),
-                codecs=["raw", "bf16", "fp16"],
+                codecs=CODECS.names,
                 lanes=sorted(lane_number(name) for name in (ON_STREAM.lane, *self._attachments.lanes)),
             ),
             changed=changed,

@@ -13,7 +13,8 @@ from typing import TypeVar
 import torch
 
 from shardline import consistency
-from shardline.codecs import RAW, check_codec
+from shardline.codecs import CODECS
+from shardline.codecs.coding import JobCoding
 from shardline.consistency.server import Observers
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision
@@ -95,6 +96,7 @@ class ParameterStore:
         self.standbys: dict[int, Standby] = {}
         """Shards whose primaries are elsewhere."""
         self._settings: ShardSettings | None = None
+        self._coding: JobCoding | None = None
         self.signals: dict[tuple[int, int], Signal] = {}
         self.configuration: PsConfiguration | None = None
         self.placement: tuple[Placement, ...] = ()
@@ -124,6 +126,13 @@ class ParameterStore:
         """(shard, seconds from the first contribution to the last) of a synchronous step's first bucket."""
         self.on_applied: Callable[[int, float], None] = lambda shard, seconds: None
         """(shard, seconds) of the update rule on one bucket."""
+
+    @property
+    def coding(self) -> JobCoding:
+        """See Backend. It is the same as long as the shards are: it remembers what was pulled."""
+        if self._coding is None:
+            raise ProtocolError("this ps holds no job yet")
+        return self._coding
 
     async def work(self, function: Callable[..., T], *args: object) -> T:
         """Run tensor work in the pool; it must never wait for another task."""
@@ -210,7 +219,7 @@ class ParameterStore:
                 raise ProtocolError(f"Configure places shard {number} here, the plan has {len(plan.shards)} shards")
         if configuration.replicas < 1:
             raise ProtocolError("Configure says 0 replicas; a job has at least 1")
-        check_codec(configuration.codec)
+        CODECS.parse(configuration.codec)
         check_tensors(configuration.rule, plan.tensors)
         self._check_memory(configuration)
         return Change(configuration, kept, frozenset(keep_standbys))
@@ -256,6 +265,7 @@ class ParameterStore:
             for number in configuration.shards
         }
         self._settings = settings
+        self._coding = configuration.coding
         self.signals = {
             (number, bucket.number): Signal(loop) for number, shard in shards.items() for bucket in shard.buckets
         }
@@ -422,11 +432,6 @@ class ParameterStore:
     def timeline(self) -> int:
         """See Backend."""
         return self.authority.timeline
-
-    @property
-    def codec(self) -> str:
-        """See Backend."""
-        return self.configuration.codec if self.configuration is not None else RAW.name
 
     def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:
         """See Authority.admit()."""

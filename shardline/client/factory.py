@@ -18,6 +18,7 @@ from shardline.client.step.staging import Staging
 from shardline.client.step.trainer import Trainer
 from shardline.client.step.weights import Weights
 from shardline.client.step.zero_copy import ZeroCopy, check_shareable
+from shardline.codecs import coding_of
 from shardline.config import Timeouts
 from shardline.core.exchange import Sender
 from shardline.core.identity import Identity
@@ -60,13 +61,14 @@ def make_trainer(view: JobView, course: Course, ties: Ties, wishes: Wishes) -> T
     if wishes.zero_copy:
         check_shareable(job, course)
         residence = ZeroCopy(plan, layout, ties.lanes)
-    weights = Weights(plan, layout, job.codec, residence)
+    weights = Weights(plan, layout, coding_of(job.codec, plan), residence)
     exchange = Exchange(ties.lanes, weights.sinks, ties.timeouts, index=ties.index, observer=ties.observer)
 
     def allocate(shard: int, bucket: int, nbytes: int) -> memoryview | None:
         return ties.lanes[shard].allocate(bucket, nbytes)
 
-    staging = Staging(plan, course.half.tree_replicas, job.codec, allocate, weights.gpu)
+    encoders = course.encoders(weights.coding.push, ties.index)
+    staging = Staging(plan, course.half.tree_replicas, encoders, allocate, weights.gpu)
     tools = PushTools(
         plan=plan,
         staging=staging,

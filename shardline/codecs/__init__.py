@@ -1,41 +1,33 @@
-"""Codecs: how a bucket's numbers are written on the wire. A new one is one file here and an entry in CODECS."""
+"""Codecs: how a bucket's numbers are written on the wire. A new one is one file and an entry in CODECS."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 
 from shardline.codecs.base import Codec
-from shardline.codecs.cast import CastCodec
-from shardline.codecs.raw import RawCodec
-from shardline.core.plan import BucketSpec
-from shardline.core.spec import TensorKind
-from shardline.errors import JobError, ProtocolError
+from shardline.codecs.cast import Bf16, Fp16
+from shardline.codecs.coding import JobCoding
+from shardline.codecs.raw import Raw
+from shardline.core.plan import Plan
+from shardline.core.spec import TensorSpec
+from shardline.seams import Table
 
-RAW = RawCodec()
-CODECS: Mapping[str, Codec] = {
-    codec.name: codec for codec in (RAW, CastCodec("bf16", "bfloat16"), CastCodec("fp16", "float16"))
-}
+CODECS: Table[Codec] = Table("codec", Raw, Bf16, Fp16)
 
 
-def get_codec(name: str) -> Codec:
-    """The codec of this name ("" = raw); raises ProtocolError for one this version doesn't know."""
-    try:
-        return CODECS[name or "raw"]
-    except KeyError:
-        raise ProtocolError(f"codec {name!r} is unknown; use one of {', '.join(CODECS)}") from None
+def coding_of(choice: str | Codec, plan: Plan) -> JobCoding:
+    """A job's codec over its plan. Raises JobError for a codec that doesn't exist."""
+    return JobCoding(CODECS.parse(choice), plan)
 
 
-def check_codec(name: str) -> None:
-    """Raise JobError where a job names an unknown codec."""
-    if name not in CODECS:
-        raise JobError(f"codec is {name!r}; use one of {', '.join(CODECS)}")
+def keep_whole(choice: str | Codec, tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """A job's tensors, those marked as not to be cut that its codec can't do with pieces of. Raises JobError."""
+    codec = CODECS.parse(choice)
+    return tuple(
+        replace(tensor, whole=True) if codec.takes(tensor) and codec.wants_whole(tensor.shape) else tensor
+        for tensor in tensors
+    )
 
 
-def codec_for(name: str, bucket: BucketSpec) -> Codec:
-    """The codec in effect for one bucket: lossy ones apply to trained float parameters only, all else travels raw."""
-    if bucket.kind is TensorKind.PARAM and bucket.dtype in ("float32", "float64"):
-        return get_codec(name)
-    return RAW
-
-
-__all__ = ["CODECS", "RAW", "Codec", "check_codec", "codec_for", "get_codec"]
+__all__ = ["CODECS", "Codec", "coding_of", "keep_whole"]

@@ -2,30 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 
+from shardline.codecs.base import Codec, Layout, Turn, check_length
 from shardline.core.spec import DTYPES, itemsize
 from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
-from shardline.errors import ProtocolError
 
 
-class CastCodec:
-    """Writes floats in a narrower type. Values beyond fp16's range become infinite, which the NaN policy then meets."""
+class Cast(Codec):
+    """Writes floats in a narrower type."""
 
-    def __init__(self, name: str, wire_dtype: str) -> None:
-        self.name = name
+    wire_dtype: ClassVar[str]
+
+    def max_bytes(self, layout: Layout) -> int:
+        """Elements times the wire type's size."""
+        return layout.bucket.elements * itemsize(self.wire_dtype)
+
+    def encoder(self, layout: Layout) -> CastCoder:
+        """Rounds."""
+        return CastCoder(layout, self.wire_dtype)
+
+    def decoder(self, layout: Layout) -> CastCoder:
+        """Widens."""
+        return CastCoder(layout, self.wire_dtype)
+
+
+@dataclass(frozen=True)
+class Bf16(Cast):
+    """Rounded to bfloat16: half the bytes, 8 bits of precision, the range of float32."""
+
+    name: ClassVar[str] = "bf16"
+    wire_dtype: ClassVar[str] = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Fp16(Cast):
+    """Rounded to float16: half the bytes, 11 bits of precision; beyond 65,504 it becomes infinite."""
+
+    name: ClassVar[str] = "fp16"
+    wire_dtype: ClassVar[str] = "float16"
+
+
+class CastCoder:
+    """Both ways of one bucket. A value beyond the wire type's range becomes infinite; the NaN policy deals with it."""
+
+    def __init__(self, layout: Layout, wire_dtype: str) -> None:
+        self._bucket = layout.bucket
         self._wire_dtype = wire_dtype
+        self._nbytes = layout.bucket.elements * itemsize(wire_dtype)
 
-    def payload_bytes(self, dtype: str, elements: int) -> int:
-        """Two bytes per element."""
-        return elements * itemsize(self._wire_dtype)
-
-    def encode(self, values: torch.Tensor) -> Buffer:
+    def encode(self, values: torch.Tensor, turn: Turn) -> Buffer:
         """Bytes of the rounded copy."""
         return tensor_bytes(values.to(DTYPES[self._wire_dtype]))
 
-    def decode(self, payload: Buffer, dtype: str, elements: int) -> torch.Tensor:
+    def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
         """Widened copy."""
-        if len(payload) != self.payload_bytes(dtype, elements):
-            raise ProtocolError(f"payload of {len(payload)} bytes for {elements} {self._wire_dtype} elements")
-        return tensor_from_bytes(payload, self._wire_dtype).to(DTYPES[dtype])
+        check_length(payload, self._nbytes, self._bucket.elements, self._wire_dtype)
+        return tensor_from_bytes(payload, self._wire_dtype).to(DTYPES[self._bucket.dtype])

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 
-from shardline.core.spec import itemsize
+from shardline.codecs.base import Codec, Layout, Turn, check_length
+from shardline.core.spec import TensorSpec
 from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
-from shardline.errors import ProtocolError
 
 
-class RawCodec:
+@dataclass(frozen=True)
+class Raw(Codec):
+    """Every number as it is in memory."""
+
+    name: ClassVar[str] = "raw"
+    exact: ClassVar[bool] = True
+    is_view: ClassVar[bool] = True
+
+    def takes(self, tensor: TensorSpec) -> bool:
+        """Every tensor."""
+        return True
+
+    def max_bytes(self, layout: Layout) -> int:
+        """The bucket's own."""
+        return layout.bucket.nbytes
+
+    def encoder(self, layout: Layout) -> RawCoder:
+        """Views of tensors."""
+        return RawCoder(layout)
+
+    def decoder(self, layout: Layout) -> RawCoder:
+        """Views of writable payloads, copies of read-only ones."""
+        return RawCoder(layout)
+
+
+class RawCoder:
     """Little-endian bytes of the tensor; bit-exact for every dtype."""
 
-    name = "raw"
+    def __init__(self, layout: Layout) -> None:
+        self._bucket = layout.bucket
 
-    def payload_bytes(self, dtype: str, elements: int) -> int:
-        """Elements times itemsize."""
-        return elements * itemsize(dtype)
-
-    def encode(self, values: torch.Tensor) -> Buffer:
+    def encode(self, values: torch.Tensor, turn: Turn) -> Buffer:
         """View of the tensor's memory."""
         return tensor_bytes(values)
 
-    def decode(self, payload: Buffer, dtype: str, elements: int) -> torch.Tensor:
+    def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
         """View of writable bytes, copy of read-only ones."""
-        if len(payload) != self.payload_bytes(dtype, elements):
-            raise ProtocolError(f"payload of {len(payload)} bytes for {elements} {dtype} elements")
-        return tensor_from_bytes(payload, dtype)
+        bucket = self._bucket
+        check_length(payload, bucket.nbytes, bucket.elements, bucket.dtype)
+        return tensor_from_bytes(payload, bucket.dtype)

@@ -104,7 +104,8 @@ class Contribution:
     base_min: int = 0
     base_max: int = 0
     hyper: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    codec: str = "raw"
+    codec: str = ""
+    """Of the payloads; "" = as they are."""
     nonfinite: Sequence[str] = ()
     num_samples: int = 0
     scale: float = 1.0

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import grpc
 import torch
 
+from shardline.codecs import CODECS
 from shardline.config import Timeouts
 from shardline.core.identity import Identity
 from shardline.core.orders import BarrierPlace, Orders, Phase, StepReport
@@ -156,7 +157,7 @@ class ChiefLink:
             hello=common_pb2.Hello(
                 protocol_minor=PROTOCOL_MINOR,
                 features=FEATURES,
-                codecs=["raw"],
+                codecs=CODECS.names,
                 lanes=[common_pb2.LANE_GRPC],
                 machine=self._machine,
             ),

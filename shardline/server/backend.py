@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from shardline.codecs.coding import JobCoding
 from shardline.consistency.base import Consistency
 from shardline.consistency.server import Guard, Hyper, Push, Want
 from shardline.core.gradients import Gradient
@@ -159,8 +160,8 @@ class Backend(Protocol):
         ...
 
     @property
-    def codec(self) -> str:
-        """The job's codec."""
+    def coding(self) -> JobCoding:
+        """How the job's numbers are written. Raises ProtocolError where there is no job."""
         ...
 
     @property

@@ -118,10 +118,10 @@ class PushPullTalk:
                     if message.pull.WhichOneof("want") == "latest" and self._follows_push(message.pull):
                         latest, shard = message.pull, self._backend.shard(message.pull.data.shard)
                         if shard.consistency.replies_with_push:
-                            codec = self._backend.codec
+                            coding = self._backend.coding.pull
                             # Answered from the state right after the push that this call brings.
                             attachment = attachment_of(self._attachments, message.pull.data)
-                            fused = AsyncReply(message.pull, shard, codec, attachment)
+                            fused = AsyncReply(message.pull, shard, coding, attachment)
                     elif not is_soon_whole(message.push):
                         group.create_task(self._pull(message.pull))
                 if message.push is not None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 
-from shardline.codecs import RAW
 from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments, Hosted
@@ -154,7 +153,7 @@ def hosted(backend: Backend, number: int) -> Hosted:
     return Hosted(
         shard=number,
         publication=shard.publication,
-        by_reference=shard.consistency.pulls_by_step and backend.codec == RAW.name,
+        by_reference=shard.consistency.pulls_by_step and backend.coding.pull.codec.is_view,
         pushes=shard.replicas,
     )
 

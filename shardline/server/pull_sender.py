@@ -8,7 +8,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from shardline.codecs import RAW, codec_for
+from shardline.codecs.base import PLAIN_TURN, Turn
+from shardline.codecs.coding import Coding
 from shardline.consistency.server import Want
 from shardline.core.exchange import CHUNK_BYTES
 from shardline.core.outcome import Outcome
@@ -75,7 +76,9 @@ def wanted_buckets(shard: HostedShard, request: data_pb2.PullRequest) -> list[in
     return list(request.buckets) or list(range(len(shard.buckets)))
 
 
-def refer_bucket(shard: HostedShard, number: int, want: Want, attachment: Attachment | None) -> Encoded | Outcome:
+def refer_bucket(
+    shard: HostedShard, number: int, want: Want, coding: Coding, attachment: Attachment | None
+) -> Encoded | Outcome:
     """What a shard has published of a step, without a copy, or why not. Takes no lock, so the loop may run it.
 
     theta_t stays in its buffer until every replica has pushed t + 1, which the one that pulls it does only after it
@@ -97,12 +100,12 @@ def refer_bucket(shard: HostedShard, number: int, want: Want, attachment: Attach
     if want.have is not None and changed_step <= want.have <= want.step:
         state.unchanged = True
         return Encoded(state, b"", 0)
-    state.codec, state.payload_bytes = RAW.name, bucket.spec.nbytes
+    state.codec, state.payload_bytes = coding.name, bucket.spec.nbytes
     place = attachment.published(number, want.step) if attachment is not None else None
     if place is not None:
         state.area, state.offset = place
         return Encoded(state, b"", bucket.spec.nbytes)
-    payload = RAW.encode(bucket.values_at(want.step))
+    payload = coding.bucket(shard.number, number).encoder.encode(bucket.values_at(want.step), PLAIN_TURN)
     return Encoded(
         state,
         payload,
@@ -111,13 +114,13 @@ def refer_bucket(shard: HostedShard, number: int, want: Want, attachment: Attach
     )
 
 
-def may_refer(shard: HostedShard, want: Want, codec_name: str) -> bool:
+def may_refer(shard: HostedShard, want: Want, coding: Coding) -> bool:
     """Whether refer_bucket may be asked: an exact step of parameters in the machine's memory, as they are."""
     return (
         shard.consistency.pulls_by_step
         and want.step is not None
         and not want.at_least
-        and codec_name == RAW.name
+        and coding.codec.is_view
         and shard.on_host
     )
 
@@ -138,9 +141,9 @@ Into = Callable[[int, int], tuple[int, memoryview] | None]
 
 
 def encode_bucket(
-    shard: HostedShard, number: int, want: Want, codec_name: str, into: Into = lambda bucket, nbytes: None
+    shard: HostedShard, number: int, want: Want, coding: Coding, into: Into = lambda bucket, nbytes: None
 ) -> Encoded | Outcome:
-    """Copy and encode one bucket under its lock, or say why not. Runs in the pool."""
+    """Copy and encode one bucket for a task under its lock, or say why not. Runs in the pool."""
     bucket = shard.buckets[number]
     with bucket.lock:
         if not bucket.initialized:
@@ -153,10 +156,12 @@ def encode_bucket(
         if want.have is not None and bucket.changed_step <= want.have <= step:
             state.unchanged = True
             return Encoded(state, b"", 0)
-        codec = codec_for(codec_name, bucket.spec)
+        written = coding.bucket(shard.number, number)
+        memory = coding.memory(shard.number, number, want.task)
+        turn = Turn(step, receiver=want.task, base=want.have, memory=memory)
         values = bucket.answer(step, want.task)
         # The one copy is made under the lock: nobody sees a torn bucket.
-        payload = memoryview(codec.encode(values.cpu()))
+        payload = memoryview(written.encoder.encode(values.cpu(), turn))
         size = len(payload)
         slot = into(number, size) if size else None
         if slot is None:
@@ -165,7 +170,7 @@ def encode_bucket(
             state.area, state.offset = REPLIES, slot[0]
             slot[1][:] = payload
             payload = memoryview(b"")
-    state.codec = codec.name
+    state.codec = written.name
     state.payload_bytes = size
     return Encoded(state, payload, bucket.spec.nbytes)
 
@@ -229,22 +234,23 @@ async def _pull(
     wait_s = request.wait_s or DEFAULT_WAIT_S
     deadline_s = time.monotonic() + wait_s
     generation = backend.generation
-    codec = backend.codec
+    coding = backend.coding.pull
     started_s = time.monotonic()
     attachment = attachment_of(attachments, request.data)
     out = Outgoing(attachment, outer)
 
     def served() -> data_pb2.PullEnd:
         lane = attachment.lane if attachment is not None else ON_STREAM.lane
-        backend.pulled(request.data.task, codec, lane, out.raw_bytes, out.wire_bytes, time.monotonic() - started_s)
+        seconds = time.monotonic() - started_s
+        backend.pulled(request.data.task, coding.name, lane, out.raw_bytes, out.wire_bytes, seconds)
         return pull_end(backend, shard, Outcome.SERVED)
 
     find: Callable[[int], Encoded | Outcome | Awaitable[Encoded | Outcome]]
-    if may_refer(shard, want, codec):
-        find = functools.partial(_refer, shard, want, attachment)
+    if may_refer(shard, want, coding):
+        find = functools.partial(_refer, shard, want, coding, attachment)
     else:
         into = attachment.reply_slot if attachment is not None else _no_slot
-        find = functools.partial(_encode, backend, shard, want, codec, into)
+        find = functools.partial(_encode, backend, shard, want, coding, into)
     for number in wanted:
         while True:
             if generation != backend.generation or request.data.timeline != backend.timeline:
@@ -314,14 +320,16 @@ def _no_slot(bucket: int, nbytes: int) -> None:
     return None
 
 
-def _refer(shard: HostedShard, want: Want, attachment: Attachment | None, number: int) -> Encoded | Outcome:
-    return refer_bucket(shard, number, want, attachment)
+def _refer(
+    shard: HostedShard, want: Want, coding: Coding, attachment: Attachment | None, number: int
+) -> Encoded | Outcome:
+    return refer_bucket(shard, number, want, coding, attachment)
 
 
 def _encode(
-    backend: Backend, shard: HostedShard, want: Want, codec: str, into: Into, number: int
+    backend: Backend, shard: HostedShard, want: Want, coding: Coding, into: Into, number: int
 ) -> Awaitable[Encoded | Outcome]:
-    return backend.work(encode_bucket, shard, number, want, codec, into)
+    return backend.work(encode_bucket, shard, number, want, coding, into)
 
 
 class Torn(Exception):
@@ -387,11 +395,11 @@ class AsyncReply:
     """Copies of all buckets made under the shard's lock right after an asynchronous push, for the pull of that call."""
 
     def __init__(
-        self, request: data_pb2.PullRequest, shard: HostedShard, codec: str, attachment: Attachment | None
+        self, request: data_pb2.PullRequest, shard: HostedShard, coding: Coding, attachment: Attachment | None
     ) -> None:
         self._want = parse_want(request)
         self._numbers = wanted_buckets(shard, request)
-        self._codec = codec
+        self._coding = coding
         self._attachment = attachment
         self._into = attachment.reply_slot if attachment is not None else _no_slot
         self._task = request.data.task
@@ -403,9 +411,8 @@ class AsyncReply:
         """Called with the shard's lock held."""
         self.buckets, self.copied = [], True
         for number in self._numbers:
-            encoded = encode_bucket(
-                shard, number, replace(self._want, step=None, at_least=False), self._codec, self._into
-            )
+            want = replace(self._want, step=None, at_least=False)
+            encoded = encode_bucket(shard, number, want, self._coding, self._into)
             if isinstance(encoded, Encoded):
                 self.buckets.append(encoded)
 
@@ -417,7 +424,7 @@ class AsyncReply:
         def served() -> data_pb2.PullEnd:
             lane = self._attachment.lane if self._attachment is not None else ON_STREAM.lane
             seconds = time.monotonic() - started_s
-            backend.pulled(self._task, self._codec, lane, out.raw_bytes, out.wire_bytes, seconds)
+            backend.pulled(self._task, self._coding.name, lane, out.raw_bytes, out.wire_bytes, seconds)
             return pull_end(backend, shard, Outcome.SERVED)
 
         for encoded in self.buckets:

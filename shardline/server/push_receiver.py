@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from shardline.codecs import RAW, codec_for
+from shardline.codecs.coding import PLAIN, Coding
 from shardline.consistency.server import Push
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
@@ -61,6 +61,8 @@ class _Push:
     hyper: Mapping[int, Mapping[str, float]]
     generation: int
     rejected: Decision | None = None
+    coding: Coding | None = None
+    """How its buckets are written; None where it is rejected."""
     attachment: Attachment | None = None
     referred: deque[Slot] = field(default_factory=deque)
     """Referred buckets whose bytes are not expected yet."""
@@ -189,14 +191,25 @@ class PushReceiver:
         at_most(len(header.nonfinite_tensors), tensors, "tensors with NaN that a push names")
         at_most(len(header.hyper), MAX_GROUPS, "parameter groups that a push names")
         push = _Push(header, shard, hyper_from_proto(header.hyper), self._backend.generation)
+        push.coding = self._coding(header)
         push.attachment = attachment_of(self._attachments, header.data)
         self._push = push
         if by_bucket(push) and gradient_kind(header) and header.block.count == 0:
             raise ProtocolError("a synchronous push names its block of replicas")
         self._take_empty(push, header.empty_buckets)
         if not by_bucket(push):
-            specs = [bucket.spec for bucket in shard.buckets if bucket.number not in push.done]
-            push.room = AsyncPush(sum(_held_bytes(push, spec) for spec in specs))
+            coming = [bucket.number for bucket in shard.buckets if bucket.number not in push.done]
+            push.room = AsyncPush(sum(_held_bytes(push, number) for number in coming))
+
+    def _coding(self, header: data_pb2.PushHeader) -> Coding:
+        """How a push is written: by the job's codec, first values as they are. Raises ProtocolError."""
+        coding = self._backend.coding
+        if not gradient_kind(header):
+            return coding.plain
+        try:
+            return coding.of_push(header.codec)
+        except ProtocolError as error:
+            raise ProtocolError(f"shard {header.data.shard}: {error}") from None
 
     def _take_empty(self, push: _Push, numbers: Sequence[int]) -> None:
         """Buckets that count without bytes."""
@@ -215,7 +228,7 @@ class PushReceiver:
 
     async def _reserve(self, push: _Push, slot: Slot, *, at_once: bool = False) -> None:
         """Room for one bucket of a push. Raises NoRoomError; TimeoutError where it is for `at_once`."""
-        nbytes = _held_bytes(push, slot.spec)
+        nbytes = _held_bytes(push, slot.number)
         if nbytes:
             push.slots.append(slot)
             slot.lease = await self._room(push, slot.number, nbytes, at_once=at_once)
@@ -261,7 +274,6 @@ class PushReceiver:
                 f"bucket {header.bucket} comes on the stream, though the push is on lane {push.attachment.lane}"
             )
         self._slot = slot = self._announced(push, header)
-        slot.size = slot.codec.payload_bytes(slot.spec.dtype, slot.spec.elements)
         return slot
 
     def _announced(self, push: _Push, header: data_pb2.BucketHeader) -> Slot:
@@ -275,26 +287,20 @@ class PushReceiver:
                 f"{where} ({first!r}): pushed as {header.elements} {dtype} elements, the plan says "
                 f"{spec.elements} {spec.dtype}; was the worker built from another model?"
             )
-        init = push.header.kind == data_pb2.PUSH_KIND_INIT
-        codec = RAW if init else codec_for(push.header.codec, spec)
-        if not init and push.header.codec and push.header.codec != "raw":
-            wanted = self._backend.codec
-            if push.header.codec != wanted:
-                raise ProtocolError(f"{where}: pushed with codec {push.header.codec!r}, the job's is {wanted!r}")
-        expected = codec.payload_bytes(spec.dtype, spec.elements)
-        if header.payload_bytes != expected:
-            raise TensorError(
-                f"{where} ({first!r}): payload of {header.payload_bytes} bytes announced, "
-                f"codec {codec.name} makes {expected}"
-            )
+        assert push.coding is not None
+        coding = push.coding.bucket(push.shard.number, header.bucket)
+        misfit = coding.misfit(header.payload_bytes)
+        if misfit:
+            raise TensorError(f"{where} ({first!r}): payload of {header.payload_bytes} bytes announced, {misfit}")
         at_most(len(header.nonfinite_tensors), len(spec.slices), f"{where}: tensors with NaN")
         present = unpack_bits(header.present, len(spec.slices), where)
         return Slot(
             header.bucket,
             spec,
-            codec,
+            coding,
             present,
             memoryview(b""),
+            size=header.payload_bytes,
             nonfinite=tuple(header.nonfinite_tensors),
             bound=header.bound if header.bound > 0.0 else math.inf,
             fingerprint=header.fingerprint,
@@ -354,9 +360,7 @@ class PushReceiver:
                 except TimeoutError:
                     break
                 push.referred.popleft()
-                slot.ticket = attachment.expect(
-                    slot.offset, slot.codec.payload_bytes(slot.spec.dtype, slot.spec.elements)
-                )
+                slot.ticket = attachment.expect(slot.offset, slot.size)
                 coming.append(slot)
             if not coming:
                 if push.committed:
@@ -552,7 +556,7 @@ class PushReceiver:
             ack=ack,
             task=header.data.task if push.rejected is None else "",
             shard=header.data.shard,
-            codec=header.codec or "raw",
+            codec=header.codec or PLAIN.name,
             lane=lane_name(header.data.lane) or ON_STREAM.lane,
             raw_bytes=push.raw_bytes,
             wire_bytes=push.wire_bytes,
@@ -597,11 +601,11 @@ def in_tree(push: _Push) -> bool:
     return gradient_kind(push.header) and push.shard.consistency.sums_in_tree
 
 
-def _held_bytes(push: _Push, spec: BucketSpec) -> int:
+def _held_bytes(push: _Push, number: int) -> int:
     """What a bucket of a push asks of staging."""
+    assert push.coding is not None
     return slot_bytes(
-        spec,
-        push.header.codec if gradient_kind(push.header) else RAW.name,
+        push.coding.bucket(push.shard.number, number),
         borrowed=push.attachment is not None and push.attachment.borrowed,
         summed=in_tree(push) and push.shard.replicas > 1,
     )

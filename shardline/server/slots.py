@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shardline.codecs import RAW, Codec, codec_for
+from shardline.codecs.base import Turn
+from shardline.codecs.coding import BucketCoding
 from shardline.core.gradients import Gradient
 from shardline.core.plan import BucketSpec
 from shardline.core.tensor_bytes import Buffer, borrowed_tensor, copy_bytes, digest, fingerprint
@@ -24,7 +25,7 @@ class Slot:
 
     number: int
     spec: BucketSpec
-    codec: Codec
+    coding: BucketCoding
     present: tuple[bool, ...]
     memory: memoryview
     digest: int = 0
@@ -39,6 +40,7 @@ class Slot:
     moved: bool = True
     """The bytes were on their way; those that stayed where they were can't have suffered."""
     size: int = 0
+    """Bytes of the payload, as announced."""
     filled: int = 0
     chunks: int = 0
     parts: list[Buffer] = field(default_factory=list)
@@ -70,14 +72,15 @@ class Slot:
             self.lease.release()
 
 
-def slot_bytes(spec: BucketSpec, codec_name: str, *, borrowed: bool, summed: bool) -> int:
-    """Bytes of a bucket as it comes in, of what its codec makes of it, and of its sum with another.
+def slot_bytes(coding: BucketCoding, *, borrowed: bool, summed: bool) -> int:
+    """Most bytes of a bucket as it comes in, of what its codec makes of it, and of its sum with another.
 
     borrowed: it lies in memory of the worker. summed: there may be another.
     """
-    codec = codec_for(codec_name, spec)
-    decoded = 0 if codec is RAW else spec.nbytes
-    held = decoded if borrowed else decoded + codec.payload_bytes(spec.dtype, spec.elements)
+    spec = coding.layout.bucket
+    decoded = 0 if coding.codec.is_view else spec.nbytes
+    # What is looked at twice is copied: the worker may write to its memory at any time.
+    held = decoded if borrowed and coding.codec.fixed_size else decoded + coding.max_bytes
     # What lies in a message or in the worker's memory is summed elsewhere, what was decoded where it is.
     return held + spec.nbytes if summed and not (borrowed and decoded) else held
 
@@ -99,19 +102,21 @@ def opened(slot: Slot, take: Callable[[int], memoryview]) -> Gradient:
     """
     # Held here: release() may come from the end of the push at any moment, and leaves the slot without bytes.
     memory = _joined(slot, take)
-    if len(memory) != slot.codec.payload_bytes(slot.spec.dtype, slot.spec.elements):
+    if len(memory) != slot.size:
         raise ProtocolError(f"bucket {slot.number}: its push ended before it was counted; nothing was changed")
     if slot.digest and slot.moved and slot.digest != digest(memory):
         raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
     # Of bytes that stayed where they are it would be a pass over cold memory: their sender has them in its cache.
     mark = slot.fingerprint or (fingerprint(memory) if slot.moved else 0)
-    if slot.codec is not RAW:
+    turn = Turn(present=slot.present)
+    if not slot.coding.codec.is_view:
         # What the codec makes of the bytes may be larger than what the sender has seen.
-        return Gradient(slot.codec.decode(memory, slot.spec.dtype, slot.spec.elements), slot.present, mark)
+        stable = memory if slot.moved or slot.coding.codec.fixed_size else bytes(memory)
+        return Gradient(slot.coding.decoder.decode(stable, turn), slot.present, mark)
     if slot.borrowed:
         values = borrowed_tensor(memory, slot.spec.dtype)
     else:
-        values = slot.codec.decode(memory, slot.spec.dtype, slot.spec.elements)
+        values = slot.coding.decoder.decode(memory, turn)
     return Gradient(values, slot.present, mark, slot.bound, slot.borrowed)
 
 

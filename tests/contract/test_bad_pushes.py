@@ -86,7 +86,7 @@ MALFORMED: dict[str, tuple[Callable[[Frames], Frames], str]] = {
     "short length": (edit(BUCKET, payload_bytes=255), "payload of 255 bytes announced, codec raw makes 256"),
     "bitmap of another length": (edit(BUCKET, present=b"\1\1"), "bitmap of 2 bytes for 1 entries"),
     "bitmap beyond the slices": (edit(BUCKET, present=b"\3"), "bitmap names entries beyond the 1 there are"),
-    "unknown codec": (edit(HEADER, codec="zip"), "codec 'zip' is unknown; use one of raw, bf16, fp16"),
+    "unknown codec": (edit(HEADER, codec="zip"), "shard 0: pushed with codec 'zip', the job's is 'raw'"),
     "codec of another job": (edit(HEADER, codec="bf16"), "pushed with codec 'bf16', the job's is 'raw'"),
     "overlapping chunk": (edit(SECOND_CHUNK, offset=50), "chunk of 100 bytes at 50, expected one at 100 within 256"),
     "gap between chunks": (without(SECOND_CHUNK), "chunk of 56 bytes at 200, expected one at 100 within 256"),

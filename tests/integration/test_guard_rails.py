@@ -14,6 +14,7 @@ from shardline.client.exchange.outcomes import Interrupted, ShardTask
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.step.layout import ModelLayout, same_bits
 from shardline.client.step.sink import BucketSink
+from shardline.codecs import coding_of
 from shardline.config import Timeouts
 from shardline.consistency.server import Observers, Push
 from shardline.core.exchange import Contribution, End, Exchanged, Sender, Sink, Standing, Want
@@ -133,7 +134,7 @@ def test_a_wait_for_replicas_that_were_moved_here_meanwhile_ends() -> None:
     orders = Orders()
     # The interruption itself was lost; the orders are looked at all the same.
     orders.stand = lambda: lane.calls < 3
-    sinks = {0: BucketSink(layout, 0, "raw")}
+    sinks = {0: BucketSink(layout, 0, coding_of("raw", layout.plan))}
     exchange = Exchange({0: lane}, sinks, Timeouts(total_s=10.0), index=0, observer=orders)
     sender = Sender(job="j", timeline=1, plan_id="p", who=Identity("worker/0", 1))
     with pytest.raises(Interrupted):

@@ -46,7 +46,7 @@ def test_waiting_pulls_do_not_hold_up_a_push_and_are_all_answered_by_it() -> Non
         peers = [Peer("ps/0", cluster.hosts[0].address, cluster.timeouts) for _ in range(waiting)]
 
         def wait(peer: Peer) -> Outcome:
-            sink = BucketSink(worker.trainer.weights.layout, 0, "raw")
+            sink = BucketSink(worker.trainer.weights.layout, 0, worker.trainer.weights.coding)
             sink.done = lambda arrival: None  # type: ignore[method-assign]
             lane = GrpcLane(peer, 0, elements)
             want = Want(step=1, wait_s=PATIENCE_S)
@@ -86,7 +86,7 @@ def test_a_pull_that_waits_too_long_names_the_replicas_it_waits_for() -> None:
         elements = [bucket.elements for bucket in cluster.plan.shards[0].buckets]
         peer = Peer("ps/0", cluster.hosts[0].address, cluster.timeouts)
         lane = GrpcLane(peer, 0, elements)
-        sink = BucketSink(worker.trainer.weights.layout, 0, "raw")
+        sink = BucketSink(worker.trainer.weights.layout, 0, worker.trainer.weights.coding)
         end = lane.exchange(sender_of(cluster, "bench/0"), [], Want(step=1, wait_s=0.1), sink, timeout_s=5.0).end
         assert end is not None and end.outcome is Outcome.WAITING
         assert end.waiting_for == (1,)

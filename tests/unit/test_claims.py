@@ -10,16 +10,17 @@ import torch
 
 from shardline.client.step.payloads import PushTools, filled_payloads
 from shardline.client.step.staging import Allocate, Staging, no_memory
-from shardline.codecs import RAW, codec_for
+from shardline.codecs import coding_of
+from shardline.codecs.push import PushEncoders
 from shardline.consistency.server import Push
 from shardline.core import gradients
 from shardline.core.exchange import BucketPayload, Contribution, Sender, Want, Whole
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
-from shardline.core.plan import BucketSpec, Plan, make_plan
+from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
-from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
+from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.core.tensor_bytes import digest, fingerprint, tensor_bytes
 from shardline.errors import JobError, NonFiniteError
 from shardline.rpc.messages import data
@@ -109,8 +110,9 @@ def test_a_repetition_with_other_bits_is_told_by_what_its_sender_says_of_them() 
 
 
 def slot_of(payload: bytes, codec: str = "raw", **more: object) -> Slot:
-    spec = BucketSpec(dtype="float32", kind=TensorKind.PARAM, elements=ELEMENTS, slices=())
-    slot = Slot(0, spec, codec_for(codec, spec), (), memoryview(payload), **more)  # type: ignore[arg-type]
+    plan = make_plan((TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),), 1)
+    coding = coding_of(codec, plan).push.bucket(0, 0)
+    slot = Slot(0, coding.layout.bucket, coding, (), memoryview(payload), **more)  # type: ignore[arg-type]
     slot.size = len(payload)
     return slot
 
@@ -140,7 +142,7 @@ def staged(
     gradients: Sequence[torch.Tensor], *, replicas: int, presum: bool = False, allocate: Allocate = no_memory
 ) -> tuple[Plan, Staging]:
     plan = make_plan((TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),), 1)
-    staging = Staging(plan, replicas, RAW.name, allocate)
+    staging = Staging(plan, replicas, PushEncoders(coding_of("raw", plan).push), allocate)
     for replica, gradient in enumerate(gradients):
         staging.add(replica, {0: gradient}, {}, presum=presum)
     return plan, staging
@@ -190,7 +192,7 @@ def test_gradients_that_are_in_their_place_go_in_one_batch(in_place: bool) -> No
     assert len(sizes) > 4
     memory = [memoryview(bytearray(size)) for size in sizes]
     allocate: Allocate = (lambda shard, bucket, nbytes: memory[bucket]) if in_place else no_memory
-    staging = Staging(plan, 1, RAW.name, allocate)
+    staging = Staging(plan, 1, PushEncoders(coding_of("raw", plan).push), allocate)
     staging.add(0, {0: torch.ones(rows * 1024)}, {}, presum=False)
     tools = PushTools(plan=plan, staging=staging, interrupted=lambda: None)
     payloads = filled_payloads(tools, 0, Block(0, 1), range(len(sizes)))

@@ -14,6 +14,8 @@ import torch
 
 from shardline.client.exchange.device import HostPath
 from shardline.client.step.staging import Staging
+from shardline.codecs import coding_of
+from shardline.codecs.push import PushEncoders
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.errors import UsageError
@@ -79,7 +81,8 @@ def test_a_segment_stays_locked_until_the_step_that_is_copied_into_it_is_over(cu
     plan = make_plan([TensorSpec(name="w", shape=(1024,), dtype="float32")], 1)
     held = [Segment.create(plan.shards[0].buckets[0].nbytes, name="test")]
     host = HostPath(torch.device("cuda"))
-    staging = Staging(plan, 1, "raw", lambda shard, bucket, nbytes: held[0].memory, host)
+    encoders = PushEncoders(coding_of("raw", plan).push)
+    staging = Staging(plan, 1, encoders, lambda shard, bucket, nbytes: held[0].memory, host)
     assert staging._lane_memory((0, 0)) is not None
     # Its lane has broken, while another thread may be about to have the next bucket copied.
     held.clear()

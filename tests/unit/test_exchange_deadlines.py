@@ -17,6 +17,7 @@ from shardline.client.exchange.running import Running
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.step.layout import ModelLayout
 from shardline.client.step.sink import BucketSink
+from shardline.codecs import coding_of
 from shardline.config import Timeouts
 from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.identity import Identity
@@ -121,7 +122,9 @@ class ForgetfulLane(Lane):
 def test_a_call_that_began_as_it_was_interrupted_ends_all_the_same() -> None:
     lane = ForgetfulLane()
     layout = ModelLayout(make_plan(TENSORS, 1), {"w": torch.zeros(64)})
-    found = Exchange({0: lane}, {0: BucketSink(layout, 0, "raw")}, Timeouts(total_s=PATIENCE_S), index=0)
+    found = Exchange(
+        {0: lane}, {0: BucketSink(layout, 0, coding_of("raw", layout.plan))}, Timeouts(total_s=PATIENCE_S), index=0
+    )
     under_way = found.start(SENDER, {0: ShardTask(shard=0, contributions=[], want=Want(step=1))})
     assert lane.entered.wait(PATIENCE_S)
     found.interrupt()

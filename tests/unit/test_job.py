@@ -387,7 +387,7 @@ def test_the_character_model_takes_a_text_from_the_command_line(
 
 
 def test_an_unknown_codec_is_refused_by_name() -> None:
-    with pytest.raises(JobError, match="codec is 'zip'; use one of raw, bf16, fp16"):
+    with pytest.raises(JobError, match="codec 'zip' does not exist; choose from raw, bf16, fp16"):
         make_job(codec="zip")
 
 

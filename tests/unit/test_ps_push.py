@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.codecs import codec_for
+from shardline.codecs.base import PLAIN_TURN
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.errors import ProtocolError
@@ -93,8 +93,7 @@ def bucket_head(store: ParameterStore, number: int) -> data_pb2.BucketHeader:
 def encoded(store: ParameterStore, number: int) -> bytes:
     """A gradient of ones."""
     assert store.configuration is not None
-    spec = store.shards[0].buckets[number].spec
-    return bytes(codec_for(store.configuration.codec, spec).encode(torch.ones(ELEMENTS)))
+    return bytes(store.coding.push.bucket(0, number).encoder.encode(torch.ones(ELEMENTS), PLAIN_TURN))
 
 
 def bucket_frame(store: ParameterStore, number: int) -> PushFrameView:

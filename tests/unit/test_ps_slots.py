@@ -7,15 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardline.codecs import RAW
-from shardline.core.plan import BucketSpec
-from shardline.core.spec import TensorKind
+from shardline.codecs import coding_of
+from shardline.core.plan import make_plan
+from shardline.core.spec import TensorSpec
 from shardline.core.tensor_bytes import digest
 from shardline.errors import ProtocolError
 from shardline.server import slots
 from shardline.server.buffers import Buffers
 from shardline.server.slots import Slot, opened
 
+PLAN = make_plan((TensorSpec(name="w", shape=(64,), dtype="float32"),), 1)
 VALUES = torch.arange(64, dtype=torch.float32)
 PAYLOAD = VALUES.numpy().tobytes()
 TAKE = Buffers(lambda: 1 << 20).take
@@ -40,8 +41,8 @@ def in_a_workers_memory() -> Slot:
 
 
 def empty() -> Slot:
-    spec = BucketSpec(dtype="float32", kind=TensorKind.PARAM, elements=64, slices=())
-    return Slot(3, spec, RAW, (), memoryview(b""), size=len(PAYLOAD))
+    coding = coding_of("raw", PLAN).push.bucket(0, 0)
+    return Slot(3, coding.layout.bucket, coding, (), memoryview(b""), size=len(PAYLOAD))
 
 
 WAYS = pytest.mark.parametrize("arrived", [in_one_message, in_pieces, in_a_workers_memory])

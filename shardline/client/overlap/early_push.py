@@ -15,7 +15,8 @@ from shardline.client.exchange.priority import SendQueue, default_credit
 from shardline.client.step.expected import Expected
 from shardline.client.step.layout import homes
 from shardline.client.step.payloads import PushTools
-from shardline.codecs import RAW
+from shardline.codecs import CODECS
+from shardline.codecs.coding import pushed
 from shardline.core.exchange import BucketPayload
 from shardline.core.reduce import Block, cover
 from shardline.core.spec import JobSpec, TensorKind
@@ -38,7 +39,7 @@ def why_not_early(job: JobSpec, expected: Expected, *, first: bool) -> str:
         return "a loss that is not finite has to be known before anything leaves"
     if mode.sums_in_tree and (len(cover(expected.owned, job.replicas)) > 1 or max(expected.owned) != expected.replica):
         return "this worker's replicas make more than one push"
-    if len(expected.owned) > 1 and job.codec != RAW.name:
+    if len(expected.owned) > 1 and not pushed(CODECS.parse(job.codec)).exact:
         return "what a codec rounds is not added up before it is sent"
     return ""
 

@@ -10,6 +10,8 @@ from shardline import cadence as cadences
 from shardline import consistency
 from shardline import topology as topologies
 from shardline.cadence import Held, Ticks
+from shardline.codecs.coding import Coding
+from shardline.codecs.push import PushEncoders
 from shardline.core.spec import JobSpec
 
 
@@ -20,6 +22,7 @@ class Course:
     """
 
     def __init__(self, job: JobSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._job = job
         self.mode = consistency.of(job.consistency)
         self.half = self.mode.worker_half(job)
         self.cadence = cadences.of(job)
@@ -32,6 +35,20 @@ class Course:
             pulled = {name: tensors[name].detach().clone() for name in names if name in tensors}
         self.held = Held(model=tensors, pulled=pulled, specs=job.tensors)
         self.local = self.cadence.local(self.held)
+        self._encoders: PushEncoders | None = None
+
+    def encoders(self, coding: Coding, index: int) -> PushEncoders:
+        """What encodes the pushes of worker `index` over a plan; its error memory is that of the plan before."""
+        made = PushEncoders(
+            coding,
+            seed=self._job.seed,
+            sender=index if self.mode.whole_pushes else None,
+            keep_every=self._job.checkpoint_every,
+        )
+        if self._encoders is not None:
+            made.inherit(self._encoders)
+        self._encoders = made
+        return made
 
     def restart(self) -> None:
         """The open step starts over, with the servers' parameters."""

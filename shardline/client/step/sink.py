@@ -12,12 +12,13 @@ from shardline.client.exchange.arrivals import Arrivals
 from shardline.client.exchange.device import HostPath
 from shardline.client.step.layout import ModelLayout
 from shardline.client.step.residence import PRIVATE, Residence
-from shardline.codecs import RAW, codec_for
+from shardline.codecs.base import Turn
+from shardline.codecs.coding import BucketCoding, Coding, JobCoding
 from shardline.core.exchange import Arrival
 from shardline.core.plan import BucketSpec
 from shardline.core.spec import TensorKind
 from shardline.core.tensor_bytes import borrowed_tensor, memory_of
-from shardline.errors import UnreachableError
+from shardline.errors import ProtocolError, UnreachableError
 
 
 class BucketSink:
@@ -31,7 +32,7 @@ class BucketSink:
         self,
         layout: ModelLayout,
         shard: int,
-        codec: str,
+        coding: JobCoding,
         arrivals: Arrivals | None = None,
         *,
         host: HostPath | None = None,
@@ -40,7 +41,7 @@ class BucketSink:
     ) -> None:
         self._layout = layout
         self._shard = shard
-        self._codec = codec
+        self._coding = coding
         self._arrivals = arrivals or Arrivals([(shard, b) for b in range(len(layout.plan.shards[shard].buckets))])
         self._host = host
         self._hold_s = hold_s
@@ -72,16 +73,31 @@ class BucketSink:
         A pull that ends half-way leaves such a tensor torn, as it leaves the model with buckets of two steps: nothing
         is computed with it before a pull ended whole.
         """
-        if arrival.codec != RAW.name or self._arrivals.holding or arrival.bucket in self.arrived:
+        if not self._written(arrival).codec.is_view or self._arrivals.holding or arrival.bucket in self.arrived:
             return None
         if arrival.bucket not in self._pieces:
             self._pieces[arrival.bucket] = self._layout.memory(self._shard, arrival.bucket)
         held = self._pieces[arrival.bucket]
         return held if held is not None and len(held) == arrival.payload_bytes else None
 
+    def _named(self, arrival: Arrival) -> Coding:
+        try:
+            return self._coding.of_pull(arrival.codec)
+        except ProtocolError as error:
+            raise ProtocolError(f"shard {self._shard}, bucket {arrival.bucket}: {error}") from None
+
+    def _written(self, arrival: Arrival) -> BucketCoding:
+        """How a bucket that comes is written. Raises ProtocolError for another codec than the job's."""
+        return self._named(arrival).bucket(self._shard, arrival.bucket)
+
     def buffer(self, arrival: Arrival) -> memoryview:
         """Where one bucket's bytes go: the model itself, or memory reused from step to step. See core.exchange.Sink."""
         self.first_s = self.first_s or time.monotonic()
+        misfit = self._written(arrival).misfit(arrival.payload_bytes)
+        if misfit:
+            raise ProtocolError(
+                f"shard {self._shard}, bucket {arrival.bucket}: payload of {arrival.payload_bytes} bytes, {misfit}"
+            )
         direct = self._direct(arrival)
         if direct is not None:
             self._in_place.add(arrival.bucket)
@@ -142,11 +158,16 @@ class BucketSink:
 
     def _copy_in(self, arrival: Arrival, payload: memoryview) -> None:
         spec = self._spec(arrival)
-        codec = codec_for(arrival.codec, spec)
+        named = self._named(arrival)
+        written = named.bucket(self._shard, arrival.bucket)
         # Shared memory is read-only, and read where it lies.
-        raw = codec is RAW and len(payload) == spec.nbytes
+        as_it_is = written.codec.is_view and len(payload) == spec.nbytes
         with torch.no_grad():
-            values = borrowed_tensor(payload, spec.dtype) if raw else codec.decode(payload, spec.dtype, spec.elements)
+            if as_it_is:
+                values = borrowed_tensor(payload, spec.dtype)
+            else:
+                turn = Turn(arrival.step, memory=named.memory(self._shard, arrival.bucket, ""))
+                values = written.decoder.decode(payload, turn)
             self._layout.load(self._shard, arrival.bucket, values)
         self._keep_buffers(arrival.bucket)
 

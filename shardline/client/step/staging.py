@@ -12,7 +12,9 @@ from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.device import HostPath
 from shardline.client.step.layout import fill_bucket, present_bits, tensor_piece
 from shardline.client.step.parallel_map import Hands
-from shardline.codecs import RAW, codec_for
+from shardline.codecs.base import PLAIN_TURN
+from shardline.codecs.coding import Coding
+from shardline.codecs.push import PushEncoders
 from shardline.core.contributions import Contributions, Partial
 from shardline.core.exchange import BucketPayload, Contribution, Payloads, Whole
 from shardline.core.plan import BucketSpec, Plan
@@ -53,13 +55,13 @@ class Staging:
         self,
         plan: Plan,
         replicas: int,
-        codec: str,
+        encoders: PushEncoders,
         allocate: Allocate = no_memory,
         host: HostPath | None = None,
     ) -> None:
         self._plan = plan
         self._replicas = replicas
-        self._codec = codec
+        self.encoders = encoders
         self._allocate = allocate
         self._host = host
         self._hands = Hands()
@@ -108,7 +110,7 @@ class Staging:
         self._asked.add(key)
         spec = self._spec(key)
         # Another codec's bytes are made elsewhere anyway.
-        wanted = spec.nbytes > 0 and codec_for(self._codec, spec) is RAW
+        wanted = spec.nbytes > 0 and self.encoders.coding.bucket(*key).codec.is_view
         memory = self._allocate(*key, spec.nbytes) if wanted else None
         if memory is None:
             return None
@@ -259,7 +261,7 @@ class Staging:
         partial = self._partials(key)[block]
         if partial.values is None:
             raise KeyError(f"bucket {key} of block {block} is empty")
-        data = codec_for(self._codec, spec).encode(partial.values)
+        data = self.encoders.encode(*key, block.first, partial.values, partial.present)
         return BucketPayload(
             bucket=key[1],
             dtype=spec.dtype,
@@ -290,15 +292,15 @@ class Staging:
             hyper=self.extras.hyper,
             nonfinite=tuple(self.extras.nonfinite),
             num_samples=sum(samples.get(replica, 0) for replica in range(block.first, block.end)),
-            codec=self._codec,
+            codec=self.encoders.name,
         )
 
 
-def initial_contribution(plan: Plan, shard: int, values: Sequence[torch.Tensor]) -> Contribution:
-    """The INIT push of one shard; values: flat CPU tensors by bucket. Always raw: first values lose nothing."""
+def initial_contribution(coding: Coding, shard: int, values: Sequence[torch.Tensor]) -> Contribution:
+    """The INIT push of one shard; values: flat CPU tensors by bucket. coding: JobCoding.plain."""
     payloads = []
-    for b, (bucket, flat) in enumerate(zip(plan.shards[shard].buckets, values, strict=True)):
-        data = RAW.encode(flat)
+    for b, (bucket, flat) in enumerate(zip(coding.plan.shards[shard].buckets, values, strict=True)):
+        data = coding.bucket(shard, b).encoder.encode(flat, PLAIN_TURN)
         payloads.append(
             BucketPayload(
                 bucket=b,

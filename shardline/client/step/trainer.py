@@ -22,7 +22,6 @@ from shardline.client.step.payloads import PushTools, filled_payloads
 from shardline.client.step.sending import Sending
 from shardline.client.step.staging import initial_contribution
 from shardline.client.step.weights import Weights
-from shardline.codecs import RAW
 from shardline.core.exchange import Contribution, Payloads, Sender, Standing, Want, Whole
 from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
@@ -79,6 +78,7 @@ class Trainer:
         self._route = route
         self._tools = tools
         self._staging = tools.staging
+        self._encoders = tools.staging.encoders
         self._sending = sending
         self._nonfinite = NonFinite(view.job.consistency.nan_policy, tools.staging, exchange.observer)
         self._tensor_of = {spec.name: number for number, spec in enumerate(self.plan.tensors)}
@@ -117,7 +117,7 @@ class Trainer:
         tasks = {}
         for shard, spec in enumerate(self.plan.shards):
             values = [self.weights.layout.values(shard, bucket) for bucket in range(len(spec.buckets))]
-            push = initial_contribution(self.plan, shard, values)
+            push = initial_contribution(self.weights.coding.plain, shard, values)
             tasks[shard] = ShardTask(shard=shard, contributions=[push], want=None)
         self.exchange.run(self._sender, tasks)
 
@@ -134,6 +134,7 @@ class Trainer:
         asked = self.half.asks_for(owned)
         standings = {shard: self._standing(shard, asked) for shard in sorted(self.exchange.lanes)}
         todo = self.half.located(standings, owned)
+        self._encoders.locate(self.half.awaited(standings, owned))
         self._pull()
         self.course.restart()
         return todo
@@ -309,7 +310,7 @@ class Trainer:
             self._sending.close(values, buffers, outgoing.hyper)
             return
         # Rounding a sum is not summing rounded parts: a lossy codec would make the bits depend on who runs what.
-        presum = self.course.mode.sums_in_tree and not self._first and self.job.codec == RAW.name
+        presum = self.course.mode.sums_in_tree and not self._first and self._encoders.coding.codec.exact
         self._staging.extras.samples[replica] = outgoing.samples
         if outgoing.hyper and replica == 0:
             self._staging.extras.hyper = outgoing.hyper
@@ -379,6 +380,7 @@ class Trainer:
 
     def _push(self, shard: int, payloads: Payloads, block: Block, *, skip: bool = False) -> Contribution:
         stamp = self.half.stamp(shard)
+        self._encoders.begin(shard, stamp.number)
         push = self._staging.contribution(block, payloads)
         return replace(push, step=stamp.step, seq=stamp.seq, base_min=stamp.base, base_max=stamp.base, skip=skip)
 
@@ -425,6 +427,7 @@ class Trainer:
         skipped = self.half.closed(following, outcomes, base, dropped=dropped)
         self._close_step()
         self._first = False
+        self._encoders.settle(skipped=skipped)
         self.course.next_step()
         return StepFigures(seconds=seconds, computed_s=self._computed_s, outcomes=outcomes, skipped=skipped)
 

@@ -12,6 +12,7 @@ from shardline.client.exchange.running import Running
 from shardline.client.step.layout import ModelLayout, homes, keys_of
 from shardline.client.step.residence import Residence
 from shardline.client.step.sink import BucketSink
+from shardline.codecs.coding import JobCoding
 from shardline.core.plan import Plan
 from shardline.core.spec import TensorKind
 from shardline.errors import ProtocolError
@@ -20,16 +21,17 @@ from shardline.errors import ProtocolError
 class Weights:
     """A worker's copy of the job's tensors. Lanes write to it through `sinks`; the rest is for the computing thread."""
 
-    def __init__(self, plan: Plan, layout: ModelLayout, codec: str, residence: Residence) -> None:
+    def __init__(self, plan: Plan, layout: ModelLayout, coding: JobCoding, residence: Residence) -> None:
         self._plan = plan
         self.layout = layout
+        self.coding = coding
         self.residence = residence
         self.arrivals = Arrivals((s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets)))
         self.gpu = host_path(layout.tensors)
         """Copies to and from the GPU that all tensors are on; None where they aren't on one."""
         self._host = self.gpu or ON_HOST
         self.sinks = {
-            s: BucketSink(layout, s, codec, self.arrivals, host=self.gpu, residence=residence)
+            s: BucketSink(layout, s, coding, self.arrivals, host=self.gpu, residence=residence)
             for s in range(len(plan.shards))
         }
         self._homes = homes(plan)

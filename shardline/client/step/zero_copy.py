@@ -17,7 +17,8 @@ import torch
 from shardline.client.exchange.arrivals import Key
 from shardline.client.step.course import Course
 from shardline.client.step.layout import ModelLayout
-from shardline.codecs import RAW
+from shardline.codecs import CODECS
+from shardline.codecs.coding import pulled, pushed
 from shardline.core.plan import Plan
 from shardline.core.spec import DTYPES, JobSpec, TensorKind
 from shardline.core.tensor_bytes import borrowed_tensor, tensor_from_bytes
@@ -82,10 +83,11 @@ def _region(plan: Plan, number: int) -> Region | None:
 
 def check_shareable(job: JobSpec, course: Course) -> None:
     """Raises UsageError where a job's replies are made for one worker, so that nobody can read them where they lie."""
-    if not course.mode.pulls_by_step or job.codec != RAW.name:
+    codec = CODECS.parse(job.codec)
+    if not (course.mode.pulls_by_step and pushed(codec).is_view and pulled(codec).is_view):
         raise UsageError(
-            f"zero_copy needs a synchronous job with codec raw, this one is {job.consistency.mode} with "
-            f"codec {job.codec}"
+            f"zero_copy needs a synchronous job whose codec leaves numbers as they are (raw), this one is "
+            f"{job.consistency.mode} with codec {job.codec}"
         )
     if not course.streams:
         raise UsageError(
@@ -95,7 +97,9 @@ def check_shareable(job: JobSpec, course: Course) -> None:
 
 
 class ZeroCopy:
-    """Points a worker's tensors at shared memory, step by step. Synchronous, raw codec; used between exchanges.
+    """Points a worker's tensors at shared memory, step by step. Used between exchanges.
+
+    For synchronous jobs whose codec leaves numbers as they are.
 
     take() alone is called on exchange threads.
     """

@@ -20,6 +20,11 @@ class Stamp:
     base: int = 0
     """Version of the parameters that its gradients were computed with."""
 
+    @property
+    def number(self) -> int:
+        """Which of the pushes to the shard it is: the step, or the worker's own count."""
+        return self.seq or self.step
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
@@ -58,6 +63,10 @@ class WorkerHalf(abc.ABC):
     @abc.abstractmethod
     def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
         """Every shard has said where it stands; returns the replicas that still have to contribute to the open step."""
+
+    @abc.abstractmethod
+    def awaited(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> Mapping[tuple[int, int], int]:
+        """By (slot, shard), Stamp.number of the first push that the shard has not counted yet."""
 
     def arrived(self, base: Mapping[int, int]) -> None:
         """The model holds parameters of these versions, by shard."""

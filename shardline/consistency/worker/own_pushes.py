@@ -32,6 +32,10 @@ class OwnPushes(WorkerHalf):
         self.acknowledged = found
         return set(owned)
 
+    def awaited(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> Mapping[tuple[int, int], int]:
+        """See WorkerHalf.awaited."""
+        return {(0, shard): standing.last_seq + 1 for shard, standing in standings.items()}
+
     @property
     def exact(self) -> int | None:
         """See WorkerHalf.exact."""

@@ -23,9 +23,18 @@ class SharedSteps(WorkerHalf):
 
     def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
         """See WorkerHalf.located."""
-        steps = {replica: min(found.replicas[replica] for found in standings.values()) for replica in owned}
+        steps = self._steps(standings, owned)
         self.step = min(steps.values())
         return {replica for replica, step in steps.items() if step == self.step}
+
+    @staticmethod
+    def _steps(standings: Mapping[int, Standing], owned: Sequence[int]) -> dict[int, int]:
+        return {replica: min(found.replicas[replica] for found in standings.values()) for replica in owned}
+
+    def awaited(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> Mapping[tuple[int, int], int]:
+        """See WorkerHalf.awaited: a step that not all shards have is made again at all of them."""
+        steps = self._steps(standings, owned)
+        return {(replica, shard): step for replica, step in steps.items() for shard in standings}
 
     @property
     def exact(self) -> int | None:

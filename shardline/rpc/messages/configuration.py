@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shardline.codecs import coding_of
+from shardline.codecs.coding import JobCoding
 from shardline.core.placement import Placement
 from shardline.core.plan import Plan
 from shardline.core.settings import Settings
@@ -39,6 +42,11 @@ class PsConfiguration(Settings):
     cut_every: int
     standbys: tuple[int, ...] = ()
     """Shards whose standby this ps holds."""
+
+    @functools.cached_property
+    def coding(self) -> JobCoding:
+        """The codec over the plan. Raises JobError for one that doesn't exist."""
+        return coding_of(self.codec, self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)

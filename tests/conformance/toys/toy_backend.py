@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardline.codecs import coding_of
 from shardline.config import RoleConfig
 from shardline.consistency.eager import Eager
 from shardline.consistency.replica_steps import admit_push, serve_pull
@@ -126,10 +127,11 @@ class SumShard:
 class Aggregator:
     """A shardline.server.backend.Backend with a server. members: by task, the life that is admitted."""
 
-    staging_wait_s, pool_threads, generation, codec = 10.0, 2, 1, "raw"
+    staging_wait_s, pool_threads, generation = 10.0, 2, 1
 
     def __init__(self, config: RoleConfig, job: str, timeline: int, plan: Plan, members: Mapping[str, int]) -> None:
         self.job, self.timeline, self.plan, self.members = job, timeline, plan, dict(members)
+        self.coding = coding_of("raw", plan)
         self.staging, self.buffers = Staging(), Buffers(lambda: 64 << 20)
         self.bytes_in = self.bytes_out = 0
         self._pool = ThreadPoolExecutor(self.pool_threads)
