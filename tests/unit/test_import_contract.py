@@ -77,7 +77,6 @@ OUTER = (
     "shardline_chief.io",
     "socket",
     "asyncio",
-    "threading",
 )
 LEAVES = {
     "shardline.core": ("shardline.core", "shardline.errors"),
@@ -120,6 +119,8 @@ def refusal(item: Import) -> str | None:
         return "generated stubs are for the packages that speak the protocol"
     if any(under(item.path, folder) for folder in PURE) and any(within(item.module, outer) for outer in OUTER):
         return "domain values and rules know no transport"
+    if under(item.path, "chief/shardline_chief/rules") and item.module in ("threading", "time"):
+        return "the chief's rules have no thread and no clock"
     for lower, upper in BELOW.items():
         if under(item.path, lower) and any(within(item.module, name) for name in upper):
             return f"{lower} lies below {', '.join(upper)}"
@@ -179,6 +180,7 @@ def test_layers_hold() -> None:
         ("chief/shardline_chief/io/servicer.py", "from shardline.rpc.v1 import chief_pb2", None),
         ("chief/shardline_chief/rules/x.py", "from shardline.rpc.v1 import chief_pb2", "generated stubs"),
         ("chief/shardline_chief/rules/x.py", "from shardline.rpc.link import ChiefLink", "no transport"),
+        ("chief/shardline_chief/rules/x.py", "import time", "no clock"),
         ("shardline/core/x.py", "from shardline.rpc import channel", "no transport"),
         ("shardline/core/x.py", "from shardline.job import Job", "needs nothing but"),
         ("shardline/rpc/x.py", "from shardline.lanes.base import Lane", "lies below"),

@@ -18,16 +18,6 @@ OWN = ("eager", "voted", "asynchronous", "replica_steps", "numbered_pushes")
 """Modules of single modes; others know the package, its base and its two halves."""
 QUESTIONS = {"is_sync", "is_async", "voted"}
 
-STILL_OPEN: frozenset[str] = frozenset(
-    {
-        "chief/shardline_chief/io/checkpointer.py",
-        "chief/shardline_chief/io/commands.py",
-        "chief/shardline_chief/rules/start.py",
-        "chief/shardline_chief/rules/state.py",
-    }
-)
-"""Files that ask yet. It only gets shorter: a file that asks no more has to leave it."""
-
 
 def questions(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, what) of everything that depends on which mode it is."""
@@ -70,10 +60,8 @@ def asked(folder: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_nobody_asks_which_mode_it_is(folder: str) -> None:
     found = asked(folder)
-    new = [line for name, lines in found.items() if name not in STILL_OPEN for line in lines]
+    new = [line for name, lines in found.items() for line in lines]
     assert not new, "\n".join([*new, "ask a trait of shardline.consistency.of(job.consistency) instead"])
-    done = sorted(name for name in STILL_OPEN if name.startswith(f"{folder}/") and name not in found)
-    assert not done, f"{done} ask no more: take them off STILL_OPEN"
 
 
 @pytest.mark.parametrize(

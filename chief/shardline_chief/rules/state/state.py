@@ -8,9 +8,8 @@ from typing import Any
 
 from shardline import consistency
 from shardline.consistency import Consistency
-from shardline.consistency.eager import Eager
 from shardline.core.orders import Phase
-from shardline.core.spec import JobSpec
+from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import FencedError
 from shardline_chief.rules.actions import Finish, Order, Resume
 from shardline_chief.rules.after import After
@@ -38,7 +37,7 @@ class State:
         """During a takeover: the phase that tasks were told by the last chief."""
         self.tasks = Tasks(settings)
         self.layout = Layout(settings.term)
-        self.progress = Progress(self.layout, Eager())
+        self.progress = Progress(self.layout, consistency.of(ConsistencySpec()))
         self.work = Work()
         self.saves = Checkpoints(resume)
         self.losses = Losses()
