@@ -329,7 +329,7 @@ def _check_dataset(data: object, where: str = "dataset", *, one_shot: bool = Fal
 _OVERRIDES: Mapping[str, type] = {
     **{name: kind_of(name) for name in known()},
     "clip_norm": float,
-    **dict.fromkeys(("consistency", "nan_policy", "best_metric", "best_mode", "name"), str),
+    **dict.fromkeys((*CHOICES, "nan_policy", "best_metric", "best_mode", "name"), str),
 }
 """Job fields that a command line can set, and how their text is read."""
 
