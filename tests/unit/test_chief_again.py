@@ -42,7 +42,7 @@ def test_a_job_that_was_done_before_its_chief_went_is_done_for_the_next_one_too(
 @pytest.mark.parametrize(
     "other",
     [
-        {"ended": (0, "stopped: enough")},
+        {"ended": (0, "stopped: enough"), "stopping": ("enough", 0)},
         {"ended": (4, "ps/0 is gone")},
         {"checkpoint_step": 90},
         {"closed": False},

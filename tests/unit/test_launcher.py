@@ -349,7 +349,8 @@ def test_train_that_is_done_copies_the_summary_and_says_where_things_are(tmp_pat
 def test_lifeline_ends_a_process_that_ignores_the_polite_signal() -> None:
     read, write = os.pipe()
     code = (
-        "import signal, sys, threading; from shardline import lifeline; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "import signal, sys, threading; from shardline.host import lifeline; "
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         "lifeline.watch(int(sys.argv[1]), grace_s=0.05); threading.Event().wait(20)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(read)], pass_fds=[read], stderr=subprocess.DEVNULL)
