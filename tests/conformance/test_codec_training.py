@@ -12,8 +12,8 @@ from shardline.codecs import CODECS
 from shardline.codecs.coding import pulled, pushed
 from shardline.testing import reference
 from tests.conformance.toys import toy_codec
-from tests.integration.cluster import Cluster, Worker
-from tests.integration.jobs import Rich, Wide, make_job
+from tests.support.cluster import Cluster, Worker
+from tests.support.jobs import Rich, Wide, make_job
 
 LANES = ("grpc", "tcp", "shm")
 MORE = {"top": "top:ratio=0.25"}

@@ -39,7 +39,7 @@ from shardline.update import (
 from shardline.update.base import Need, Takes
 from shardline_ps.control.configuration import optimizer_bytes
 from shardline_ps.shard.bucket import Bucket
-from tests.checkpoint_cases import cut_of
+from tests.support.checkpoints import cut_of
 
 CPU = torch.device("cpu")
 SHAPES = {"big": (301, 67), "bias": (33,), "scale": (), "nothing": (0, 3), "fc": (130, 51), "late": (17, 5)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,7 @@ from shardline.core.status import ShardStatus
 from shardline.errors import UsageError
 from shardline_chief.rules.actions import AskStatus, Heir, Lead, Promote
 from shardline_chief.rules.state.standbys import Change, Protection, after_loss, protected, without_standbys
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, T, make_job, phase
+from tests.support.chief_cluster import Cluster, T, make_job, phase
 
 
 def placed(*tasks: str) -> tuple[Placement, ...]:

@@ -36,7 +36,7 @@ from shardline.security import Security
 from shardline_chief.io.journal import Journal
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.page.history import History
-from tests.checkpoint_cases import SHARD_0, job_of, prepare, spec, state_of
+from tests.support.checkpoints import SHARD_0, job_of, prepare, spec, state_of
 
 DEADLINE_S = 10.0
 SPARSE_BYTES = 1 << 40
