@@ -162,7 +162,7 @@ def _unfinished(
     if not reason:
         return remembered
     if config.resume or not remembered.timeline:
-        log.warning("the job in %s had not ended, but this one differs (%s): it is not gone on with", out, reason)
+        log.warning("the unfinished job in %s differs from this one (%s), so it is not continued", out, reason)
         return None
     raise UsageError(
         f"{out} holds a job that has not ended, and this one differs ({reason}); start it as before to go on with it, "

@@ -138,14 +138,14 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
 
     async def _let_go(self, remains: Remains, change: Change) -> None:
         """Return when nobody uses what was let go of, or after the store's deadline, which is told."""
-        reason = "this ps was configured anew"
+        reason = "this ps was reconfigured"
         self._replicas.configured()
         self._voters.configured()
         self.replication.keep_only(change.standbys, reason)
         self._attachments.drop_all(reason)
         if await remains.gone(GRACE_S):
             return
-        # These wait for their senders or readers, and would hold the shards as long as those like.
+        # Calls that wait for their peers would keep the shards alive for as long as the peers please.
         self.calls.end_all(reason)
         if await remains.gone(GRACE_S):
             return
@@ -153,7 +153,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         gc.collect()
         if not await remains.gone(self._store.let_go_s):
             log.warning(
-                "%s: shards %s are still in use %.1f s after they were let go of; until that ends, this ps holds more "
+                "%s: shards %s are still in use %.1f s after they were released; until that ends, this ps holds more "
                 "memory than it promised",
                 self._task,
                 numbers(remains.numbers),
@@ -166,7 +166,9 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         mine = {place.shard: place.appointment for place in placement if place.standby_task == self._task}
         held = list(self._store.standbys.items())
         keep = [number for number, standby in held if mine.get(number) == standby.appointment]
-        self._store.drop_standbys("it is to be elsewhere or nowhere, or is copied anew", keep=keep)
+        self._store.drop_standbys(
+            "it is placed elsewhere, is not wanted any more, or is copied again from its primary", keep=keep
+        )
 
     def _wake_everybody(self) -> None:
         for signal in self._store.signals.values():
@@ -275,7 +277,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
                     f"Activate is for timeline {request.timeline:#x}, this ps is at {authority.timeline:#x}"
                 )
             if not authority.configured:
-                raise ProtocolError(f"{self._task} is not configured, or was not to the end; Configure comes first")
+                raise ProtocolError(f"{self._task} is not fully configured; call Configure first")
             empty = [number for number, shard in sorted(self._store.shards.items()) if not shard.initialized]
             if not empty:
                 self._begin()
@@ -345,7 +347,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         cut = shard.cuts.whole(request.step)
         if cut is None:
             held = [step for step, complete, _ in shard.cuts.status() if complete]
-            raise ProtocolError(f"shard {shard.number} holds no whole cut of step {request.step}; it holds {held}")
+            raise ProtocolError(f"shard {shard.number} holds no complete cut of step {request.step}; it holds {held}")
         # It may hold pushes that a failover would lose.
         await shard.answerable()
         for image in cut.in_order():

@@ -207,7 +207,7 @@ class ParameterStore:
                 # Standbys come and go while the shards stay.
                 self._check_memory(configuration)
                 self.configuration = configuration
-            # One that its primary does not follow is of the past, however whole it says that it is.
+            # A standby that its primary does not follow is outdated, even if it claims to be complete.
             self.drop_standbys("it is copied anew", keep=keep_standbys)
             return None
         kept = self._to_keep(configuration, keep)
@@ -348,7 +348,7 @@ class ParameterStore:
     def drop_standbys(self, reason: str, *, keep: Collection[int] = ()) -> None:
         """Forget standbys; none of them can be promoted any more."""
         for number in self.standbys.keys() - set(keep):
-            self.standbys.pop(number).close(f"the standby of shard {number} is none any more: {reason}")
+            self.standbys.pop(number).close(f"the standby of shard {number} was discarded: {reason}")
 
     def adopt(self, number: int, loop: asyncio.AbstractEventLoop) -> Shard:
         """Hold a shard as its primary from now on: its standby here was promoted."""

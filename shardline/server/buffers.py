@@ -56,7 +56,7 @@ class Buffers:
             self._make_room(nbytes)
             if octets is None:
                 octets = torch.empty(nbytes, dtype=torch.uint8)
-            # Counted once it is there: what the system refuses is nobody's.
+            # Counted once it is mapped: an allocation that fails counts for nobody.
             self._used_bytes += nbytes
         array = octets.numpy()
         # Everything made of this view refers to the array.

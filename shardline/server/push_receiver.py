@@ -257,11 +257,11 @@ class PushReceiver:
     async def _held_up_by(self, push: _Push) -> str:
         """Who has to come before there is room, and what a person can do."""
         if not in_tree(push):
-            return "It is held by other workers' pushes that have not ended; this one is made again"
+            return "Unfinished pushes of other workers hold it; this one is retried"
         missing = await self._backend.work(push.shard.waiting_for)
         return (
-            f"Step {push.shard.step_min} waits for replicas {numbers(missing)}: look at what holds up their workers; "
-            f"this push is made again until then"
+            f"Step {push.shard.step_min} waits for replicas {numbers(missing)}: check what delays their workers; "
+            f"this push is retried until then"
         )
 
     # Buckets on the stream

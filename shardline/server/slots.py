@@ -57,7 +57,7 @@ class Slot:
                 f"{self.filled} within {self.size}; chunks neither overlap, repeat nor leave gaps"
             )
         if self.size and not len(payload):
-            raise ProtocolError(f"bucket {self.number}: a chunk without bytes of a bucket that has some")
+            raise ProtocolError(f"bucket {self.number}: an empty chunk in a bucket that is not empty")
         self.parts.append(kept(payload))
         self.filled = end
         self.chunks += 1

@@ -476,7 +476,7 @@ class Staging:
             self._grant()
 
     def _grant(self) -> None:
-        """Let in whoever may, in the order they came; what goes on before what begins."""
+        """Admit every request that fits, in order of arrival; streams under way come before new ones."""
         kept = False
         for waiter in sorted(self._waiting, key=lambda waiter: self._ledger.begins(waiter.ask)):
             if kept and self._ledger.begins(waiter.ask):

@@ -133,7 +133,7 @@ def test_a_resumed_job_says_what_it_does_differently_and_trains_on() -> None:
     cluster.start()
     (said,) = [say for say in cluster.said if say.kind == "resume"]
     assert said.level == "warning"
-    assert said.sentence == f"going on from step 40 with other settings than the checkpoint's: {LR}"
+    assert said.sentence == f"going on from step 40 with settings that differ from the checkpoint's: {LR}"
     assert cluster.finish is None
 
 

@@ -163,7 +163,7 @@ def test_a_lost_server_is_stood_in_for_and_nothing_goes_back(mode: str) -> None:
     assert found == ["Lead", "Promote", "Configure", "Members", "Activate"]
     (recovered,) = cluster.program.state.losses.recoveries
     assert (recovered.task, recovered.lost) == ("ps/1", 0)
-    assert "taken over: shard 1 by ps/2; nothing goes back" in cluster.text()
+    assert "taken over: shard 1 by ps/2; no step is lost" in cluster.text()
     assert "its standbys have taken over, training goes on" in cluster.text()
     assert cluster.orders("worker/0").timeline == cluster.program.state.layout.timeline
     # Logs and pictures forget what is beyond the step where a history begins.

@@ -64,7 +64,7 @@ def test_a_server_that_died_with_the_chief_is_stood_in_for_and_nothing_goes_back
     assert found[:6] == ["Lead", "Lead", "Promote", "Configure", "Members", "Activate"]
     (recovered,) = cluster.program.state.losses.recoveries
     assert (recovered.task, recovered.at_step, recovered.from_step, recovered.lost) == ("ps/1", 17, 17, 0)
-    assert "taken over: shard 1 by ps/2; nothing goes back" in cluster.text()
+    assert "taken over: shard 1 by ps/2; no step is lost" in cluster.text()
     assert cluster.program.state.layout.timeline >> 32 == cluster.settings.term
     assert cluster.orders("worker/0").first_step == 17
 
@@ -213,7 +213,7 @@ def test_a_chief_that_finds_all_as_it_was_leaves_history_and_standbys_alone() ->
     goes_on(cluster)
     assert (cluster.program.state.layout.timeline, holders(cluster)) == (timeline, before)
     assert cluster.program.state.losses.recoveries == []
-    assert "nothing is made again" in cluster.text()
+    assert "no step is repeated" in cluster.text()
     (placed,) = cluster.kinds(Configure)
     assert placed.keep == placed.keep_standbys == {0, 1, 2}
 

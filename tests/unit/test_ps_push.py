@@ -283,7 +283,7 @@ def test_a_push_that_finds_no_room_among_others_is_told_to_come_again() -> None:
         ) as caught:
             await push(store, push_frames(store, 1, seq=1))
         assert caught.value.result.ack.outcome == common_pb2.OUTCOME_WAITING
-        assert "held by other workers' pushes that have not ended" in str(caught.value)
+        assert "Unfinished pushes of other workers hold it" in str(caught.value)
         await slow.abandon()
         result = await push(store, push_frames(store, 1, seq=1))
         assert result is not None and result.ack.outcome == common_pb2.OUTCOME_APPLIED
@@ -557,7 +557,7 @@ def test_a_chunk_without_bytes_is_refused_for_it_could_be_sent_for_ever(at: int)
         if at:
             first.chunk = ChunkView(0, 0, memoryview(encoded(store, 0)))
         await receiver.feed(first)
-        with pytest.raises(ProtocolError, match="bucket 0: a chunk without bytes of a bucket that has some"):
+        with pytest.raises(ProtocolError, match="bucket 0: an empty chunk in a bucket that is not empty"):
             await receiver.feed(PushFrameView(chunk=ChunkView(0, at, memoryview(b""))))
         await receiver.abandon()
         await nothing_is_left(store)

@@ -121,7 +121,9 @@ class Voters:
             silent_s = time.monotonic() - started_s
             if silent_s > self._timeouts.suspect_s and not told:
                 told = True
-                log.warning("shard %d: no verdict on step %d for %.0f s; asking on", shard.number, vote.step, silent_s)
+                log.warning(
+                    "shard %d: no verdict on step %d for %.0f s; still asking", shard.number, vote.step, silent_s
+                )
         return None
 
     def tell_verdicts(self) -> None:

@@ -177,7 +177,7 @@ class Replicator:
                 # Memory is taken there.
                 reply = await self._answer(call, self._timeouts.total_s)
                 if reply.copy != copy or reply.synced:
-                    raise InternalError(f"{self.target.task} answers another copy than the one that was begun")
+                    raise InternalError(f"{self.target.task} answered for another copy than the one under way")
                 # From here on it refuses to be promoted.
                 self._whole = False
                 self.log.restart(copy)
@@ -358,8 +358,8 @@ def _guarded(release: Callable[[], None], store: ParameterStore) -> None:
     try:
         release()
     except Exception as error:
-        log.exception("publishing a step failed")
-        store.on_failure(InternalError(f"publishing a step failed: {error}"))
+        log.exception("the thread that publishes steps failed")
+        store.on_failure(InternalError(f"the thread that publishes steps failed: {error}"))
 
 
 def _sentence(errors: BaseExceptionGroup[Any]) -> str:

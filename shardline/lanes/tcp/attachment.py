@@ -315,7 +315,7 @@ class TcpAttachment:
     def expect(self, offset: int, nbytes: int) -> TcpTicket:
         """The next referred bucket of a push."""
         if offset:
-            raise ProtocolError(f"a bucket on lane tcp is said to lie at {offset}; bulk sockets have no places, send 0")
+            raise ProtocolError(f"a bucket on lane tcp has offset {offset}; bulk sockets have no offsets, send 0")
         self._check()
         ticket = TcpTicket(self, self._take(nbytes))
         if not ticket.whole:

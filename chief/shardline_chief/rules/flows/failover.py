@@ -70,7 +70,7 @@ class Failover:
         self._promote(loss, promoted)
         # Nothing that was logged beyond it is undone.
         state.progress.base_step = loss.at_step
-        state.say("ps_lost", f"{why}; taken over: {_over(found)}; nothing goes back", "warning", task=task)
+        state.say("ps_lost", f"{why}; taken over: {_over(found)}; no step is lost", "warning", task=task)
         self.preparation.take_over(placement, promoted, followed=self.protection.followed(placement))
         return True
 
@@ -84,7 +84,7 @@ class Failover:
         self.protection.forget(found.promoted)
         self._promote(loss, found.promoted)
         state.progress.base_step = step
-        state.say("ps_lost", f"{why}; taken over: {_over(found)}; nothing goes back", "warning", task=first)
+        state.say("ps_lost", f"{why}; taken over: {_over(found)}; no step is lost", "warning", task=first)
         self.preparation.take_over(placement, found.promoted, followed=self.protection.followed(placement))
 
     def _promote(self, loss: Loss, promoted: Mapping[int, Heir]) -> None:
@@ -102,8 +102,8 @@ class Failover:
         state.record("recovered", timeline=state.layout.timeline, **dataclasses.asdict(recovered))
         state.say(
             "recovered",
-            f"{loss.first} was known to be lost {seconds:.1f} s ago; its standbys have taken over, training goes on "
-            f"from step {loss.at_step}, nothing is made again",
+            f"{loss.first} was declared lost {seconds:.1f} s ago; its standbys have taken over, training goes on "
+            f"from step {loss.at_step}, no step is repeated",
             task=loss.first,
             seconds=seconds,
         )

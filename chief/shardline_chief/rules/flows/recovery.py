@@ -136,8 +136,8 @@ class Recovery:
         state = self.state
         if state.saves.checkpoint_step < 0:
             if state.figures.running_s is not None:
-                return "there is no checkpoint yet, but for one that is being written now"
-            return "there is no checkpoint yet, so the job begins anew"
+                return "the first checkpoint is still being written"
+            return "there is no checkpoint yet, so the job starts over"
         what = "all shards go back" if state.mode.consistent_cuts else "it goes back"
         return f"{what} to step {state.saves.checkpoint_step}"
 
@@ -147,7 +147,7 @@ class Recovery:
         """The disk takes its time: say so, and end the job where that is more than the fetch of a cut may take."""
         state = self.state
         waited_s, limit_s = now_s - self._finding_s, FIND_TIMEOUTS * state.timeouts.total_s
-        slow = f"the newest checkpoint was not there to go back to within {waited_s:.0f} s (limit {limit_s:.0f} s)"
+        slow = f"the newest checkpoint could not be read within {waited_s:.0f} s (limit {limit_s:.0f} s)"
         if waited_s >= limit_s:
             remains = state.saves.what_remains()
             state.end(CheckpointError.exit_code, f"{slow}: does the disk answer? {remains}", now_s)
@@ -291,7 +291,7 @@ class Recovery:
         state.losses.recoveries.append(recovered)
         state.record("recovered", timeline=state.layout.timeline, **dataclasses.asdict(recovered))
         together = state.mode.consistent_cuts
-        what = f"{lost} steps are made again" if together else f"at least {lost} acknowledged updates are lost"
+        what = f"{lost} steps are repeated" if together else f"at least {lost} acknowledged updates are lost"
         if state.work.leases is not None and not self.preparation.keep:
             what += " and made again"
         state.say(
