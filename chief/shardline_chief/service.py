@@ -28,7 +28,7 @@ from shardline_chief.io.journal import Journal
 from shardline_chief.io.places import PLACES, register_places
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.servicer import SERVICES, ChiefServicer, register
-from shardline_chief.io.trainer import Trainer
+from shardline_chief.io.training_process import TrainingProcess
 from shardline_chief.page.access import check_exposure
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
@@ -249,7 +249,7 @@ class ChiefProcess:
             access=access,
             bind=config.bind,
         )
-        self._trainer: Trainer | None = None
+        self._trainer: TrainingProcess | None = None
 
     def run(self, termination: Termination) -> int:
         """Serve until the job has ended; returns its exit code."""
@@ -264,7 +264,7 @@ class ChiefProcess:
         log.info("serves at %s, metrics at %s", address, self._metrics.url)
         termination.call(lambda: self._asked_to_end(termination))
         if self._config.chief_trains:
-            self._trainer = Trainer(self._config, address, on_exit=self._control.trainer_ended)
+            self._trainer = TrainingProcess(self._config, address, on_exit=self._control.trainer_ended)
         return self._control.run()
 
     @property

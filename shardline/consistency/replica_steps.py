@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 from typing import ClassVar
 
-from shardline.consistency.server import BucketView, Guard, Hyper, ServerHalf, Storage, Terms, Want
+from shardline.consistency.server import BucketView, Guard, Hyper, ServerHalf, StepWanted, Storage, Terms
 from shardline.core.gradients import Gradient, check_gradient, on_device
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.reduce import Block, is_node
@@ -174,7 +174,7 @@ class ReplicaSteps(ServerHalf):
 
     # What may be asked
 
-    def serve(self, bucket: BucketView, want: Want) -> Outcome:
+    def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
         """See ServerHalf."""
         if want.step is None:
             return Outcome.SERVED

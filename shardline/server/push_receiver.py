@@ -27,9 +27,9 @@ from shardline.rpc.v1 import data_pb2
 from shardline.server.admission import admit_push, attachment_of, drop_named, outcome_to_proto
 from shardline.server.backend import Backend, HostedShard, numbers
 from shardline.server.calls import all_ended
-from shardline.server.inline_apply import is_quick, release_all
+from shardline.server.inline_apply import applies_inline, release_all
 from shardline.server.slots import Slot, opened, slot_bytes
-from shardline.server.staging import AsyncPush, Lease, worker_index
+from shardline.server.staging import AsyncPush, StagingLease, worker_index
 from shardline.wire.protobuf import ChunkView, PushFrameView
 
 SEVERITY = (
@@ -235,7 +235,7 @@ class PushReceiver:
             if push.attachment is None or push.attachment.borrowed:
                 self._backend.buffers.fit()
 
-    async def _room(self, push: _Push, number: int, nbytes: int, *, at_once: bool) -> Lease:
+    async def _room(self, push: _Push, number: int, nbytes: int, *, at_once: bool) -> StagingLease:
         """Room for bytes, within what is left of the stream's patience or `at_once`; see _reserve()."""
         header, step, bucket, block = push.header, None, None, Block(worker_index(push.header.data.task), 1)
         if in_tree(push):
@@ -394,7 +394,7 @@ class PushReceiver:
         if not by_bucket(push):
             push.running.append(asyncio.create_task(self._stage(push, slots)))
             return
-        if is_quick(push.shard, slots):
+        if applies_inline(push.shard, slots):
             self._count_all(push, slots)
             return
         threads = min(len(slots), self._backend.pool_threads)

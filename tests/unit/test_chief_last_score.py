@@ -172,5 +172,5 @@ def test_a_resumed_job_that_fails_before_its_next_checkpoint_names_the_one_it_ca
     cluster = Cluster(job=make_job(), resume=FakeResume())
     if phase == "training":
         cluster.start()
-    remains = cluster.program.state.saves.what_remains()
-    assert remains == "Go on with --resume from step 40: /out/checkpoints/step-00000040"
+    advice = cluster.program.state.saves.how_to_go_on()
+    assert advice == "Go on with --resume from step 40: /out/checkpoints/step-00000040"

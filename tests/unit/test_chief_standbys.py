@@ -14,7 +14,7 @@ from shardline.core.placement import Placement
 from shardline.core.spec import TensorSpec
 from shardline.core.status import ShardStatus
 from shardline.errors import UsageError
-from shardline_chief.rules.actions import AskStatus, Heir, Lead, Promote
+from shardline_chief.rules.actions import AskStatus, Lead, Promote, Promotion
 from shardline_chief.rules.state.standbys import Change, Protection, after_loss, protected, without_standbys
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -68,7 +68,7 @@ def test_a_lost_primary_is_followed_by_its_standby_and_others_lose_theirs() -> N
     before = protected(placed("ps/0", "ps/1", "ps/2"), living(0, 1, 2))
     found = after_loss(before, living(0, 2), {0, 1, 2})
     assert found is not None
-    assert found.promoted == {1: Heir("ps/2")}
+    assert found.promoted == {1: Promotion("ps/2")}
     assert [(place.task, place.standby_task) for place in found.placement] == [
         ("ps/0", ""),
         ("ps/2", ""),

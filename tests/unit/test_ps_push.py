@@ -434,13 +434,13 @@ def test_no_more_first_values_are_on_their_way_than_there_is_room_for(fresh: boo
         assert opening.attachment.expected == 2 and store.staging.in_use == 2 * NBYTES
         gate.set()
         assert blocked.result(20.0)
-        given_back = store.holes.given_back
+        given_back = store.heap_trimmer.given_back
         result = await receiver.feed(PushFrameView(commit=data_pb2.Commit(buckets=5)))
         assert result is not None
         assert result.ack.outcome == (common_pb2.OUTCOME_COUNTED if fresh else common_pb2.OUTCOME_DUPLICATE)
         assert opening.attachment.expected == 5 and store.staging.peak == 2 * NBYTES
         # What brought first values goes back to the system, where its allocator can.
-        assert store.holes.given_back - given_back == (fresh and store.holes.known)
+        assert store.heap_trimmer.given_back - given_back == (fresh and store.heap_trimmer.known)
         await nothing_is_left(store)
         store.close()
 

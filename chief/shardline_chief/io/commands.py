@@ -165,8 +165,8 @@ def _standbys(task: str, placement: tuple[Placement, ...]) -> tuple[int, ...]:
 
 
 def _promote(task: str, control: PsControl, order: Promote) -> None:
-    for shard, heir in sorted(order.shards.items()):
-        if heir.task == task and (reason := control.promote(order.timeline, shard, heir.appointment)):
+    for shard, promotion in sorted(order.shards.items()):
+        if promotion.task == task and (reason := control.promote(order.timeline, shard, promotion.appointment)):
             raise ProtocolError(f"{task} does not take over shard {shard}: {reason}")
 
 

@@ -19,7 +19,7 @@ from shardline_ps.store import ParameterStore
 log = logging.getLogger("shardline.ps")
 
 
-class Replication(parameter_server_pb2_grpc.ReplicationServicer):
+class StandbyServicer(parameter_server_pb2_grpc.ReplicationServicer):
     """Serves Replication over one ParameterStore. One stream per shard: a newer one takes the place of an older one."""
 
     def __init__(self, task: str, store: ParameterStore) -> None:

@@ -255,7 +255,7 @@ class Ending:
     def _give_up(self, why: str, now_s: float) -> None:
         state = self.state
         self._settled = True
-        what = f"no checkpoint at the end: {why}. {state.saves.what_remains()}"
+        what = f"no checkpoint at the end: {why}. {state.saves.how_to_go_on()}"
         state.say("no_last_checkpoint", what, "error")
         if not self.scoring.exit_code:
             self.scoring.exit_code = CheckpointError.exit_code

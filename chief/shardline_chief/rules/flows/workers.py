@@ -124,7 +124,7 @@ class Workers:
             elif tasks.trainers():
                 who = f"{self._gone()} ({len(tasks.trainers())} of at least {state.settings.min_workers} train)"
             missed = f"no replacement joined within {state.timeouts.lost_s:g} s"
-            reason = f"{who} is gone and {missed}. {state.saves.what_remains()}"
+            reason = f"{who} is gone and {missed}. {state.saves.how_to_go_on()}"
             state.emit(EndAsked(reason, TaskLostError.exit_code))
 
     def _gone_from_script(self) -> list[str]:
