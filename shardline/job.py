@@ -152,7 +152,7 @@ class Job(Settings):
             made = self.dataset()
         if _is_factory(made):
             raise JobError(
-                f"dataset() returned {_short(made)}, which is no data set: give it len() and [index], or iter()"
+                f"dataset() returned {_short(made)}, which is not a data set: give it len() and [index], or iter()"
             )
         _check_dataset(made, "dataset()", one_shot=True)
         return made
@@ -268,7 +268,7 @@ class Job(Settings):
         try:
             scores = {str(name): float(value) for name, value in found.items()}
         except (TypeError, ValueError) as error:
-            raise JobError(f"evaluate(model) returned a metric that is no number: {error}") from error
+            raise JobError(f"evaluate(model) returned a metric that is not a number: {error}") from error
         if self.best_metric and self.best_metric not in scores:
             raise JobError(f"best_metric is {self.best_metric!r}, but evaluate(model) returns {', '.join(scores)}")
         return scores

@@ -179,7 +179,7 @@ def add_data_plane(servicer: DataPlane, server: grpc.aio.Server) -> None:
             "Pull": grpc.unary_stream_rpc_method_handler(
                 servicer.Pull,
                 request_deserializer=data_pb2.PullRequest.FromString,
-                # The handler writes its messages itself: see Outgoing.
+                # The handler writes its messages itself: see PullReply.
                 response_serializer=None,
             ),
             "PushPull": grpc.stream_stream_rpc_method_handler(

@@ -27,9 +27,9 @@ from shardline.server.admission import admit_push, attachment_of, drop_named, ou
 from shardline.server.backend import Backend, HostedShard, numbers
 from shardline.server.calls import all_ended
 from shardline.server.incoming_push import IncomingPush, PushResult, by_bucket, gradient_kind, held_bytes, in_tree
-from shardline.server.inline_apply import is_quick, release_all
+from shardline.server.inline_apply import applies_inline, release_all
 from shardline.server.slots import Slot, opened
-from shardline.server.staging import AsyncPush, Lease, worker_index
+from shardline.server.staging import AsyncPush, StagingLease, worker_index
 from shardline.wire.protobuf import ChunkView, PushFrameView
 
 SEVERITY = (
@@ -182,7 +182,7 @@ class PushReceiver:
             if push.attachment is None or push.attachment.borrowed:
                 self._backend.buffers.fit()
 
-    async def _room(self, push: IncomingPush, number: int, nbytes: int, *, at_once: bool) -> Lease:
+    async def _room(self, push: IncomingPush, number: int, nbytes: int, *, at_once: bool) -> StagingLease:
         """Room for bytes, within what is left of the stream's patience or `at_once`; see _reserve()."""
         header, step, bucket, block = push.header, None, None, Block(worker_index(push.header.data.task), 1)
         if in_tree(push):
@@ -204,11 +204,11 @@ class PushReceiver:
     async def _held_up_by(self, push: IncomingPush) -> str:
         """Who has to come before there is room, and what a person can do."""
         if not in_tree(push):
-            return "It is held by other workers' pushes that have not ended; this one is made again"
+            return "Unfinished pushes of other workers hold it; this one is retried"
         missing = await self._backend.work(push.shard.waiting_for)
         return (
-            f"Step {push.shard.step_min} waits for replicas {numbers(missing)}: look at what holds up their workers; "
-            f"this push is made again until then"
+            f"Step {push.shard.step_min} waits for replicas {numbers(missing)}: check what delays their workers; "
+            f"this push is retried until then"
         )
 
     # Buckets on the stream
@@ -341,7 +341,7 @@ class PushReceiver:
         if not by_bucket(push):
             push.running.append(asyncio.create_task(self._stage(push, slots)))
             return
-        if is_quick(push.shard, slots):
+        if applies_inline(push.shard, slots):
             self._count_all(push, slots)
             return
         threads = min(len(slots), self._backend.pool_threads)

@@ -140,7 +140,7 @@ def test_chief_without_a_port_is_refused_unless_a_launcher_waits_for_it(tmp_path
     ("arguments", "says"),
     [
         (["worker", "--device", "tpu"], "'tpu' is no device"),
-        (["worker", "--gpu-memory-fraction", "1.5"], "1.5 is no fraction"),
+        (["worker", "--gpu-memory-fraction", "1.5"], "1.5 is not a fraction"),
         (["worker", "--set", "batch_size"], "is not FIELD=VALUE"),
         (["worker", "--steps", "0"], "0 is not in the range"),
         (["worker", "--steps", "5", "--set", "steps=6"], "'steps' is set 2 times"),
@@ -333,7 +333,7 @@ def test_job_file_must_exist(tmp_path: Path) -> None:
         options.existing_job(tmp_path / "nothing.py")
     with pytest.raises(JobError, match="there is no job file"):
         options.existing_job(job_file(tmp_path) / "in_a_file.py")
-    with pytest.raises(JobError, match="is no name of a file"):
+    with pytest.raises(JobError, match="is not a file name"):
         options.existing_job(Path("a\0b.py"))
 
 

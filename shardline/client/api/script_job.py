@@ -97,7 +97,7 @@ def check_named(values: Mapping[str, torch.Tensor], gradients: Mapping[str, torc
         if gradient.shape != held.shape or gradient.dtype != held.dtype:
             raise TensorError(
                 f"gradient for {name!r} has shape {tuple(gradient.shape)} and dtype {gradient.dtype}, the "
-                f"parameter has {tuple(held.shape)} and {held.dtype}; was it computed by another model?"
+                f"parameter has {tuple(held.shape)} and {held.dtype}; was it computed by a different model?"
             )
 
 
