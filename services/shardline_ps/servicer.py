@@ -26,7 +26,7 @@ from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.server.backend import numbers
 from shardline.server.data_plane import DataPlane, add_data_plane
-from shardline.server.push_receiver import PushResult
+from shardline.server.incoming_push import PushResult
 from shardline_ps.control.authority import Term
 from shardline_ps.control.status import ps_status
 from shardline_ps.control.votes import Voters

@@ -20,8 +20,9 @@ from shardline.server.admission import admit_data, holder_of, outcome_to_proto
 from shardline.server.backend import Backend
 from shardline.server.calls import OpenCalls
 from shardline.server.conversation import PushPullTalk, Replies, readable
+from shardline.server.incoming_push import PushResult
 from shardline.server.pull_sender import pull
-from shardline.server.push_receiver import NoRoomError, PushReceiver, PushResult
+from shardline.server.push_receiver import NoRoomError, PushReceiver
 from shardline.wire.protobuf import ReplyView, read_request, write_reply
 
 

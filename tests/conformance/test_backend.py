@@ -19,8 +19,8 @@ from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import plan_from_proto
 from shardline.server.backend import Backend, HostedShard
 from tests.conformance.toys.toy_backend import Aggregator
-from tests.contract.lanes import DEADLINE_S, SENDER, TIMEOUTS, Mapping, payload
-from tests.contract.plain_client import FROZEN, STATS, TIMELINE, floats, plan
+from tests.support.lanes import DEADLINE_S, SENDER, TIMEOUTS, Mapping, payload
+from tests.support.plain_client import FROZEN, STATS, TIMELINE, floats, plan
 
 MEMBERS = {"worker/0": 1, "worker/1": 1}
 pytestmark = pytest.mark.parametrize("lane", LANES.names)

@@ -20,13 +20,9 @@ from shardline.seams import doc_line
 from shardline.testing import reference
 from tests.conformance.toys import toy_cadence, toy_local_steps
 from tests.e2e.support import expected_sha256, summary_of, train, write_job
-from tests.integration.cluster import Cluster, ClusterState
-from tests.integration.conftest import start
-from tests.integration.jobs import Rich, make_job, mlp
-from tests.integration.services import Services, backward, make_model
-from tests.integration.test_equivalence import assert_same_end
-
-__all__ = ["start"]
+from tests.support.cluster import Cluster, ClusterState, assert_same_end
+from tests.support.jobs import Rich, make_job, mlp
+from tests.support.services import Services, backward, make_model
 
 MORE = {"every": ("every:steps=1", "every:steps=3"), "local": ("local:steps=1", "local:steps=3")}
 """Further choices of one cadence; every other is tried with its defaults."""

@@ -11,10 +11,9 @@ from shardline.seams import doc_line
 from shardline.testing import reference
 from shardline.topology import TOPOLOGIES, Flat, Hop, Surroundings, Topology
 from tests.conformance.toys import toy_topology
-from tests.integration.cluster import Cluster
-from tests.integration.jobs import Wide, make_job
-from tests.integration.overlap import OverlapWorker
-from tests.integration.test_equivalence import assert_same_end
+from tests.support.cluster import Cluster, assert_same_end
+from tests.support.jobs import Wide, make_job
+from tests.support.overlap import OverlapWorker
 
 EACH = pytest.mark.parametrize("topology", [TOPOLOGIES.parse(resident.name) for resident in TOPOLOGIES], ids=str)
 

@@ -12,8 +12,8 @@ import tests.conformance.toys.toy_rule  # noqa: F401  # the toys are in the tabl
 from shardline.errors import JobError
 from shardline.testing import reference
 from shardline.update import RULES
-from tests.integration.cluster import Cluster
-from tests.integration.jobs import Rich, Wide, make_job
+from tests.support.cluster import Cluster
+from tests.support.jobs import Rich, Wide, make_job
 
 STEPS = 6
 

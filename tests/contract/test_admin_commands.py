@@ -23,9 +23,9 @@ from shardline_chief.io.control import Control
 from shardline_chief.io.servicer import ChiefServicer
 from shardline_chief.io.servicer import register as register_chief
 from shardline_ps.servicer import register
-from tests.contract.plain_client import DEADLINE_S, TIMELINE, PlainClient
-from tests.contract.refusals import unchanged
-from tests.integration.cluster import Ps
+from tests.support.cluster import Ps
+from tests.support.plain_client import DEADLINE_S, TIMELINE, PlainClient
+from tests.support.refusals import unchanged
 
 TIMEOUTS = Timeouts(total_s=20.0)
 

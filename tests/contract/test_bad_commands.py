@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, plan_pb2
-from tests.contract.plain_client import DEADLINE_S, ELEMENTS, PlainClient, floats, plan
-from tests.contract.refusals import BAD, OUTCOMES, refused, says, unchanged
+from tests.support.plain_client import DEADLINE_S, ELEMENTS, PlainClient, floats, plan
+from tests.support.refusals import BAD, OUTCOMES, refused, says, unchanged
 
 NAN, INFINITY = float("nan"), float("inf")
 

@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, plan_pb2
-from tests.contract.plain_client import DEADLINE_S, FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats
-from tests.contract.refusals import BAD, OUTCOMES, refused, says, unchanged
-from tests.integration.cluster import Ps
-from tests.integration.test_deaths import wait_for
+from tests.support.cluster import Ps
+from tests.support.plain_client import DEADLINE_S, FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats
+from tests.support.refusals import BAD, OUTCOMES, refused, says, unchanged
+from tests.support.waiting import wait_for
 
 Frames = list[data_pb2.PushFrame]
 HEADER, BUCKET, CHUNK, SECOND_CHUNK, THIRD_CHUNK, END, COMMIT = range(7)

@@ -14,10 +14,10 @@ from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2
 from shardline.server import conversation as push_pull_servicer
 from shardline.server import data_plane
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
-from tests.contract.plain_client import DEADLINE_S, FIRST_W, PlainClient
-from tests.contract.refusals import refused, says
-from tests.integration.cluster import Ps
-from tests.integration.test_deaths import wait_for
+from tests.support.cluster import Ps
+from tests.support.plain_client import DEADLINE_S, FIRST_W, PlainClient
+from tests.support.refusals import refused, says
+from tests.support.waiting import wait_for
 
 SENTENCE = "the call was ended: this life of worker/1 is fenced"
 HALF = 3

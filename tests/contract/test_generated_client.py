@@ -9,7 +9,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from shardline.rpc.messages.convert import plan_from_proto
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, plan_pb2
-from tests.contract.plain_client import (
+from tests.support.cluster import Ps
+from tests.support.plain_client import (
     DEADLINE_S,
     FIRST_W,
     FROZEN,
@@ -22,7 +23,6 @@ from tests.contract.plain_client import (
     plan,
     plan_id,
 )
-from tests.integration.cluster import Ps
 
 
 def test_the_plans_digest_is_the_one_this_client_computes() -> None:

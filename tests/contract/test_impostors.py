@@ -19,10 +19,10 @@ from shardline.rpc.client import ChiefClient
 from shardline.rpc.place import take_place
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, data_pb2, parameter_server_pb2
 from shardline.security import PLAIN, Security, key_of
-from tests.contract.plain_client import DEADLINE_S, PlainClient, W, floats
-from tests.contract.refusals import says
-from tests.integration.cluster import Ps
-from tests.unit.test_chief_service import TIMEOUTS, Chief
+from tests.support.chief_process import TIMEOUTS, Chief
+from tests.support.cluster import Ps
+from tests.support.plain_client import DEADLINE_S, PlainClient, W, floats
+from tests.support.refusals import says
 
 FORBIDDEN = grpc.StatusCode.PERMISSION_DENIED
 SECRET, OTHER = b"s" * 32, b"o" * 32

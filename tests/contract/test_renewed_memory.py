@@ -17,11 +17,11 @@ from shardline.errors import UsageError
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2
 from shardline.storage.publication import Publication
 from shardline_ps import servicer
-from tests.contract.plain_client import FIRST_W, TIMELINE, PlainClient, W
-from tests.contract.refusals import refused, unchanged
 from tests.contract.test_fenced_calls import Half
-from tests.integration.cluster import Ps
-from tests.integration.test_deaths import wait_for
+from tests.support.cluster import Ps
+from tests.support.plain_client import FIRST_W, TIMELINE, PlainClient, W
+from tests.support.refusals import refused, unchanged
+from tests.support.waiting import wait_for
 
 NEXT = TIMELINE + 1
 

@@ -30,7 +30,9 @@ from shardline.lanes.shm.server import SegmentPublication, ShmOffer, publish
 from shardline.rpc.messages.data import referred_requests
 from shardline.rpc.v1 import common_pb2
 from shardline.testing import reference
-from tests.contract.lanes import (
+from tests.support.cluster import Cluster, Ps, assert_same_end
+from tests.support.jobs import Wide, make_job
+from tests.support.lanes import (
     DEADLINE_S,
     GRADIENTS,
     SENDER,
@@ -41,12 +43,10 @@ from tests.contract.lanes import (
     on_loop,
     payload,
 )
-from tests.contract.plain_client import FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats
-from tests.contract.refusals import OUTCOMES, unchanged
-from tests.integration.cluster import Cluster, Ps, assert_same_end
-from tests.integration.jobs import Wide, make_job
-from tests.integration.test_deaths import wait_for
-from tests.unit.test_segments import descriptors, mappings, unsealed
+from tests.support.plain_client import FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats
+from tests.support.refusals import OUTCOMES, unchanged
+from tests.support.segments import descriptors, mappings, unsealed
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfds are Linux's")
 
@@ -388,7 +388,7 @@ import sys, threading
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import referred_requests
 from shardline.core.exchange import Contribution
-from tests.contract.lanes import *
+from tests.support.lanes import *
 
 class Stuck(Whole):
     # No small one, which would wait for its last bucket.

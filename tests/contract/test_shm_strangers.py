@@ -43,7 +43,8 @@ from shardline.lanes.shm.client import ShmLane
 from shardline.lanes.shm.server import SegmentPublication, ShmOffer, publish
 from shardline.rpc.messages.data import Attached, referred_requests
 from shardline_ps.service import offers
-from tests.contract.lanes import (
+from tests.support.cluster import Ps
+from tests.support.lanes import (
     DEADLINE_S,
     GRADIENTS,
     SENDER,
@@ -55,11 +56,10 @@ from tests.contract.lanes import (
     payload,
     spec,
 )
-from tests.contract.plain_client import ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient, floats
-from tests.contract.refusals import unchanged
-from tests.integration.cluster import Ps
-from tests.integration.test_deaths import wait_for
-from tests.unit.test_segments import descriptors, mappings, unsealed
+from tests.support.plain_client import ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient, floats
+from tests.support.refusals import unchanged
+from tests.support.segments import descriptors, mappings, unsealed
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfds are Linux's")
 T = TypeVar("T")

@@ -17,10 +17,10 @@ from shardline.lanes.grpc.client import GrpcLane
 from shardline.lanes.shm.server import publish
 from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import common_pb2, data_pb2
-from tests.contract.lanes import TIMEOUTS, Bench, ShmBench, TcpBench, floats, gradient, payload
-from tests.contract.plain_client import DEADLINE_S, ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient
-from tests.integration.cluster import Ps
-from tests.integration.test_deaths import wait_for
+from tests.support.cluster import Ps
+from tests.support.lanes import TIMEOUTS, Bench, ShmBench, TcpBench, floats, gradient, payload
+from tests.support.plain_client import DEADLINE_S, ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient
+from tests.support.waiting import wait_for
 
 AFTER_ONE = tuple(value - RATE for value in FIRST_W)
 

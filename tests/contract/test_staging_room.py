@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from shardline.rpc.client import Lease
 from shardline.rpc.v1 import common_pb2
-from shardline.server.staging import Lease
-from tests.contract.plain_client import FIRST_W, RATE, PlainClient
-from tests.contract.refusals import says
-from tests.integration.cluster import Ps
+from tests.support.cluster import Ps
+from tests.support.plain_client import FIRST_W, RATE, PlainClient
+from tests.support.refusals import says
 
 
 @pytest.fixture

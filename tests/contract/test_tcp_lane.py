@@ -20,7 +20,8 @@ from shardline.lanes.tcp import client as tcp
 from shardline.lanes.tcp import frames as bulk
 from shardline.lanes.tcp.server import TcpOffer
 from shardline.rpc.messages.data import Attached, referred_requests
-from tests.contract.lanes import (
+from tests.support.cluster import Ps
+from tests.support.lanes import (
     DEADLINE_S,
     SENDER,
     Taken,
@@ -28,10 +29,9 @@ from tests.contract.lanes import (
     a_push_that_does_not_count_ends_the_exchange,
     gradient,
 )
-from tests.contract.plain_client import FIRST_W, RATE, TIMELINE, PlainClient, floats, plan_id
-from tests.contract.refusals import unchanged
-from tests.integration.cluster import Ps
-from tests.integration.test_deaths import wait_for
+from tests.support.plain_client import FIRST_W, RATE, TIMELINE, PlainClient, floats, plan_id
+from tests.support.refusals import unchanged
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from shardline.wire.protobuf import (
     varint,
     write_push,
 )
-from tests.contract import plain_client
+from tests.support import plain_client
 
 BASE_S, PER_BYTE_S = 0.1, 10e-6
 """Processor time that a frame may take: a fixed part, for whoever else runs in the process, and so much per byte."""

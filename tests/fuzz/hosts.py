@@ -41,8 +41,8 @@ from shardline.rpc.v1 import parameter_server_pb2_grpc as ps_grpc
 from shardline_chief import service
 from shardline_chief.io.journal import Journal
 from shardline_ps.service import PsProcess
-from tests.checkpoint_cases import cut_of
-from tests.contract.plain_client import PlainClient
+from tests.support.checkpoints import cut_of
+from tests.support.plain_client import PlainClient
 
 TIMEOUTS = Timeouts(total_s=3.0)
 """Of the parameter servers: what is waited for by their clocks is over soon."""

@@ -30,9 +30,9 @@ from shardline.errors import CheckpointError, ClusterSpecError, JobError, Shardl
 from shardline.rpc.messages.convert import job_from_proto, job_to_proto
 from shardline.schedule import check
 from shardline.update import arguments, check_tensors
-from tests.checkpoint_cases import cut_of, job_of, spec
 from tests.fuzz.calls import Finding
 from tests.fuzz.messages import Draw, damaged, pick
+from tests.support.checkpoints import cut_of, job_of, spec
 
 TAKES_S = 5.0
 """Processor time that one load may take."""

@@ -1,43 +1,7 @@
-"""Fixtures of tests that run parameter servers in this process."""
+"""Parameter servers in this process, and services in threads of it."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from tests.support.fixtures import no_push_is_small, one_thread_per_replica, start
 
-import pytest
-import torch
-
-from shardline.host.process import Termination
-from shardline.observability import log
-from shardline.rpc.messages import data
-from tests.integration.services import Services
-
-
-@pytest.fixture(autouse=True)
-def one_thread_per_replica() -> Iterator[None]:
-    """As in the worker and ps processes: the last bits of gradients depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def no_push_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models of tests are: here they stand for larger ones, whose buckets leave one by one."""
-    monkeypatch.setattr(data, "SMALL_BYTES", 0)
-
-
-@pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Services]]:
-    # Signals and the log belong to the process, which is pytest's.
-    monkeypatch.setattr(Termination, "install", lambda self: None)
-    monkeypatch.setattr(log, "setup", lambda *_, **__: None)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    for name in ("TF_CONFIG", "SHARDLINE_CLUSTER", "SHARDLINE_TASK"):
-        monkeypatch.delenv(name, raising=False)
-    threads = torch.get_num_threads()
-    yield lambda out=".", **settings: Services(tmp_path / out, **settings)
-    torch.set_num_threads(threads)
+__all__ = ["no_push_is_small", "one_thread_per_replica", "start"]

@@ -22,8 +22,8 @@ from shardline.errors import NonFiniteError, UnreachableError
 from shardline.job import Job
 from shardline.lanes.base import Lane
 from shardline.model import named_values
-from tests.integration.cluster import PATIENCE_S, Cluster, Worker
-from tests.integration.jobs import OPTIMIZERS, Rich, make_job, mse
+from tests.support.cluster import PATIENCE_S, Cluster, Worker
+from tests.support.jobs import OPTIMIZERS, Rich, make_job, mse
 
 
 def make_async(optimizer: str = "momentum", **changes: Any) -> Job:

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardline.client.api.session import Session
 from shardline.errors import JobError, TaskLostError, UnreachableError, UsageError
-from tests.integration.services import PATIENCE_S, Services
+from tests.support.services import PATIENCE_S, Services
 
 
 def attached(services: Services, index: int, **settings: str) -> tuple[Session, nn.Parameter, torch.optim.Optimizer]:

@@ -18,9 +18,9 @@ from shardline.testing import reference
 from shardline_chief.io.checkpointer import Checkpointer
 from shardline_chief.io.pacing import Links, Pace, TokenBucket
 from shardline_chief.rules.actions import Save, Saved
-from tests.integration.cluster import PATIENCE_S, Cluster, assert_same_end
-from tests.integration.jobs import Rich, make_job
-from tests.integration.test_deaths import wait_for
+from tests.support.cluster import PATIENCE_S, Cluster, assert_same_end
+from tests.support.jobs import Rich, make_job
+from tests.support.waiting import wait_for
 
 
 class SlowFiles(Files):

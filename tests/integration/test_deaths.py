@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -17,8 +16,9 @@ from shardline.errors import ProtocolError
 from shardline.job import Job
 from shardline.lanes.base import Lane
 from shardline.testing import ReferenceResult, reference
-from tests.integration.cluster import PATIENCE_S, Cluster, Worker, assert_same_end
-from tests.integration.jobs import Rich, make_job
+from tests.support.cluster import PATIENCE_S, Cluster, Worker, assert_same_end
+from tests.support.jobs import Rich, make_job
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("no_push_is_small")
 SMALL_BUCKETS = 512
@@ -90,14 +90,6 @@ def trap_one_shard(shard: int, *, step: int, at: int, function: Callable[[], Non
         return TrapLane(lane, step=step, at=at, function=function) if next(count) == shard else lane
 
     return wrap
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited {PATIENCE_S} s for {what}"
-        pause.wait(0.002)
 
 
 def counted(cluster: Cluster, shard: int, replica: int) -> int:

@@ -15,8 +15,8 @@ from shardline import schedule
 from shardline.errors import NonFiniteError
 from shardline.job import Job
 from shardline.testing import ReferenceResult, reference
-from tests.integration.cluster import Cluster, assert_same_end, split_evenly
-from tests.integration.jobs import OPTIMIZERS, Rich, Wide, data, make_job, mlp, mse
+from tests.support.cluster import Cluster, assert_same_end, split_evenly
+from tests.support.jobs import OPTIMIZERS, Rich, Wide, data, make_job, mlp, mse
 
 SMALL_BUCKETS = 256
 """Bytes; every tensor of a small model then has a bucket of its own."""

@@ -34,7 +34,7 @@ from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
 from shardline.update import rule
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
-from tests.integration.cluster import Orders
+from tests.support.cluster import Orders
 
 TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float16"),)
 

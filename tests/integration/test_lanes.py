@@ -16,8 +16,8 @@ from shardline.core.outcome import Outcome
 from shardline.job import Job
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.testing import ReferenceResult, reference
-from tests.integration.cluster import Cluster, Worker, assert_same_end
-from tests.integration.jobs import Rich, Wide, make_job
+from tests.support.cluster import Cluster, Worker, assert_same_end
+from tests.support.jobs import Rich, Wide, make_job
 
 LANES = ["grpc", "tcp", "shm"]
 SMALL_BUCKETS = 4096

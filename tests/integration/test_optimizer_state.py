@@ -13,7 +13,7 @@ from torch import nn
 
 from shardline.client.api.session import Session
 from shardline.errors import JobError
-from tests.integration.services import Services, backward, make_model
+from tests.support.services import Services, backward, make_model
 
 
 def attached(services: Services, **settings: Any) -> tuple[Session, nn.Module, torch.optim.Optimizer]:

@@ -23,12 +23,13 @@ from shardline.errors import JobError, NonFiniteError
 from shardline.lanes.base import Lane
 from shardline.model import named_values
 from shardline.testing import ReferenceResult, reference
-from tests.integration.cluster import COMPUTE, Cluster, assert_same_end, split_evenly
-from tests.integration.jobs import Rich, Wide, make_job
-from tests.integration.overlap import Layers, LosingLane, Middle, OverlapWorker
 from tests.integration.test_asynchronous import plain_torch
-from tests.integration.test_deaths import received, wait_for
+from tests.integration.test_deaths import received
 from tests.integration.test_equivalence import data_with_a_nan
+from tests.support.cluster import COMPUTE, Cluster, assert_same_end, split_evenly
+from tests.support.jobs import Rich, Wide, make_job
+from tests.support.overlap import Layers, LosingLane, Middle, OverlapWorker
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("no_push_is_small")
 SMALL_BUCKETS = 256

@@ -15,10 +15,10 @@ from shardline.client.overlap import as_computed
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Payloads, Sender, Sink, Want
 from shardline.lanes.base import Lane
 from shardline.testing import reference
-from tests.integration.cluster import COMPUTE, PATIENCE_S, Cluster, assert_same_end
-from tests.integration.jobs import make_job
-from tests.integration.overlap import Layers, LosingLane, Middle, OverlapWorker
-from tests.integration.test_deaths import wait_for
+from tests.support.cluster import COMPUTE, PATIENCE_S, Cluster, assert_same_end
+from tests.support.jobs import make_job
+from tests.support.overlap import Layers, LosingLane, Middle, OverlapWorker
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("no_push_is_small")
 SMALL_BUCKETS = 256

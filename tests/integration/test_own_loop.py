@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardline.client.api.session import Session
-from tests.integration.services import Services, backward, make_model
+from tests.support.services import Services, backward, make_model
 
 GOES_ON = "the job goes on at step 3, and this script has neither asked for that"
 CHANGED = "the values of 0.weight and 3 more tensors were changed in this process since the last step"

@@ -17,9 +17,9 @@ from shardline.client.exchange.outcomes import Restart
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.lanes.shm.client import ShmLane
 from shardline.lanes.tcp.client import TcpLane
-from tests.integration.cluster import TIMELINE, Cluster, Worker
-from tests.integration.jobs import Wide, make_job
-from tests.integration.test_deaths import wait_for
+from tests.support.cluster import TIMELINE, Cluster, Worker
+from tests.support.jobs import Wide, make_job
+from tests.support.waiting import wait_for
 
 NEXT = TIMELINE + 1
 

@@ -14,10 +14,10 @@ from shardline.core.plan import ShardSpec
 from shardline.errors import UnreachableError
 from shardline.storage.publication import Publication
 from shardline_ps import servicer
-from tests.integration.cluster import TIMELINE, Cluster, Ps
-from tests.integration.jobs import Rich, Wide, make_job
-from tests.integration.standbys import Protected
-from tests.integration.test_deaths import wait_for
+from tests.support.cluster import TIMELINE, Cluster, Ps
+from tests.support.jobs import Rich, Wide, make_job
+from tests.support.standbys import Protected
+from tests.support.waiting import wait_for
 
 NEXT = TIMELINE + 1
 

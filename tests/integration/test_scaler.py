@@ -12,7 +12,7 @@ from torch import nn
 import shardline
 from shardline.client.api.session import Session
 from shardline.errors import JobError
-from tests.integration.services import Services, batch, make_model
+from tests.support.services import Services, batch, make_model
 
 STEPS = 12
 OVERFLOWS = {(5, 0), (7, 1)}

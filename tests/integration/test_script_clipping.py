@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integration.services import Services, batch, make_model
+from tests.support.services import Services, batch, make_model
 
 STEPS, CLIP = 6, 0.1
 

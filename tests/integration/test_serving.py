@@ -23,9 +23,9 @@ from shardline.lanes.grpc.client import GrpcLane
 from shardline.rpc.channel import Peer, channel_options
 from shardline.rpc.messages.data import ps_stub, pull_request
 from shardline.rpc.server import RpcServer
-from tests.integration.cluster import PATIENCE_S, Cluster, Ps
-from tests.integration.jobs import make_job
-from tests.integration.test_deaths import wait_for
+from tests.support.cluster import PATIENCE_S, Cluster, Ps
+from tests.support.jobs import make_job
+from tests.support.waiting import wait_for
 
 
 def sender_of(cluster: Cluster, task: str) -> Sender:

@@ -20,8 +20,8 @@ from shardline.client.api import connect as connecting
 from shardline.client.api.session import Session
 from shardline.client.exchange.outcomes import Restart
 from shardline.errors import JobError, MismatchError, NonFiniteError, TensorError, UsageError
-from tests.integration.jobs import make_job
-from tests.integration.services import PATIENCE_S, TIMEOUTS, Services, backward, batch, make_model
+from tests.support.jobs import make_job
+from tests.support.services import PATIENCE_S, TIMEOUTS, Services, backward, batch, make_model
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> list[float]:

@@ -12,8 +12,8 @@ from torch import nn
 
 from shardline import Job
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2_grpc
-from tests.integration.cluster import PATIENCE_S, TIMELINE, Cluster
-from tests.integration.test_deaths import wait_for
+from tests.support.cluster import PATIENCE_S, TIMELINE, Cluster
+from tests.support.waiting import wait_for
 
 READER_S = 1.0
 STREAMS = 20

@@ -15,11 +15,11 @@ from shardline.job import Job
 from shardline.model import named_values
 from shardline.testing import ReferenceResult, reference
 from shardline_ps.standby import record_log as replication
-from tests.integration.cluster import COMPUTE, Worker, assert_same_end, same_bits
-from tests.integration.jobs import Rich, make_job
-from tests.integration.standbys import Protected
 from tests.integration.test_asynchronous import plain_torch
-from tests.integration.test_deaths import wait_for
+from tests.support.cluster import COMPUTE, Worker, assert_same_end, same_bits
+from tests.support.jobs import Rich, make_job
+from tests.support.standbys import Protected
+from tests.support.waiting import wait_for
 
 SMALL_BUCKETS = 512
 MODES = pytest.mark.parametrize("clip_norm", [0.0, 0.05], ids=["eager", "voted"])

@@ -30,10 +30,11 @@ from shardline.errors import RolledBackError, UnreachableError
 from shardline.lanes.base import Lane
 from shardline.rpc.link import ChiefLink
 from shardline.update import rule
-from tests.integration.cluster import ClusterState, same_bits
-from tests.integration.jobs import make_job, mse
-from tests.integration.standbys import Protected
-from tests.integration.test_deaths import Between, wait_for
+from tests.integration.test_deaths import Between
+from tests.support.cluster import ClusterState, same_bits
+from tests.support.jobs import make_job, mse
+from tests.support.standbys import Protected
+from tests.support.waiting import wait_for
 
 STEPS = 5
 AT = 2

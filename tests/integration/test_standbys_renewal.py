@@ -13,9 +13,9 @@ import pytest
 
 from shardline.errors import ProtocolError
 from shardline.rpc.client import PsControl
-from tests.integration.standbys import Protected
-from tests.integration.test_deaths import wait_for
 from tests.integration.test_standbys import standby_job
+from tests.support.standbys import Protected
+from tests.support.waiting import wait_for
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from shardline.job import Job
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.lanes.shm.client import ShmLane
 from shardline.testing import ReferenceResult, reference
-from tests.integration.cluster import Cluster, assert_same_end
-from tests.integration.jobs import Rich, Wide, make_job
+from tests.support.cluster import Cluster, assert_same_end
+from tests.support.jobs import Rich, Wide, make_job
 
 BUCKET_BYTES = 1 << 18
 

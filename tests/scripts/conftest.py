@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.conftest import one_thread_per_replica, start
+from tests.support.fixtures import one_thread_per_replica, start
 
 __all__ = ["one_thread_per_replica", "start"]
 

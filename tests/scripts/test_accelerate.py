@@ -13,8 +13,8 @@ from torch import nn
 import shardline
 from shardline.client.api.session import Session
 from shardline.errors import JobError
-from tests.integration.services import Services, batch, make_model
 from tests.integration.test_scaler import SCALE, STEPS, loss_of, plain_torch
+from tests.support.services import Services, batch, make_model
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed; make test-scripts does it")
 

@@ -13,8 +13,8 @@ from torch import nn
 import shardline
 from shardline.client.api.session import Session
 from shardline.errors import JobError
-from tests.integration.services import Services, make_model
 from tests.integration.test_scaler import OVERFLOWS, SCALE
+from tests.support.services import Services, make_model
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed; make test-scripts does it")
 

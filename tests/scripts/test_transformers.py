@@ -13,7 +13,7 @@ from shardline.client.api.session import Session
 from shardline.config import Timeouts
 from shardline.errors import JobError
 from tests.e2e.support import PATIENCE_S, mortal_cluster, summary_of
-from tests.integration.services import SEEDING, Services
+from tests.support.services import SEEDING, Services
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; make test-scripts does it")
 

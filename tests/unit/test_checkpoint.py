@@ -19,7 +19,7 @@ from shardline.core.plan import BucketSpec, Plan, ShardSpec, Slice, make_plan
 from shardline.core.spec import Argument, ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.errors import CheckpointError, UsageError
 from shardline.update import BucketRule, bucket_rule, chosen, rule, wants_whole
-from tests.checkpoint_cases import (
+from tests.support.checkpoints import (
     BUFFER,
     EVERY_KIND,
     FROZEN,

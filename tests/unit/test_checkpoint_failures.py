@@ -21,7 +21,7 @@ from shardline.checkpoint.files import Files, try_lock
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import make_plan
 from shardline.errors import CheckpointError
-from tests.checkpoint_cases import (
+from tests.support.checkpoints import (
     SHARD_0,
     SMALL,
     Killed,

@@ -16,8 +16,8 @@ import torch
 
 from shardline.checkpoint import CheckpointStore, committed_steps, newest_valid
 from shardline.core.plan import make_plan
-from tests.checkpoint_cases import SMALL, assert_same_images, cut_of, images_of, state_of
-from tests.checkpoint_writer import KEEP, write_on
+from tests.support.checkpoint_writer import KEEP, write_on
+from tests.support.checkpoints import SMALL, assert_same_images, cut_of, images_of, state_of
 
 KILLS = 32
 PATIENCE_S = 60.0
@@ -29,7 +29,7 @@ LONGEST_S = 0.03
 def processes() -> ForkServerContext:
     """Processes forked from one that has imported everything: each starts in milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint_writer"])
+    context.set_forkserver_preload(["tests.support.checkpoint_writer"])
     return context
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardline.checkpoint import Checkpoint, CheckpointStore, committed_steps
 from shardline.checkpoint.manifest import MANIFEST, step_folder
 from shardline.errors import CheckpointError
-from tests.checkpoint_cases import Killed, MortalFiles, cut_of, flip_byte, operations
+from tests.support.checkpoints import Killed, MortalFiles, cut_of, flip_byte, operations
 
 SHARD = "shard-00000-of-00001.safetensors"
 ALL_OPERATIONS = 60

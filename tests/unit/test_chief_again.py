@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from shardline_chief import service
 from shardline_chief.rules.actions import Command, CommandResult, Configure, Find
 from shardline_chief.rules.replay import Remembered, replay
 from shardline_chief.rules.state.leases import Leases
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import FakePs, make_job, running
-from test_chief_takeover import Mortal
+from tests.support.chief_cluster import FakePs, make_job, running
+from tests.support.mortal_chief import Mortal
 
 CLUSTER = ClusterSpec({"chief": ("127.0.0.1:0",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
 
@@ -45,7 +42,7 @@ def test_a_job_that_was_done_before_its_chief_went_is_done_for_the_next_one_too(
 @pytest.mark.parametrize(
     "other",
     [
-        {"ended": (0, "stopped: enough")},
+        {"ended": (0, "stopped: enough"), "stopping": ("enough", 0)},
         {"ended": (4, "ps/0 is gone")},
         {"checkpoint_step": 90},
         {"closed": False},

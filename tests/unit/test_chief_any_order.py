@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
 from shardline.core.orders import Phase
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, T, make_job, phase
+from tests.support.chief_cluster import Cluster, T, make_job, phase
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +12,7 @@ from shardline.rpc.messages.barrier import barrier_state_from_proto, barrier_sta
 from shardline_chief.rules.flows.barriers import Barriers
 from shardline_chief.rules.state.settings import Settings
 from shardline_chief.rules.state.state import State
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, make_job
+from tests.support.chief_cluster import Cluster, make_job
 
 
 def rules(*, workers: int = 3, mode: str = "sync", first_step: int = 0) -> Barriers:

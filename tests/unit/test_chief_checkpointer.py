@@ -18,7 +18,7 @@ from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import CheckpointError, UnreachableError
 from shardline_chief.io.checkpointer import Checkpointer, restore
 from shardline_chief.rules.actions import Save, Saved
-from tests.checkpoint_cases import SHARD_0, assert_same_images, cut_of, flip_byte, images_of, job_of
+from tests.support.checkpoints import SHARD_0, assert_same_images, cut_of, flip_byte, images_of, job_of
 
 PATIENCE_S = 20.0
 PUSHES: dict[int, dict[str, WorkerSequence]] = {

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, T, make_job
+from tests.support.chief_cluster import Cluster, T, make_job
 
 
 def test_with_fewer_workers_than_wanted_nothing_moves_and_the_wait_names_who_is_missing() -> None:

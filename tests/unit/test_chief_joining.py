@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from shardline.config import Timeouts
 from shardline.core.orders import Phase
 from shardline.core.waiting import Waiting, duration
 from shardline.errors import UsageError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import JOIN, Cluster, T, make_job, phase
+from tests.support.chief_cluster import JOIN, Cluster, T, make_job, phase
 
 
 def test_joining_has_a_deadline_of_its_own_that_is_minutes_by_default() -> None:

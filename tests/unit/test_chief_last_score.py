@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +14,7 @@ from shardline.core.spec import RuleSpec
 from shardline.errors import CheckpointError
 from shardline_chief.io.checkpointer import ResumePoint
 from shardline_chief.io.summary import summary
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, FakeResume, T, make_job
+from tests.support.chief_cluster import Cluster, FakeResume, T, make_job
 
 
 def ended(cluster: Cluster) -> bool:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from shardline.core.orders import Phase
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, T, make_job, phase
+from tests.support.chief_cluster import Cluster, T, make_job, phase
 
 
 def test_worker_that_alone_does_not_hear_a_server_is_fenced_and_its_replicas_move() -> None:

@@ -16,9 +16,7 @@ from shardline_chief.rules.machine import Flows, continuations, rows
 from shardline_chief.rules.stages import ANY, PHASES, TAKEOVER, Stage
 from shardline_chief.rules.state.settings import Settings
 from shardline_chief.rules.state.state import State
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import running
+from tests.support.chief_cluster import running
 
 ROOT = Path(__file__).parents[2]
 MOST_ROOMS = 8

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +8,7 @@ from shardline.core.orders import Phase
 from shardline.errors import FencedError, JobError, TaskLostError
 from shardline_chief.rules.actions import Cut
 from shardline_chief.rules.messages import Beat
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import JOIN, Cluster, T, make_job, phase, running
+from tests.support.chief_cluster import JOIN, Cluster, T, make_job, phase, running
 
 # Evaluation
 

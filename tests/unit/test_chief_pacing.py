@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +19,7 @@ from shardline_chief.io.pacing import (
 )
 from shardline_chief.rules.actions import Cut, Hurry, Save, Saved
 from shardline_chief.rules.intervals import StepClock, least_interval
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, make_job, running
+from tests.support.chief_cluster import Cluster, make_job, running
 
 MB = 1 << 20
 GIGABIT = 118e6

@@ -15,7 +15,7 @@ from shardline.observability.metrics import Metrics
 from shardline.observability.view import cluster_view
 from shardline_chief.io.reporter import Pace, Reporter, Shelf
 from shardline_chief.io.summary import overview
-from tests.unit.chief_cluster import Cluster, make_job, running
+from tests.support.chief_cluster import Cluster, make_job, running
 
 
 def report(step: int, replica: int = 0, **fields: Any) -> StepReport:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +8,7 @@ from shardline.core.orders import Phase
 from shardline_chief.rules.actions import Activate, CommandResult, Configure, Cut, Members, Release, Restore
 from shardline_chief.rules.events import EndAsked
 from shardline_chief.rules.messages import Beat, Join
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import JOIN, Cluster, FakeResume, T, make_job, other, running
+from tests.support.chief_cluster import JOIN, Cluster, FakeResume, T, make_job, other, running
 
 # Start
 

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from shardline.core.orders import Phase
@@ -12,9 +9,7 @@ from shardline_chief.rules.actions import Cut, Restore
 from shardline_chief.rules.flows.recovery import ATTEMPTS, moved
 from shardline_chief.rules.messages import Beat
 from shardline_chief.rules.state.membership import Member
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, T, make_job, other, phase, running
+from tests.support.chief_cluster import Cluster, T, make_job, other, phase, running
 
 
 def checkpoint(cluster: Cluster, step: int) -> None:

@@ -18,72 +18,23 @@ import pytest
 import torch
 
 from shardline.checkpoint import Cut
+from shardline.client.step import trainer
 from shardline.cluster import ClusterSpec
-from shardline.config import RoleConfig, Timeouts
+from shardline.config import RoleConfig
 from shardline.core.identity import Identity
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.orders import Orders, Phase, StepReport
 from shardline.core.plan import make_plan
-from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
 from shardline.core.spec_json import job_to_json
 from shardline.errors import FencedError, MismatchError, ProtocolError, UsageError
 from shardline.host.process import Termination
-from shardline.rpc.client import ChiefClient
-from shardline.rpc.link import ChiefLink
 from shardline.rpc.v1 import chief_pb2
-from shardline.security import PLAIN, Security
+from shardline.security import Security
 from shardline_chief import service
-from shardline_chief.io import control, trainer
+from shardline_chief.io import control
 from shardline_chief.io.journal import Journal
 from shardline_chief.rules.replay import Remembered, replay
-
-TIMEOUTS = Timeouts(total_s=6.0)
-
-
-def make_job() -> JobSpec:
-    tensors = (TensorSpec(name="weight", shape=(3, 2), dtype="float32"),)
-    return JobSpec(name="job", tensors=tensors, rule=RuleSpec(name="SGD", groups=({"lr": 0.1},)), steps=10)
-
-
-class Chief:
-    """A chief in a thread of this process."""
-
-    def __init__(self, out: Path, security: Security = PLAIN) -> None:
-        self.security = security
-        cluster = ClusterSpec({"chief": ("127.0.0.1:0",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
-        self.config = RoleConfig(role="chief", index=0, cluster=cluster, out=out, timeouts=TIMEOUTS, security=security)
-        self.journal = Journal(out / "chief")
-        settings = dataclasses.replace(service._settings(self.config), term=self.journal.begin_term(), chief_uuid="u")
-        self.process = service.ChiefProcess(self.config, out, self.journal, make_job(), None, settings)
-        self.code: int | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        deadline_s = time.monotonic() + 10.0
-        while not self.process._server.address:
-            assert time.monotonic() < deadline_s
-            assert self._thread.is_alive()
-            self._thread.join(0.01)
-        self.address = self.process._server.address
-        self.client = ChiefClient(self.address, TIMEOUTS, security)
-
-    def _run(self) -> None:
-        self.code = self.process.run(Termination())
-
-    def link(self, role: str, index: int = 0, **fields: object) -> ChiefLink:
-        fields = {"security": self.security, "address": "127.0.0.1:9", **fields}
-        return ChiefLink(self.address, TIMEOUTS, role=role, index=index, **fields)  # type: ignore[arg-type]
-
-    def wait(self) -> int | None:
-        self._thread.join(10.0)
-        return self.code
-
-    def close(self) -> None:
-        if self._thread.is_alive():
-            self.process._control.request_stop("test over")
-            self._thread.join(10.0)
-        self.client.close()
-        self.process.close()
-        self.journal.close()
+from tests.support.chief_process import TIMEOUTS, Chief, make_job
 
 
 @pytest.fixture

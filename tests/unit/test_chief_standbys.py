@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,8 @@ from shardline.core.spec import TensorSpec
 from shardline.core.status import ShardStatus
 from shardline.errors import UsageError
 from shardline_chief.rules.actions import AskStatus, Lead, Promote, Promotion
-from shardline_chief.rules.state.standbys import Change, Protection, after_loss, protected, without_standbys
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, T, make_job, phase
+from shardline_chief.rules.state.standbys import Protection, StandbyChange, after_loss, protected, without_standbys
+from tests.support.chief_cluster import Cluster, T, make_job, phase
 
 
 def placed(*tasks: str) -> tuple[Placement, ...]:
@@ -100,7 +96,7 @@ def test_what_primaries_tell_of_their_standbys_is_believed_where_they_are_to_be(
     assert protection.observe(placement, [told(0, "copying")], 0.0) == []
     assert protection.whole() == set()
     assert protection.observe(placement, [told(0, "synced")], 1.0) == [
-        Change("shard 0 is protected: its standby on ps/1 is whole", protected=True)
+        StandbyChange("shard 0 is protected: its standby on ps/1 is whole", protected=True)
     ]
     assert protection.observe(placement, [told(1, "synced", "ps/7")], 1.0) == []
     assert protection.whole() == {0}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +14,8 @@ from shardline_chief.rules.actions import AskStatus, Configure, Promote, Promoti
 from shardline_chief.rules.replay import replay
 from shardline_chief.rules.stages import UNHEARD
 from shardline_chief.rules.state.standbys import as_found, protected, without_standbys
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import FakePs, T, make_job, phase
-from test_chief_takeover import Killed, Mortal, cut, hear_twice
+from tests.support.chief_cluster import FakePs, T, make_job, phase
+from tests.support.mortal_chief import Killed, Mortal, cut, hear_twice
 
 LARGE = tuple(TensorSpec(name=f"layer{number}", shape=(64, 64), dtype="float32") for number in range(6))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import queue
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +24,8 @@ from shardline.observability.view import as_json, cluster_view
 from shardline.rpc.messages.status import chief_status_from_proto, chief_status_to_proto
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.summary import overview
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chief_cluster import Cluster, running
-
 from shardline_chief.rules.actions import Cut
+from tests.support.chief_cluster import Cluster, running
 
 FAULT = "no checkpoint at step 40: No space left on device; the last good checkpoint is of step 10: /out/step-10"
 STATUS = ChiefStatus(job="digits", phase="running", step=45, steps=100, faults=(FAULT,))

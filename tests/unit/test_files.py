@@ -36,7 +36,7 @@ from shardline.security import Security
 from shardline_chief.io.journal import Journal
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.page.history import History
-from tests.checkpoint_cases import SHARD_0, job_of, prepare, spec, state_of
+from tests.support.checkpoints import SHARD_0, job_of, prepare, spec, state_of
 
 DEADLINE_S = 10.0
 SPARSE_BYTES = 1 << 40
@@ -341,6 +341,8 @@ def test_strange_journal_is_named(tmp_path: Path, put: Put, sentence: str) -> No
         journal.write("joined", task="ps/0")
         assert [entry["kind"] for entry in journal.read()] == ["joined"]
     instead(tmp_path / "journal-1.jsonl", put)
+    # A line of the greatest length is read before it is refused, which takes a busy machine its time.
+    signal.setitimer(signal.ITIMER_REAL, 120.0)
     with Journal(tmp_path) as journal, pytest.raises(UsageError, match=r"journal-1\.jsonl") as caught:
         list(journal.read())
     assert sentence in str(caught.value)

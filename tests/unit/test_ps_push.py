@@ -21,7 +21,8 @@ from shardline.lanes.attachments import Attachments, Holder, Opening
 from shardline.lanes.shm.server import ShmTicket
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.server import inline_apply as quick
-from shardline.server.push_receiver import NoRoomError, PushReceiver, PushResult
+from shardline.server.incoming_push import PushResult
+from shardline.server.push_receiver import NoRoomError, PushReceiver
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PushFrameView, read_push
 from shardline_ps.store import ParameterStore, PsConfiguration

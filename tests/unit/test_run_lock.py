@@ -18,10 +18,7 @@ import pytest
 from shardline.cli.launcher import LocalCluster
 from shardline.errors import UsageError
 from shardline.host.run_lock import ROOM, RunLock, ever_begun
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_launcher import fake_roles as fake_roles
-from test_launcher import job_file, launch, start_train, tell_chief, wait_for_start
+from tests.support.fake_roles import job_file, launch, start_train, tell_chief, wait_for_start
 
 COMMAND = (sys.executable, "-m", "shardline")
 

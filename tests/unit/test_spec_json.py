@@ -12,7 +12,7 @@ import pytest
 from shardline.core.spec import Argument, RuleSpec
 from shardline.core.spec_json import job_from_json, job_to_json
 from shardline.errors import JobError
-from tests.checkpoint_cases import (
+from tests.support.checkpoints import (
     EVERY_KIND,
     job_of,
 )

@@ -8,6 +8,7 @@ from shardline.core.plan import balance, make_plan
 from shardline.core.spec import JobSpec
 from shardline.core.spec_json import job_to_json
 from shardline.errors import JobError, ShardlineError, UnreachableError
+from shardline.fit import check_fit
 from shardline_chief.rules.events import Arrived, ServersReady, Tick, TrainingBegins
 from shardline_chief.rules.flows.preparation import Preparation
 from shardline_chief.rules.stages import Stage
@@ -53,6 +54,7 @@ class Start:
                 others = f"with settings that differ from the checkpoint's: {'; '.join(changed)}"
                 state.say("resume", f"going on from step {resume.step} {others}", "warning")
             plan = make_plan(job.tensors, len(state.settings.ps))
+            check_fit(job, standbys=state.settings.standbys)
             if not job.script and job.steps < 1:
                 raise JobError(f"job {job.name!r} has {job.steps} steps; nothing would be trained")
         except ShardlineError as error:

@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from shardline.checkpoint import CheckpointStore
-from tests.checkpoint_cases import cut_of
+from tests.support.checkpoints import cut_of
 
 KEEP = 2
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from shardline.rpc.v1 import common_pb2
-from tests.contract.plain_client import FIRST_W, FROZEN, STATS, PlainClient, W
+from tests.support.plain_client import FIRST_W, FROZEN, STATS, PlainClient, W
 
 BAD = grpc.StatusCode.INVALID_ARGUMENT
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def job_of(tensors: tuple[TensorSpec, ...] = SMALL, *, rule: str = "Adam", **mor
     return JobSpec(name="digits", tensors=tensors, rule=RuleSpec(name=rule, groups=groups), **more)
 
 
+@functools.lru_cache(maxsize=64)
 def random_tensor(elements: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """The same tensor each time: not to be written to."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, (elements,), generator=generator).bool()

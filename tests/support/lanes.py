@@ -25,8 +25,8 @@ from shardline.lanes.tcp.client import TcpLane
 from shardline.lanes.tcp.server import TcpOffer
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.convert import plan_from_proto
-from tests.contract.plain_client import ELEMENTS, FIRST_W, FROZEN, STATS, TIMELINE, W, floats, plan, plan_id
-from tests.integration.cluster import Ps
+from tests.support.cluster import Ps
+from tests.support.plain_client import ELEMENTS, FIRST_W, FROZEN, STATS, TIMELINE, W, floats, plan, plan_id
 
 TIMEOUTS = Timeouts(total_s=20.0)
 DEADLINE_S = 20.0

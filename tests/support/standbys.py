@@ -19,7 +19,7 @@ from shardline.core.status import ShardStatus
 from shardline.errors import UnreachableError
 from shardline.job import Job
 from shardline.rpc.messages.configuration import Configuration
-from tests.integration.cluster import PATIENCE_S, Cluster, Worker
+from tests.support.cluster import PATIENCE_S, Cluster, Worker
 
 MEMBERS = {f"worker/{index}": 1 for index in range(8)}
 

@@ -19,7 +19,7 @@ from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Stand
 from shardline.data import replica_gradients
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
-from tests.integration.cluster import COMPUTE, Cluster, Worker
+from tests.support.cluster import COMPUTE, Cluster, Worker
 
 T = TypeVar("T")
 

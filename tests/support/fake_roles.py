@@ -1,0 +1,146 @@
+"""Stand-ins for the roles, for whoever starts processes and needs no training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardline.cli.fates import Ended
+from shardline.cli.launcher import LaunchOptions, LocalCluster
+from shardline.config import Timeouts
+
+# Stand-ins for the roles. The chief obeys lines sent to its address ("exit 4"); the others end when it does, as real
+# tasks do, and so nothing here needs a sleep. A job file may make one of them fail.
+FAKE_ROLES = """
+import json, os, signal, socket, sys
+
+def chief(config):
+    settings = json.loads(config.job.read_text())
+    if settings.get("busy"):
+        signal.pause()
+    if "chief" in settings:
+        print("shardline: " + settings["chief"], file=sys.stderr, flush=True)
+        return 6
+    host, port = config.cluster.chief.split(":")
+    server = socket.create_server((host, int(port)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if config.ready_fd is not None:
+        os.write(config.ready_fd, f"127.0.0.1:{server.getsockname()[1]}\\n".encode())
+        os.close(config.ready_fd)
+    held = []
+    while True:
+        connection, _ = server.accept()
+        held.append(connection)
+        line = connection.makefile(errors="replace").readline().split()
+        if line and line[0] == "exit":
+            (config.out / "summary.json").write_text(json.dumps({"steps": 3, "seconds": 1.5, "steps_per_second": 2.0}))
+            return int(line[1])
+
+def other(config):
+    # A ps is told of no job.
+    settings = json.loads((config.job or config.out.parent / "job.py").read_text())
+    print(config.task, "args", os.environ.get("SHARDLINE_JOB_ARGS", ""), flush=True)
+    if config.task in settings:
+        print(f"shardline: {config.task} has had enough", file=sys.stderr, flush=True)
+        return settings[config.task]
+    host, port = config.cluster.chief.split(":")
+    try:
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(f"here {config.task}\\n".encode())
+            connection.recv(1)
+    except ConnectionError:
+        pass  # the chief has ended already
+    return 0
+"""
+
+
+@pytest.fixture
+def fake_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the children's path whose roles stand before the installed ones."""
+    folder = tmp_path / "fakes"
+    info = folder / "fake_roles-1.0.dist-info"
+    info.mkdir(parents=True)
+    (folder / "fake_roles.py").write_text(FAKE_ROLES)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-roles\nVersion: 1.0\n")
+    roles = {"chief": "chief", "ps": "other", "worker": "other", "evaluator": "other"}
+    lines = [f"{role} = fake_roles:{function}" for role, function in roles.items()]
+    (info / "entry_points.txt").write_text("[shardline.roles]\n" + "\n".join(lines) + "\n")
+    # Before whatever else the children are to find, such as this very tree.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    return folder
+
+
+def job_file(folder: Path, **settings: object) -> Path:
+    path = folder / "job.py"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def launch(tmp_path: Path, **settings: Any) -> LaunchOptions:
+    job = settings.pop("job", None) or job_file(tmp_path)
+    defaults: dict[str, Any] = {"workers": 2, "out": tmp_path / "out", "timeouts": Timeouts(total_s=30.0)}
+    return LaunchOptions(job=job, **{**defaults, **settings})
+
+
+def tell_chief(cluster: LocalCluster, line: str) -> None:
+    host, port = cluster.chief_address.split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(line.encode() + b"\n")
+
+
+def next_end(cluster: LocalCluster, timeout_s: float = 10.0) -> Ended:
+    event = cluster.events.get(timeout=timeout_s)
+    assert isinstance(event, Ended)
+    return event
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def start_train(tmp_path: Path, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "shardline", "train", str(job_file(tmp_path)), "--out", str(tmp_path / "run")]
+    return subprocess.Popen(
+        [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def children(tmp_path: Path) -> dict[str, int]:
+    """Pids of the tasks of a `shardline train`, once it says that all of them were started."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            if "--life-fd" in words and str(tmp_path / "run") in words:
+                found[words[words.index("--task") + 1]] = int(entry.name)
+    return found
+
+
+def wait_for_start(process: subprocess.Popen[str]) -> None:
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("started 1 chief, 1 ps, 1 worker; logs: ")
+
+
+def wait_gone(pids: dict[str, int], timeout_s: float) -> None:
+    for task, pid in pids.items():
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ready, _, _ = select.select([handle], [], [], timeout_s)
+        os.close(handle)
+        assert ready, f"{task} is still there"

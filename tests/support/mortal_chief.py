@@ -1,0 +1,102 @@
+"""A cluster without a network whose chief can be killed, and is followed by the next one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from shardline.core.orders import Phase
+from shardline_chief.rules.actions import (
+    Action,
+    Command,
+    Cut,
+    Record,
+)
+from shardline_chief.rules.program import Program
+from shardline_chief.rules.replay import Remembered, replay
+from shardline_chief.rules.state.settings import Settings
+from tests.support.chief_cluster import Cluster, make_job, phase
+
+
+class Killed(Exception):
+    """The chief's process is gone."""
+
+
+class Mortal(Cluster):
+    """A cluster whose chief can be killed. Each chief has the next term and reads what those before it noted."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.kill_in = -1
+        """Actions that are still carried out before the chief is killed; negative: it lives on."""
+        self.changes: list[str] = []
+        """Names of commands of the newest chief."""
+        super().__init__(**fields)
+
+    @property
+    def settings(self) -> Settings:
+        return self.program.state.settings
+
+    def act(self, action: Action) -> None:
+        if self.kill_in == 0:
+            raise Killed
+        self.kill_in -= 1
+        super().act(action)
+        if isinstance(action, Command) and not self.held:
+            self.changes.append(type(action.order).__name__)
+        if isinstance(action, Record):
+            self.note(action.kind, **action.fields)
+
+    def note(self, kind: str, **fields: Any) -> None:
+        entry = {"kind": kind, "term": self.settings.term, "time": self.now_s, **fields}
+        self.entries.append(json.loads(json.dumps(entry)))
+
+    def next_chief(self, seconds: float = 1.0) -> Remembered:
+        """The chief is dead for some seconds, then the next one starts."""
+        self.kill_in = -1
+        self.held.clear()
+        self.held_saves.clear()
+        self.led.clear()
+        self.changes.clear()
+        self.commands.clear()
+        self.now_s += seconds
+        old = self.settings
+        remembered = replay(self.entries)
+        fields = {
+            name: getattr(old, name) for name in ("ps", "workers", "evaluators", "min_workers", "timeouts", "standbys")
+        }
+        settings = Settings(term=old.term + 1, chief_uuid="v", chief_address="chief:1", **fields)
+        trained_s = self.now_s - remembered.began_s if remembered.began_s is not None else 0.0
+        known = remembered if remembered.unfinished else None
+        job = self.program.state.job
+        self.program: Program = Program(settings, self.now_s, job=job, remembered=known, trained_s=trained_s)
+        self.note("chief", uuid="v", resume=None, takes_over=known is not None)
+        self.settle()
+        return remembered
+
+    def hear(self) -> None:
+        """Everybody beats, and the chief thinks."""
+        for task in list(self.lives):
+            if not any(ps.dead for ps in self.ps if ps.task == task):
+                self.beat(task)
+        self.now_s += 0.1
+        self.program.tick(self.now_s)
+        self.settle()
+
+
+def hear_twice(cluster: Mortal) -> None:
+    cluster.hear()
+    cluster.hear()
+
+
+def mortal(**fields: Any) -> Mortal:
+    cluster = Mortal(job=make_job(**fields))
+    cluster.start()
+    assert phase(cluster) is Phase.RUNNING
+    return cluster
+
+
+def cut(cluster: Mortal, step: int) -> None:
+    for ps in cluster.ps:
+        ps._cut(Cut(timeline=ps.timeline, step=step))
+    cluster.advance(step)

@@ -1,0 +1,31 @@
+"""What this process holds of shared segments, and segments that nobody should map."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+
+def mappings(name: str) -> set[str]:
+    """Inodes of this process's mappings of segments of a name."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if f"/memfd:{name}" in line}
+
+
+def descriptors(name: str) -> int:
+    """Open descriptors of segments of a name."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += f"/memfd:{name}" in os.readlink(f"/proc/self/fd/{fd}")
+    return found
+
+
+def unsealed(nbytes: int, seals: int = 0) -> int:
+    fd = os.memfd_create("shardline-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
