@@ -40,6 +40,7 @@ docs: $(STAMP)
 docs-check: $(STAMP)
 	@$(BIN)/python -m shardline.observability.metrics | diff docs/metrics.md - && \
 	$(BIN)/python -m benchmarks.report | diff docs/results.md - && \
+	SHARDLINE_PLUGINS= $(BIN)/python -m shardline.methods | diff shardline/cli/methods.json - && \
 	$(BIN)/python deploy/grafana/make_dashboard.py | diff deploy/grafana/dashboards/shardline.json - || \
 		{ echo "generated pages are not what their sources say; run: make docs" >&2; exit 1; }
 

@@ -58,7 +58,7 @@ def make_certificates(
         raise UsageError(f"{found[0]} is there, but not the other of {ca_files[0]} and {ca_files[1]}; nothing was made")
     there = [path for pair in pairs.values() for path in pair if path.exists()]
     if there or "ca" in hosts:
-        raise UsageError(f"{there[0] if there else ca_files[0]} is there already; nothing was made or written over")
+        raise UsageError(f"{there[0] if there else ca_files[0]} is there already; nothing was written")
     now = datetime.datetime.now(datetime.UTC)
     until = now + datetime.timedelta(days=days)
     try:
@@ -77,7 +77,7 @@ def make_certificates(
     except OSError as error:
         raise UsageError(f"{error.filename or folder} can't be read or written: {error.strerror}") from None
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{ca_files[0]} and {ca_files[1]} are no CA that can be used: {error}") from None
+        raise UsageError(f"{ca_files[0]} and {ca_files[1]} are not a usable CA: {error}") from None
     return Made(ca=ca_files[0], pairs=pairs, until=min(until, ca.not_valid_after_utc), new_ca=not found)
 
 
@@ -87,7 +87,9 @@ def alternative_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         if not _HOST.fullmatch(host) or len(host) > LONGEST_NAME:
-            raise UsageError(f"{host!r} is no host name and no IP address that a certificate could have") from None
+            raise UsageError(
+                f"{host!r} is neither a host name nor an IP address, so no certificate can name it"
+            ) from None
         return x509.DNSName(host.rstrip("."))
 
 

@@ -65,7 +65,7 @@ def parse_address(text: object, where: str = "the address") -> tuple[str, int]:
             f'{where} is {_shown(text)}; give "host:port" without a scheme, and an IPv6 host in brackets: "[::1]:2222"'
         )
     if len(host) > MAX_HOST or not _HOST.fullmatch(host):
-        raise ClusterSpecError(f"{where} is {_shown(text)}; {_shown(host)} is no host name or IP address")
+        raise ClusterSpecError(f"{where} is {_shown(text)}; {_shown(host)} is not a host name or an IP address")
     if host.lower() in _SCHEMES:
         raise ClusterSpecError(
             f"{where} is {_shown(text)}; gRPC takes a host of the name {host!r} for a scheme: use its full name or its "
@@ -96,7 +96,7 @@ def parse_task(text: str) -> tuple[str, int]:
         raise ClusterSpecError(f"{text!r} leaves the index to the chief, which only a task that starts can do")
     if not slash or role not in ROLES or not _is_number(index):
         raise ClusterSpecError(
-            f'{_shown(text)} is no task; a task is role/index, such as "ps/0", with role {_one_of(ROLES)}'
+            f'{_shown(text)} is not a task; a task is role/index, such as "ps/0", with role {_one_of(ROLES)}'
         )
     return role, int(index)
 

@@ -144,17 +144,17 @@ class RoleConfig:
         exposed = [host for _, host, _ in self._listens() if not is_loopback(host)]
         if exposed and held.tls_cert is None:
             found.append(
-                f"--insecure-bind: {self.task} listens at {exposed[0]} without TLS; whoever is on that network can "
-                "read and change what travels" + ("" if held.token else ", and without a token anybody may command it")
+                f"--insecure-bind: {self.task} listens at {exposed[0]} without TLS; anyone on that network can "
+                "read and change the traffic" + ("" if held.token else ", and without a token anybody may command it")
             )
         elif exposed and not held.token and held.tls_ca is None:
             found.append(
-                f"{self.task} listens at {exposed[0]} and lets anybody in who reaches it; give --token-file or --tls-ca"
+                f"{self.task} listens at {exposed[0]} and admits anyone who can reach it; give --token-file or --tls-ca"
             )
         if held.token and not held.admin_token and self.role in ("chief", "ps"):
             found.append(
-                "there is no --admin-token-file, so the job's token is every right: whoever has it may also command "
-                "the parameter servers and end the job"
+                "there is no --admin-token-file, so the job's token grants every right: whoever has it may also "
+                "command the parameter servers and end the job"
             )
         return found
 

@@ -40,11 +40,12 @@ from shardline.core.settings import check as check_settings
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, calling, seed_everything
 from shardline.errors import JobError
+from shardline.fit import check_fit
 from shardline.model import model_tensors
 from shardline.python_file import run_file
 from shardline.schedule import complete, constant
 from shardline.seams import Resident
-from shardline.update import check_pushes, check_rule, check_tensors, rule, rule_from_optimizer
+from shardline.update import check_rule, check_tensors, rule, rule_from_optimizer
 
 __all__ = ["Job", "load_job", "lowest_is_best", "model_tensors"]
 
@@ -151,7 +152,7 @@ class Job(Settings):
             made = self.dataset()
         if _is_factory(made):
             raise JobError(
-                f"dataset() returned {_short(made)}, which is no data set: give it len() and [index], or iter()"
+                f"dataset() returned {_short(made)}, which is not a data set: give it len() and [index], or iter()"
             )
         _check_dataset(made, "dataset()", one_shot=True)
         return made
@@ -228,10 +229,9 @@ class Job(Settings):
         found = rule_from_optimizer(optimizer, method=str(self.rule))
         tensors = keep_whole(str(self.codec), model_tensors(model, optimizer.param_groups, rule=found))
         check_tensors(found, tensors)
-        check_pushes(found, single=consistency_of(self.consistency_spec()).whole_pushes)
         if self.samples:
             self.data_order()
-        return JobSpec(
+        spec = JobSpec(
             name=self.name,
             tensors=tensors,
             rule=found,
@@ -242,6 +242,8 @@ class Job(Settings):
             best_is_lowest=self.best_mode == "min" or (not self.best_mode and lowest_is_best(self.best_metric)),
             samples=self.samples,
         )
+        check_fit(spec)
+        return spec
 
     def score(self, model: nn.Module) -> dict[str, float]:
         """What `evaluate` says of the model, as floats; {} where the job has none.
@@ -266,7 +268,7 @@ class Job(Settings):
         try:
             scores = {str(name): float(value) for name, value in found.items()}
         except (TypeError, ValueError) as error:
-            raise JobError(f"evaluate(model) returned a metric that is no number: {error}") from error
+            raise JobError(f"evaluate(model) returned a metric that is not a number: {error}") from error
         if self.best_metric and self.best_metric not in scores:
             raise JobError(f"best_metric is {self.best_metric!r}, but evaluate(model) returns {', '.join(scores)}")
         return scores
@@ -327,7 +329,7 @@ def _check_dataset(data: object, where: str = "dataset", *, one_shot: bool = Fal
 _OVERRIDES: Mapping[str, type] = {
     **{name: kind_of(name) for name in known()},
     "clip_norm": float,
-    **dict.fromkeys(("consistency", "nan_policy", "best_metric", "best_mode", "name"), str),
+    **dict.fromkeys((*CHOICES, "nan_policy", "best_metric", "best_mode", "name"), str),
 }
 """Job fields that a command line can set, and how their text is read."""
 

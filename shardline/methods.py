@@ -10,9 +10,12 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardline.seams import Table
+
+if TYPE_CHECKING:
+    from shardline.core.spec import JobSpec
 
 SEAMS: Mapping[str, tuple[str, str, str]] = {
     "consistency": ("shardline.consistency", "CONSISTENCIES", "Who may proceed, and whose contributions count."),
@@ -31,6 +34,12 @@ def table(seam: str) -> Table[Any]:
     module, name, _ = SEAMS[seam]
     found: Table[Any] = getattr(importlib.import_module(module), name)
     return found
+
+
+def chosen(job: JobSpec) -> dict[str, str]:
+    """By seam, the text of what a job has."""
+    texts = {"consistency": job.consistency.mode, "rule": job.rule.method}
+    return {seam: table(seam).canonical(texts.get(seam) or getattr(job, seam)) for seam in SEAMS}
 
 
 def described() -> dict[str, list[tuple[str, str]]]:

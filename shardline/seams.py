@@ -86,7 +86,9 @@ class Table(Generic[R]):
     def add(self, resident: type[R]) -> type[R]:
         """List a class; usable as a decorator. Raises UsageError for a name that is taken or can't be written."""
         if not dataclasses.is_dataclass(resident) or not resident.__dataclass_params__.frozen:
-            raise UsageError(f"{self.seam} {resident.__name__} is no frozen dataclass; decorate it with one")
+            raise UsageError(
+                f"{self.seam} {resident.__name__} is not a frozen dataclass; decorate it with @dataclass(frozen=True)"
+            )
         if not _WORD.fullmatch(resident.name):
             raise UsageError(f"{self.seam} {resident.__name__} has the name {resident.name!r}; use lower-case letters")
         there = self._classes.setdefault(resident.name, resident)

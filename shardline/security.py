@@ -89,7 +89,7 @@ class Security:
 
     @property
     def tls(self) -> bool:
-        """Whether connections wear TLS."""
+        """Whether connections use TLS."""
         return self.tls_cert is not None or self.tls_ca is not None
 
     # gRPC

@@ -1,0 +1,1 @@
+"""The chief: admits tasks, hands out work, recovers from losses, writes checkpoints and logs."""

@@ -28,7 +28,7 @@ from shardline_chief.io.journal import Journal
 from shardline_chief.io.places import PLACES, register_places
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.servicer import SERVICES, ChiefServicer, register
-from shardline_chief.io.trainer import Trainer
+from shardline_chief.io.training_process import TrainingProcess
 from shardline_chief.page.access import check_exposure
 from shardline_chief.page.history import History
 from shardline_chief.page.server import PageServer
@@ -162,7 +162,7 @@ def _unfinished(
     if not reason:
         return remembered
     if config.resume or not remembered.timeline:
-        log.warning("the job in %s had not ended, but this one differs (%s): it is not gone on with", out, reason)
+        log.warning("the unfinished job in %s differs from this one (%s), so it is not continued", out, reason)
         return None
     raise UsageError(
         f"{out} holds a job that has not ended, and this one differs ({reason}); start it as before to go on with it, "
@@ -249,7 +249,7 @@ class ChiefProcess:
             access=access,
             bind=config.bind,
         )
-        self._trainer: Trainer | None = None
+        self._trainer: TrainingProcess | None = None
 
     def run(self, termination: Termination) -> int:
         """Serve until the job has ended; returns its exit code."""
@@ -264,7 +264,7 @@ class ChiefProcess:
         log.info("serves at %s, metrics at %s", address, self._metrics.url)
         termination.call(lambda: self._asked_to_end(termination))
         if self._config.chief_trains:
-            self._trainer = Trainer(self._config, address, on_exit=self._control.trainer_ended)
+            self._trainer = TrainingProcess(self._config, address, on_exit=self._control.trainer_ended)
         return self._control.run()
 
     @property

@@ -228,7 +228,7 @@ PANELS: tuple[Row | Panel, ...] = (
         queries=[("{{host}} {{direction}}", one("shardline:link_use:ratio", tasks=""))],
     ),
     Panel(
-        title="Calls made again",
+        title="Calls retried",
         unit="ops",
         queries=[("{{task}} to {{peer}}", rate("shardline_rpc_retries_total"))],
     ),

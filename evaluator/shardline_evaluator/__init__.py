@@ -1,0 +1,1 @@
+"""The evaluator: scores each checkpoint with the job's `evaluate`."""

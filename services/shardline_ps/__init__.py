@@ -1,0 +1,1 @@
+"""The parameter server: keeps shards of the parameters and applies every update."""

@@ -27,7 +27,7 @@ from shardline.storage.publication import Publication
 from shardline_ps.control.votes import Voters
 from shardline_ps.memory.metering import Meter
 from shardline_ps.servicer import ParameterServer, register
-from shardline_ps.standby.sender import Replicas
+from shardline_ps.standby.sender import StandbySender
 from shardline_ps.store import ParameterStore
 
 log = logging.getLogger("shardline.ps")
@@ -61,14 +61,14 @@ class PsProcess:
         self.meter = Meter(self.metrics, self.store)
         self.voters = Voters(self.store, config.timeouts, config.security)
         self.attachments = Attachments()
-        self.replicas = Replicas(config.task, self.store, config.timeouts, config.security)
+        self.standbys = StandbySender(config.task, self.store, config.timeouts, config.security)
         self.store.lane_attachments = self.attachments.count
         self.servicer = ParameterServer(
             config.task,
             self.store,
             self.voters,
             self.attachments,
-            self.replicas,
+            self.standbys,
             on_stop=self._stop,
             on_push=self.meter.pushed,
             on_refused=self.meter.refused,
@@ -100,7 +100,7 @@ class PsProcess:
         async def close_parts() -> None:
             self.attachments.close()
             await self.voters.close()
-            await self.replicas.close()
+            await self.standbys.close()
 
         if self.server.address:
             self.server.run(close_parts(), timeout_s=5.0)

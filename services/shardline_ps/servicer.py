@@ -26,15 +26,15 @@ from shardline.rpc.messages.records import verdict_from_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.server.backend import numbers
 from shardline.server.data_plane import DataPlane, add_data_plane
-from shardline.server.push_receiver import PushResult
+from shardline.server.incoming_push import PushResult
 from shardline_ps.control.authority import Term
 from shardline_ps.control.status import ps_status
 from shardline_ps.control.votes import Voters
 from shardline_ps.control.voting import Ballot, Verdict
-from shardline_ps.shard.retired_shards import Change, Remains
+from shardline_ps.shard.retired_shards import Reconfiguration, RetiredShards
 from shardline_ps.shard.shard import Shard
-from shardline_ps.standby.sender import Replicas
-from shardline_ps.standby.servicer import Replication
+from shardline_ps.standby.sender import StandbySender
+from shardline_ps.standby.servicer import StandbyServicer
 from shardline_ps.store import ParameterStore, PsConfiguration, planned_bytes
 
 log = logging.getLogger("shardline.ps")
@@ -53,7 +53,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         store: ParameterStore,
         voters: Voters,
         attachments: Attachments,
-        replicas: Replicas,
+        standbys: StandbySender,
         *,
         on_stop: Callable[[str], None],
         on_push: Callable[[PushResult], None] = lambda result: None,
@@ -63,13 +63,13 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         self._task = task
         self._store = store
         self._voters = voters
-        self._replicas = replicas
-        self.replication = Replication(task, store)
+        self._standbys = standbys
+        self.standby_servicer = StandbyServicer(task, store)
         self._changing = asyncio.Lock()
         """Held by commands that change the history or who holds what: one after another."""
         self._commands: set[asyncio.Task[Any]] = set()
         self._on_stop = on_stop
-        self.on_refused = self.replication.on_refused = on_refused
+        self.on_refused = self.standby_servicer.on_refused = on_refused
 
     # Commands of the chief
 
@@ -136,27 +136,27 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
                 self._begin()
             return change is not None
 
-    async def _let_go(self, remains: Remains, change: Change) -> None:
+    async def _let_go(self, retired: RetiredShards, change: Reconfiguration) -> None:
         """Return when nobody uses what was let go of, or after the store's deadline, which is told."""
-        reason = "this ps was configured anew"
-        self._replicas.configured()
+        reason = "this ps was reconfigured"
+        self._standbys.configured()
         self._voters.configured()
-        self.replication.keep_only(change.standbys, reason)
+        self.standby_servicer.keep_only(change.standbys, reason)
         self._attachments.drop_all(reason)
-        if await remains.gone(GRACE_S):
+        if await retired.gone(GRACE_S):
             return
-        # These wait for their senders or readers, and would hold the shards as long as those like.
+        # Calls that wait for their peers would keep the shards alive for as long as the peers please.
         self.calls.end_all(reason)
-        if await remains.gone(GRACE_S):
+        if await retired.gone(GRACE_S):
             return
         # What failed meanwhile may have left frames behind that hold each other.
         gc.collect()
-        if not await remains.gone(self._store.let_go_s):
+        if not await retired.gone(self._store.let_go_s):
             log.warning(
-                "%s: shards %s are still in use %.1f s after they were let go of; until that ends, this ps holds more "
+                "%s: shards %s are still in use %.1f s after they were released; until that ends, this ps holds more "
                 "memory than it promised",
                 self._task,
-                numbers(remains.numbers),
+                numbers(retired.numbers),
                 self._store.let_go_s,
             )
 
@@ -166,7 +166,9 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         mine = {place.shard: place.appointment for place in placement if place.standby_task == self._task}
         held = list(self._store.standbys.items())
         keep = [number for number, standby in held if mine.get(number) == standby.appointment]
-        self._store.drop_standbys("it is to be elsewhere or nowhere, or is copied anew", keep=keep)
+        self._store.drop_standbys(
+            "it is placed elsewhere, is not wanted any more, or is copied again from its primary", keep=keep
+        )
 
     def _wake_everybody(self) -> None:
         for signal in self._store.signals.values():
@@ -199,7 +201,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
                 self._obey(request.term)
                 self._place(placement)
                 if authority.active:
-                    self._replicas.follow()
+                    self._standbys.follow()
         fenced = [task for task, number in before.items() if authority.members.get(task) != number]
         return parameter_server_pb2.SetMembershipReply(fenced=len(fenced))
 
@@ -215,7 +217,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
             store.authority.timeline = request.timeline
             store.generation += 1
             dropped = 0
-            self._replicas.abandon()
+            self._standbys.abandon()
             store.drop_standbys("the history of its primary has ended")
             for shard in store.shards.values():
                 dropped = max(dropped, await store.work(shard.drop_contributions))
@@ -275,7 +277,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
                     f"Activate is for timeline {request.timeline:#x}, this ps is at {authority.timeline:#x}"
                 )
             if not authority.configured:
-                raise ProtocolError(f"{self._task} is not configured, or was not to the end; Configure comes first")
+                raise ProtocolError(f"{self._task} is not fully configured; call Configure first")
             empty = [number for number, shard in sorted(self._store.shards.items()) if not shard.initialized]
             if not empty:
                 self._begin()
@@ -310,7 +312,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
     def _begin(self) -> None:
         """Admit the timeline's messages; standbys and votes go on from what there is."""
         self._store.authority.active = True
-        self._replicas.follow()
+        self._standbys.follow()
         self._voters.tell_verdicts()
 
     def _check_later(self, timeline: int, what: str) -> None:
@@ -345,7 +347,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         cut = shard.cuts.whole(request.step)
         if cut is None:
             held = [step for step, complete, _ in shard.cuts.status() if complete]
-            raise ProtocolError(f"shard {shard.number} holds no whole cut of step {request.step}; it holds {held}")
+            raise ProtocolError(f"shard {shard.number} holds no complete cut of step {request.step}; it holds {held}")
         # It may hold pushes that a failover would lose.
         await shard.answerable()
         for image in cut.in_order():
@@ -380,7 +382,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
 
     def status(self) -> parameter_server_pb2.PsStatusReply:
         """The status message; also sent with every heartbeat."""
-        return ps_status(self._task, self._store, self._replicas)
+        return ps_status(self._task, self._store, self._standbys)
 
     # Coordinator
 
@@ -425,6 +427,6 @@ def register(servicer: ParameterServer) -> Callable[[grpc.aio.Server], None]:
     def add(server: grpc.aio.Server) -> None:
         add_data_plane(servicer, server)
         parameter_server_pb2_grpc.add_CoordinatorServicer_to_server(servicer, server)
-        parameter_server_pb2_grpc.add_ReplicationServicer_to_server(servicer.replication, server)
+        parameter_server_pb2_grpc.add_ReplicationServicer_to_server(servicer.standby_servicer, server)
 
     return add

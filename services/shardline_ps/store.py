@@ -36,8 +36,8 @@ from shardline_ps.control.configuration import (
     planned_bytes,
     staging_limit,
 )
-from shardline_ps.memory.heap_trimmer import Holes
-from shardline_ps.shard.retired_shards import Change, Remains
+from shardline_ps.memory.heap_trimmer import HeapTrimmer
+from shardline_ps.shard.retired_shards import Reconfiguration, RetiredShards
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.standby import Standby
@@ -85,7 +85,7 @@ class ParameterStore:
         """Who may bring the next contribution."""
         self.buffers = Buffers(lambda: self.staging.limit, lambda: self.staging.in_use)
         """Memory for what comes in."""
-        self.holes = Holes(lambda: self.staging.limit - max(self.staging.in_use, self.buffers.held_bytes))
+        self.heap_trimmer = HeapTrimmer(lambda: self.staging.limit - max(self.staging.in_use, self.buffers.held_bytes))
         """Memory that was freed."""
         self.staging_wait_s = 60.0
         """How long a stream may wait for room in staging, in all; a sixth of --timeout in a process."""
@@ -141,7 +141,7 @@ class ParameterStore:
             try:
                 return function(*args)
             finally:
-                self.holes.look()
+                self.heap_trimmer.look()
 
         return await asyncio.get_running_loop().run_in_executor(self.pool, whole)
 
@@ -156,7 +156,7 @@ class ParameterStore:
                 return function()
             finally:
                 after()
-                self.holes.look()
+                self.heap_trimmer.look()
 
         future = self.pool.submit(whole)
         try:
@@ -191,7 +191,7 @@ class ParameterStore:
         *,
         keep: Collection[int] = (),
         keep_standbys: Collection[int] = (),
-    ) -> Change | None:
+    ) -> Reconfiguration | None:
         """What a configuration would change; None where it is in force already (values are kept then).
 
         keep: shards that stay as they are under the new timeline; they must be held by the same rule. keep_standbys:
@@ -207,7 +207,7 @@ class ParameterStore:
                 # Standbys come and go while the shards stay.
                 self._check_memory(configuration)
                 self.configuration = configuration
-            # One that its primary does not follow is of the past, however whole it says that it is.
+            # A standby that its primary does not follow is outdated, even if it claims to be complete.
             self.drop_standbys("it is copied anew", keep=keep_standbys)
             return None
         kept = self._to_keep(configuration, keep)
@@ -222,17 +222,17 @@ class ParameterStore:
         CODECS.parse(configuration.codec)
         check_tensors(configuration.rule, plan.tensors)
         self._check_memory(configuration)
-        return Change(configuration, kept, frozenset(keep_standbys))
+        return Reconfiguration(configuration, kept, frozenset(keep_standbys))
 
-    def let_go(self, change: Change, loop: asyncio.AbstractEventLoop) -> Remains:
+    def let_go(self, change: Reconfiguration, loop: asyncio.AbstractEventLoop) -> RetiredShards:
         """Hold only what is kept from now on, admit nothing, and wake everybody who waits here. Follow it by make().
 
-        The rest is gone when nobody uses it any more: see Remains. Where make() never comes, what is kept can be kept
-        by another configuration.
+        The rest is freed when nobody uses it any more: see RetiredShards. If make() never comes, another
+        configuration can keep what this one keeps.
         """
         leaving = [shard for number, shard in self.shards.items() if number not in change.kept]
         leaving += [standby.shard for number, standby in self.standbys.items() if number not in change.standbys]
-        remains = Remains(leaving, loop)
+        retired = RetiredShards(leaving, loop)
         self.shards = dict(change.kept)
         self.drop_standbys("the history of its primary has ended", keep=change.standbys)
         self.authority.configured = self.authority.active = False
@@ -245,9 +245,9 @@ class ParameterStore:
         for signal in before.values():
             # Whoever waits there waits for a history that has ended.
             signal.notify()
-        return remains
+        return retired
 
-    def make(self, change: Change, loop: asyncio.AbstractEventLoop) -> None:
+    def make(self, change: Reconfiguration, loop: asyncio.AbstractEventLoop) -> None:
         """Hold the shards of a checked configuration, new ones without values; let_go() has come before."""
         configuration, kept = change.configuration, change.kept
         plan = configuration.plan
@@ -348,7 +348,7 @@ class ParameterStore:
     def drop_standbys(self, reason: str, *, keep: Collection[int] = ()) -> None:
         """Forget standbys; none of them can be promoted any more."""
         for number in self.standbys.keys() - set(keep):
-            self.standbys.pop(number).close(f"the standby of shard {number} is none any more: {reason}")
+            self.standbys.pop(number).close(f"the standby of shard {number} was discarded: {reason}")
 
     def adopt(self, number: int, loop: asyncio.AbstractEventLoop) -> Shard:
         """Hold a shard as its primary from now on: its standby here was promoted."""
@@ -447,7 +447,7 @@ class ParameterStore:
 
     def filled(self) -> None:
         """See Backend: what follows needs other memory than what came before."""
-        self.holes.give_back()
+        self.heap_trimmer.give_back()
 
     def pulled(self, task: str, codec: str, lane: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
         """See Backend."""

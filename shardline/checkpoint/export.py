@@ -32,7 +32,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     for folder in (path, path / "checkpoints"):
         if committed_steps(folder):
             return newest_valid(folder)
-    what = "is no checkpoint and holds none" if path.exists() else "does not exist"
+    what = "is not a checkpoint and contains none" if path.exists() else "does not exist"
     raise CheckpointError(f"{path} {what}; give a step's folder (step-00000100) or the folder of checkpoints")
 
 

@@ -250,7 +250,7 @@ def read(folder: Path) -> Described:
     try:
         fields = _parse(path, files.read_bytes(path, MAX_BYTES))
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {MANIFEST}, so it is no checkpoint") from None
+        raise CheckpointError(f"{folder} has no {MANIFEST}, so it is not a checkpoint") from None
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {os_text(error)}") from error
     manifest, raw_job, raw_shards = _check_fields(path, fields)
@@ -275,7 +275,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
     parsed = sum(data.count(sign) * nbytes for sign, nbytes in _VALUE_BYTES.items())
     if parsed > MAX_PARSED_BYTES:
         raise CheckpointError(
-            f"{path} is no manifest: what it holds would take {parsed:,} bytes of memory, the limit is "
+            f"{path} is not a manifest: parsing it would take {parsed:,} bytes of memory, the limit is "
             f"{MAX_PARSED_BYTES:,}"
         )
     try:
@@ -348,7 +348,7 @@ def _check_files(path: Path, manifest: Manifest, num_shards: int) -> None:
             raise CheckpointError(f"{path} is damaged: {len(numbers)} {what} for {num_shards} shards")
     if manifest.consistent and set(manifest.steps) != {manifest.step}:
         raise CheckpointError(
-            f"{path} is damaged: shards at steps {manifest.steps} make no cut of step {manifest.step}"
+            f"{path} is damaged: shards at steps {manifest.steps} are not a consistent cut of step {manifest.step}"
         )
     if len(manifest.files) != num_shards:
         raise CheckpointError(f"{path} is damaged: it names {len(manifest.files)} files for {num_shards} shards")

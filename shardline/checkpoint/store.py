@@ -183,7 +183,9 @@ class CheckpointStore:
         self._files.sync_folder(folder)
         for entry in entries:
             if file_digest(folder / entry.name) != (entry.bytes, entry.sha256):
-                raise CheckpointError(f"{folder / entry.name} reads back other bytes than were written; check the disk")
+                raise CheckpointError(
+                    f"{folder / entry.name} reads back as different bytes from those written; check the disk"
+                )
         manifests.read(folder)
         return digest.hexdigest()
 
@@ -199,7 +201,7 @@ class CheckpointStore:
             return True
         raise CheckpointError(
             f"{target} exists with other content (sha256 {existing.manifest.content_sha256[:16]}..., the cut has "
-            f"{content[:16]}...): training did not repeat itself after going back, or --out belongs to another run"
+            f"{content[:16]}...): training gave other results after the rollback, or --out belongs to another run"
         )
 
     def mark_best(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -334,7 +336,7 @@ def _hold(folder: Path) -> int | None:
         _log.debug("%s can't be locked: %s", folder, os_text(error))
         return None
     if lock is None:
-        raise CheckpointError(f"{folder} was taken by another process at once; is a second chief running?")
+        raise CheckpointError(f"{folder} was taken by another process at the same moment; is a second chief running?")
     return lock
 
 

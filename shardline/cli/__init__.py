@@ -1,0 +1,1 @@
+"""The `shardline` command and its subcommands."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shardline.core.status import ChiefStatus, TaskStatus
     from shardline.rpc.watch import ChiefWatch
 
-TABLE_WIDTH = 250
-
 short_timeout = options.option("--timeout", type=float, default=15.0, help="Seconds; the call waits a third of it.")
 
 

@@ -11,7 +11,7 @@ from shardline.cluster import own_address
 from shardline.errors import UnreachableError
 
 
-@click.command(short_help="Ask one task whether it is well.")
+@click.command(short_help="Ask one task whether it is healthy.")
 @options.option(
     "--address", default="127.0.0.1:2222", metavar="HOST:PORT", help="The task's. :PORT = at this machine's name."
 )

@@ -61,14 +61,14 @@ def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 def check_device(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
     """Refuse what is no device name; whether the device exists is the task's to say."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
-        raise click.BadParameter(f"{value!r} is no device; use cpu, cuda or cuda:N")
+        raise click.BadParameter(f"{value!r} is not a device; use cpu, cuda or cuda:N")
     return value
 
 
 def check_fraction(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
     """Refuse what is no share of a device's memory."""
     if value is not None and not 0.0 < value <= 1.0:
-        raise click.BadParameter(f"{value} is no fraction of a device's memory; use a number above 0, at most 1")
+        raise click.BadParameter(f"{value} is not a fraction of a device's memory; use a number above 0, at most 1")
     return value
 
 
@@ -165,7 +165,7 @@ standbys = option(
     "--standbys",
     type=int,
     default=0,
-    help="1 = another ps follows each one to the bit, and takes over when it dies: no step is made again.",
+    help="1 = another ps follows each one to the bit, and takes over when it dies: no step is repeated.",
 )
 inexact = option(
     "--inexact", is_flag=True, help="Allow machines whose gradients differ in the last bits in one synchronous job."
@@ -177,7 +177,7 @@ def _file(name: str, text: str) -> Callable[[F], F]:
 
 
 secured = together(
-    _file("--tls-cert", "PEM certificate of this task; with it and --tls-key connections wear TLS."),
+    _file("--tls-cert", "PEM certificate of this task; with it and --tls-key connections use TLS."),
     _file("--tls-key", "PEM private key of --tls-cert."),
     _file("--tls-ca", "PEM certificates of the CAs to trust; both sides of a connection must then show a certificate."),
     _file("--token-file", "File with the job's token; calls without it are refused."),
@@ -248,7 +248,7 @@ def _role_security(role: str, flags: Mapping[str, Any]) -> Security:
     if not commands:
         return security({**flags, "admin_token_file": None})
     if flags["admin_token_file"] is not None and flags["token_file"] is None:
-        raise UsageError("--admin-token-file is given without --token-file; with the admin's token the job has one too")
+        raise UsageError("--admin-token-file needs --token-file too: a job with an admin token has a job token")
     return security(flags)
 
 
@@ -278,7 +278,7 @@ def existing_job(path: Path | None) -> Path | None:
     except OSError as error:
         raise JobError(f"the job file {path} can't be read: {error.strerror}; let this user read it") from None
     except ValueError as error:
-        raise JobError(f"{str(path)!r} is no name of a file: {error}") from None
+        raise JobError(f"{str(path)!r} is not a file name: {error}") from None
     if stat.S_ISDIR(mode):
         raise JobError(f"{path} is a folder, not a job file; {_job_files(path)}")
     return path

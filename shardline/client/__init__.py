@@ -1,0 +1,1 @@
+"""The worker's side: sessions, training steps, and the exchange with the servers."""

@@ -14,7 +14,7 @@ from shardline.client.step.layout import ModelLayout
 from shardline.client.step.payloads import PushTools
 from shardline.client.step.residence import PRIVATE, Residence
 from shardline.client.step.sending import AtOnce, Sending
-from shardline.client.step.staging import Staging
+from shardline.client.step.staging import GradientStaging
 from shardline.client.step.trainer import Trainer
 from shardline.client.step.weights import Weights
 from shardline.client.step.zero_copy import ZeroCopy, check_shareable
@@ -68,7 +68,7 @@ def make_trainer(view: JobView, course: Course, ties: Ties, wishes: Wishes) -> T
         return ties.lanes[shard].allocate(bucket, nbytes)
 
     encoders = course.encoders(weights.coding.push, ties.index)
-    staging = Staging(plan, course.half.tree_replicas, encoders, allocate, weights.gpu)
+    staging = GradientStaging(plan, course.half.tree_replicas, encoders, allocate, weights.gpu)
     tools = PushTools(
         plan=plan,
         staging=staging,

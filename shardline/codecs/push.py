@@ -83,9 +83,13 @@ class PushEncoders:
 
     def settle(self, *, skipped: bool = False) -> None:
         """The open push counts at every shard; what comes is the next one. skipped: its step has changed nothing."""
-        for held in self._held.values():
-            if skipped:
+        for (_, shard), held in self._held.items():
+            again = held.next > self._numbers.get(shard, held.next)
+            if skipped or again:
                 held.pending = {}
+            if again:
+                # It counted before, there, and was sent once more for the other shards' sake.
+                continue
             held.count()
             self._keep(held)
 

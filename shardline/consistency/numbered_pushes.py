@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from shardline.consistency.server import BucketView, Guard, Hyper, Push, ServerHalf, Storage, Terms, Want
+from shardline.consistency.server import BucketView, Guard, Hyper, Push, ServerHalf, StepWanted, Storage, Terms
 from shardline.core.contributions import Partial
 from shardline.core.gradients import Gradient, all_finite, check_gradient, on_device
 from shardline.core.image import WorkerSequence
@@ -140,7 +140,7 @@ class NumberedPushes(ServerHalf):
 
     # What may be asked
 
-    def serve(self, bucket: BucketView, want: Want) -> Outcome:
+    def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
         """See ServerHalf. Values of an earlier step are not kept."""
         if want.step is None:
             return Outcome.SERVED

@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 from typing import ClassVar
 
-from shardline.consistency.server import BucketView, Guard, Hyper, ServerHalf, Storage, Terms, Want
+from shardline.consistency.server import BucketView, Guard, Hyper, ServerHalf, StepWanted, Storage, Terms
 from shardline.core.gradients import Gradient, check_gradient, on_device
 from shardline.core.outcome import Decision, Outcome
 from shardline.core.reduce import Block, is_node
@@ -23,7 +23,7 @@ def admit_push(step: int, counted: Collection[int], block: Block, *, bucket_step
     if block.count < 1 or block.end > replicas:
         return Decision(Outcome.REFUSED, f"block {block} is outside the job's {replicas} replicas")
     if not is_node(block, replicas):
-        return Decision(Outcome.REFUSED, f"block {block} is no node of the sum over {replicas} replicas")
+        return Decision(Outcome.REFUSED, f"block {block} is not a node of the sum over {replicas} replicas")
     if step < bucket_step:
         return Decision(Outcome.DUPLICATE, f"step {step} is closed, the bucket is at {bucket_step}")
     if step > bucket_step:
@@ -167,14 +167,14 @@ class ReplicaSteps(ServerHalf):
             self.storage.tally.duplicate_mismatches += 1
         return Decision(
             Outcome.DUPLICATE,
-            f"replicas {block} sent other bits for step {step}, bucket {bucket.number} ({bucket.names[0]}), than "
+            f"replicas {block} sent different bits for step {step}, bucket {bucket.number} ({bucket.names[0]}), than "
             f"before; the first ones count. Do all workers have one kind of machine and the same number of threads?",
             mismatch=True,
         )
 
     # What may be asked
 
-    def serve(self, bucket: BucketView, want: Want) -> Outcome:
+    def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
         """See ServerHalf."""
         if want.step is None:
             return Outcome.SERVED

@@ -177,7 +177,7 @@ class Push:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Want:
+class StepWanted:
     """What a pull asks for."""
 
     step: int | None
@@ -256,7 +256,7 @@ class ServerHalf:
 
     # What may be asked
 
-    def serve(self, bucket: BucketView, want: Want) -> Outcome:
+    def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
         """Whether a pull may be answered now: SERVED, WAITING or OVERTAKEN. No lock is needed; where it is not held
         the caller looks again whether what it sends was overwritten.
         """

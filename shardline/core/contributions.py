@@ -184,11 +184,6 @@ class Contributions:
             self._on_held(self.held_bytes - before)
 
 
-def all_present(bucket: BucketSpec) -> Present:
-    """Every slice has a gradient."""
-    return (True,) * len(bucket.slices)
-
-
 def none_present(bucket: BucketSpec) -> Present:
     """No slice has a gradient."""
     return (False,) * len(bucket.slices)

@@ -16,4 +16,4 @@ class Placement:
     """Which ps holds its standby, and where that answers; empty = it has none."""
     standby_address: str = ""
     appointment: int = 0
-    """Another number each time that the shard is given a standby; 0 = it has none, or the chief counts none."""
+    """A new number for each standby that the shard gets; 0 = it has none, or the chief does not number them."""

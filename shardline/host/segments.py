@@ -141,9 +141,9 @@ def _check(fd: int, nbytes: int) -> None:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise SegmentError(f"what was passed is no memory that can be sealed ({error})") from error
+        raise SegmentError(f"the descriptor passed is not memory that can be sealed ({error})") from error
     if seals & FIXED != FIXED:
-        raise SegmentError(f"the segment's seals are {seals:#x}: it could still be cut off; {FIXED:#x} are needed")
+        raise SegmentError(f"the segment's seals are {seals:#x}: it could still be truncated; {FIXED:#x} are needed")
     size = os.fstat(fd).st_size
     if size != nbytes or nbytes <= 0:
         raise SegmentError(f"the segment has {size:,} bytes where {nbytes:,} were agreed")
@@ -209,7 +209,7 @@ def new_address(run_dir: Path | None) -> str:
 def to_kernel(address: str) -> str:
     """The address as the socket calls want it. Raises SegmentError where it can't be one."""
     if not 2 <= len(address.encode()) <= 100:
-        raise SegmentError(f"{address!r} is no address of a unix socket: they have at most 100 bytes")
+        raise SegmentError(f"{address!r} is not the address of a unix socket, which has at most 100 bytes")
     return "\0" + address[1:] if address.startswith("@") else address
 
 
@@ -240,7 +240,7 @@ def hear_knock(sock: socket.socket) -> tuple[bytes, int, list[int]]:
     """
     message, fds, truncated = _receive(sock, KNOCK_BYTES)
     if not message and not fds:
-        raise ConnectionAbortedError("hung up without a word")
+        raise ConnectionAbortedError("disconnected without sending anything")
     try:
         if len(message) != KNOCK_BYTES or truncated:
             raise ProtocolError(f"a message of {len(message)} bytes where {KNOCK_BYTES} were expected")
@@ -271,7 +271,7 @@ def hear_welcome(sock: socket.socket) -> tuple[list[Segment], Segment | None]:
     left = fds
     try:
         if len(message) != _WELCOME.size or truncated:
-            raise SegmentError("the server hung up or said something else than expected")
+            raise SegmentError("the server disconnected or sent an unexpected reply")
         accepted, count, area_bytes, reply_bytes = _WELCOME.unpack(message)
         if not accepted:
             raise SegmentError("the server refused the token or the segment; its log says why at level debug")

@@ -144,7 +144,7 @@ class ShardCalls:
         except ProtocolError as error:
             cause = error.__cause__
             if isinstance(cause, grpc.Call) and cause.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise LaneUnavailable(f"{self._peer} is of a version that knows no lane but grpc") from error
+                raise LaneUnavailable(f"{self._peer} runs a version that knows no lane but grpc") from error
             raise
         outcome = outcome_from_proto(reply.outcome)
         if outcome is Outcome.REFUSED:
@@ -268,7 +268,7 @@ class _Conversation:
         """Send what belongs to the only request and travels elsewhere."""
         try:
             for _ in requests:
-                raise AssertionError("a second request of what was to be one")
+                raise AssertionError("a second request in a call that takes one")
         except UnreachableError as error:
             self._await_last_word(error)
 

@@ -1,0 +1,1 @@
+"""Logs, metrics, and the view of a cluster that pages and terminals show."""

@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import threading
 import time
-from collections.abc import Hashable
 from pathlib import Path
 from typing import TextIO
 
@@ -117,26 +115,3 @@ def close() -> None:
     for handler in _handlers:
         handler.close()
     _handlers.clear()
-
-
-class ChangeLogger:
-    """Logs a state when it changes, not each time it is looked at. Thread-safe."""
-
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-        self._lock = threading.Lock()
-        self._states: dict[Hashable, object] = {}
-
-    def log(self, key: Hashable, state: object, level: int, message: str, *args: object) -> bool:
-        """Log `message % args` if `state` is not what `key` had before; returns whether it did."""
-        with self._lock:
-            if key in self._states and self._states[key] == state:
-                return False
-            self._states[key] = state
-        self._logger.log(level, message, *args)
-        return True
-
-    def forget(self, key: Hashable) -> None:
-        """The thing is gone: the next state of its key is a change, and no memory is kept."""
-        with self._lock:
-            self._states.pop(key, None)

@@ -198,7 +198,7 @@ TABLE: tuple[MetricSpec, ...] = (
         ("scored", "failed"),
     ),
     _counter("shardline_heartbeats_total", "heartbeats", ALL, ["peer"], "Heartbeats sent; at the chief, received"),
-    _counter("shardline_rpc_retries_total", "calls", ALL, ["peer"], "Calls made again after a failure"),
+    _counter("shardline_rpc_retries_total", "calls", ALL, ["peer"], "Calls retried after a failure"),
 )
 
 BY_NAME: Mapping[str, MetricSpec] = {spec.name: spec for spec in TABLE}

@@ -1,0 +1,1 @@
+"""Calls between tasks: servers, channels, deadlines, limits, and the link to the chief."""

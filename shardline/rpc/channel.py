@@ -215,7 +215,7 @@ class Peer:
         idempotent calls (all of Shardline's are). Raises the error of rpc.errors.from_status.
         """
         if not self.await_name(timeout_s):
-            raise UnreachableError(f"{self} was not asked ({what}): this side ends")
+            raise UnreachableError(f"{self} was not called ({what}): this process is shutting down")
         total_s = self.timeouts.rpc_s if timeout_s is None else timeout_s
         start_s = time.monotonic()
 
@@ -262,7 +262,7 @@ class Peer:
         if code is grpc.StatusCode.UNAVAILABLE or (connecting and code is grpc.StatusCode.DEADLINE_EXCEEDED):
             reason = self.obstacle()
             if reason:
-                return UnreachableError(f"{self} can't be asked ({what}): {reason}")
+                return UnreachableError(f"{self} can't be called ({what}): {reason}")
         return found
 
     def obstacle(self) -> str:

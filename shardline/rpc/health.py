@@ -23,7 +23,7 @@ def check(address: str, *, timeout_s: float, security: Security = PLAIN) -> str:
         code = error.code().name.lower() if isinstance(error, grpc.Call) else "unknown"
         details = error.details() if isinstance(error, grpc.Call) else str(error)
         raise UnreachableError(
-            f"nothing at {address} says within {timeout_s:g} s that it is well ({code}: {details})"
+            f"nothing at {address} reported within {timeout_s:g} s that it is healthy ({code}: {details})"
         ) from None
     finally:
         channel.close()

@@ -33,7 +33,7 @@ def unknown_name(host: str) -> str:
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError:
-        return "it is no host name"
+        return "it is not a host name"
     except OSError as error:
         # Not only the resolver's own: there may be no descriptor left to ask it with.
         return error.strerror or str(error) or type(error).__name__

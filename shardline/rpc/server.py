@@ -99,7 +99,7 @@ class AccessGate(grpc.aio.ServerInterceptor):
     async def _refuse_stale(self, _requests: Any, context: Any) -> None:
         await context.abort(
             grpc.StatusCode.UNAVAILABLE,
-            "this task was started anew, so the proof of the admin token must answer its new challenge",
+            "this task was restarted, so the proof of the admin token must answer its new challenge",
             trailing_metadata=((STALE_KEY, "stale"),),
         )
 
@@ -130,7 +130,7 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]  # of a package w
 
     async def List(self, request: Any, context: Any) -> None:
         """Refused in a sentence: the library's own raises, and anybody could fill the log with that."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this task gives no list of its services; ask reflection")
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this task does not list its services here; use reflection")
 
 
 class AccessServicer(access_pb2_grpc.AccessServicer):

@@ -56,7 +56,7 @@ def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> 
         short(name, "a name in the head of a message")
     unknown = sorted(set(data.required_features) - set(FEATURES))
     if unknown:
-        return Decision(Outcome.REFUSED, f"this ps can't do what the message requires: {', '.join(unknown)}")
+        return Decision(Outcome.REFUSED, f"this ps does not support what the message requires: {', '.join(unknown)}")
     if lane_name(data.lane) is None:
         return Decision(Outcome.REFUSED, f"lane number {data.lane} is unknown to this ps")
     if data.stage:

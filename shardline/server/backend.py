@@ -13,7 +13,7 @@ import torch
 
 from shardline.codecs.coding import JobCoding
 from shardline.consistency.base import Consistency
-from shardline.consistency.server import Guard, Hyper, Push, Want
+from shardline.consistency.server import Guard, Hyper, Push, StepWanted
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
 from shardline.core.outcome import Decision, Outcome
@@ -120,7 +120,7 @@ class HostedShard(Protocol):
         """Count a whole push; see consistency.server.ServerHalf.push()."""
         ...
 
-    def serve(self, bucket: int, want: Want) -> Outcome:
+    def serve(self, bucket: int, want: StepWanted) -> Outcome:
         """Whether a pull of a bucket may be answered now: SERVED, WAITING or OVERTAKEN. Needs no lock."""
         ...
 

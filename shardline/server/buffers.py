@@ -20,7 +20,7 @@ LEAST_BYTES = 64 << 10
 
 
 class Buffers:
-    """Hands out memory, which comes back by itself when the last tensor or view over it is gone. Thread-safe.
+    """ParallelMap out memory, which comes back by itself when the last tensor or view over it is gone. Thread-safe.
 
     limit: bytes up to which memory is kept that nobody uses, those in use included. spoken_for: bytes of the same limit
     that are in use here or elsewhere (messages, what codecs make, sums), as far as that is known.
@@ -56,7 +56,7 @@ class Buffers:
             self._make_room(nbytes)
             if octets is None:
                 octets = torch.empty(nbytes, dtype=torch.uint8)
-            # Counted once it is there: what the system refuses is nobody's.
+            # Counted once it is mapped: an allocation that fails counts for nobody.
             self._used_bytes += nbytes
         array = octets.numpy()
         # Everything made of this view refers to the array.

@@ -20,8 +20,9 @@ from shardline.server.admission import admit_data, holder_of, outcome_to_proto
 from shardline.server.backend import Backend
 from shardline.server.calls import OpenCalls
 from shardline.server.conversation import PushPullTalk, Replies, readable
+from shardline.server.incoming_push import PushResult
 from shardline.server.pull_sender import pull
-from shardline.server.push_receiver import NoRoomError, PushReceiver, PushResult
+from shardline.server.push_receiver import NoRoomError, PushReceiver
 from shardline.wire.protobuf import ReplyView, read_request, write_reply
 
 
@@ -178,7 +179,7 @@ def add_data_plane(servicer: DataPlane, server: grpc.aio.Server) -> None:
             "Pull": grpc.unary_stream_rpc_method_handler(
                 servicer.Pull,
                 request_deserializer=data_pb2.PullRequest.FromString,
-                # The handler writes its messages itself: see Outgoing.
+                # The handler writes its messages itself: see PullReply.
                 response_serializer=None,
             ),
             "PushPull": grpc.stream_stream_rpc_method_handler(

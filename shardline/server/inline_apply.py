@@ -11,7 +11,7 @@ QUICK_BYTES = 64 << 10
 """Of buckets that are counted on the loop: some ten microseconds of arithmetic."""
 
 
-def is_quick(shard: HostedShard, slots: Sequence[Slot]) -> bool:
+def applies_inline(shard: HostedShard, slots: Sequence[Slot]) -> bool:
     """Whether to count these buckets on the loop: handing them to the pool and back would take longer.
 
     Nothing that may take long: neither many bytes nor a bucket in use, nor what the shard has to wait for.

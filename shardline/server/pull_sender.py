@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from shardline.codecs.base import PLAIN_TURN, Turn
 from shardline.codecs.coding import Coding
-from shardline.consistency.server import Want
+from shardline.consistency.server import StepWanted
 from shardline.core.exchange import CHUNK_BYTES
 from shardline.core.outcome import Outcome
 from shardline.core.tensor_bytes import Buffer
@@ -47,7 +47,7 @@ class Encoded:
     """Whether the payload, which may be a view of published parameters, has not been overwritten."""
 
 
-def parse_want(request: data_pb2.PullRequest) -> Want:
+def parse_step_wanted(request: data_pb2.PullRequest) -> StepWanted:
     """The wanted step; raises ProtocolError for wants of later versions."""
     if request.what not in (data_pb2.PULL_WHAT_UNSPECIFIED, data_pb2.PULL_WHAT_PARAMS):
         # By number: this version may have no name for it.
@@ -55,11 +55,11 @@ def parse_want(request: data_pb2.PullRequest) -> Want:
     have = request.have_step if request.HasField("have_step") else None
     match request.WhichOneof("want"):
         case "exact_step":
-            return Want(step=request.exact_step, have=have, task=request.data.task)
+            return StepWanted(step=request.exact_step, have=have, task=request.data.task)
         case "at_least_step":
-            return Want(step=request.at_least_step, at_least=True, have=have, task=request.data.task)
+            return StepWanted(step=request.at_least_step, at_least=True, have=have, task=request.data.task)
         case "latest":
-            return Want(step=None, have=have, task=request.data.task)
+            return StepWanted(step=None, have=have, task=request.data.task)
         case other:
             raise ProtocolError(f"pull without a want this version knows ({other})")
 
@@ -77,7 +77,7 @@ def wanted_buckets(shard: HostedShard, request: data_pb2.PullRequest) -> list[in
 
 
 def refer_bucket(
-    shard: HostedShard, number: int, want: Want, coding: Coding, attachment: Attachment | None
+    shard: HostedShard, number: int, want: StepWanted, coding: Coding, attachment: Attachment | None
 ) -> Encoded | Outcome:
     """What a shard has published of a step, without a copy, or why not. Takes no lock, so the loop may run it.
 
@@ -114,7 +114,7 @@ def refer_bucket(
     )
 
 
-def may_refer(shard: HostedShard, want: Want, coding: Coding) -> bool:
+def may_refer(shard: HostedShard, want: StepWanted, coding: Coding) -> bool:
     """Whether refer_bucket may be asked: an exact step of parameters in the machine's memory, as they are."""
     return (
         shard.consistency.pulls_by_step
@@ -141,7 +141,7 @@ Into = Callable[[int, int], tuple[int, memoryview] | None]
 
 
 def encode_bucket(
-    shard: HostedShard, number: int, want: Want, coding: Coding, into: Into = lambda bucket, nbytes: None
+    shard: HostedShard, number: int, want: StepWanted, coding: Coding, into: Into = lambda bucket, nbytes: None
 ) -> Encoded | Outcome:
     """Copy and encode one bucket for a task under its lock, or say why not. Runs in the pool."""
     bucket = shard.buckets[number]
@@ -227,7 +227,7 @@ async def _pull(
         yield end_message(backend, None, decision.outcome, outer, decision.reason)
         return
     shard = backend.shard(request.data.shard)
-    want = parse_want(request)
+    want = parse_step_wanted(request)
     wanted = wanted_buckets(shard, request)
     if not 0.0 <= request.wait_s <= MAX_WAIT_S:
         raise ProtocolError(f"wait_s is {request.wait_s}; it must be between 0 and {MAX_WAIT_S:.0f} seconds")
@@ -237,7 +237,7 @@ async def _pull(
     coding = backend.coding.pull
     started_s = time.monotonic()
     attachment = attachment_of(attachments, request.data)
-    out = Outgoing(attachment, outer)
+    out = PullReply(attachment, outer)
 
     def served() -> data_pb2.PullEnd:
         lane = attachment.lane if attachment is not None else ON_STREAM.lane
@@ -297,13 +297,13 @@ async def _pull(
         yield write_pull(PullFrameView(end=served()), outer=outer)
 
 
-def _lacks(shard: HostedShard, want: Want) -> str:
+def _lacks(shard: HostedShard, want: StepWanted) -> str:
     missing = shard.waiting_for()
     what = f"step {want.step}" if want.step is not None else "a pull"
     return f"{what} lacks replicas {numbers(missing)}" if missing else f"{what} waits for other workers' pushes"
 
 
-async def _published(backend: Backend, shard: HostedShard, number: int, want: Want) -> None:
+async def _published(backend: Backend, shard: HostedShard, number: int, want: StepWanted) -> None:
     """Wait until a bucket has reached the wanted step, or a moment."""
     signal = backend.signal(shard.number, number)
     if signal is None:
@@ -321,13 +321,13 @@ def _no_slot(bucket: int, nbytes: int) -> None:
 
 
 def _refer(
-    shard: HostedShard, want: Want, coding: Coding, attachment: Attachment | None, number: int
+    shard: HostedShard, want: StepWanted, coding: Coding, attachment: Attachment | None, number: int
 ) -> Encoded | Outcome:
     return refer_bucket(shard, number, want, coding, attachment)
 
 
 def _encode(
-    backend: Backend, shard: HostedShard, want: Want, coding: Coding, into: Into, number: int
+    backend: Backend, shard: HostedShard, want: StepWanted, coding: Coding, into: Into, number: int
 ) -> Awaitable[Encoded | Outcome]:
     return backend.work(encode_bucket, shard, number, want, coding, into)
 
@@ -340,7 +340,7 @@ MakeEnd = Callable[[], data_pb2.PullEnd]
 """Called once, when the message that has the end is written."""
 
 
-class Outgoing:
+class PullReply:
     """Pulled buckets on their way out: as chunks, or as states of what travels by the attachment.
 
     Messages are written at once, so that nothing that waits to be sent is a view of parameters. The end of the pull
@@ -397,7 +397,7 @@ class AsyncReply:
     def __init__(
         self, request: data_pb2.PullRequest, shard: HostedShard, coding: Coding, attachment: Attachment | None
     ) -> None:
-        self._want = parse_want(request)
+        self._want = parse_step_wanted(request)
         self._numbers = wanted_buckets(shard, request)
         self._coding = coding
         self._attachment = attachment
@@ -419,7 +419,7 @@ class AsyncReply:
     async def messages(self, backend: Backend, shard: HostedShard) -> AsyncIterator[bytes]:
         """What was copied."""
         started_s = time.monotonic()
-        out = Outgoing(self._attachment, SHARED_CALL)
+        out = PullReply(self._attachment, SHARED_CALL)
 
         def served() -> data_pb2.PullEnd:
             lane = self._attachment.lane if self._attachment is not None else ON_STREAM.lane

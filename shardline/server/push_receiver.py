@@ -6,8 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,9 +26,10 @@ from shardline.rpc.v1 import data_pb2
 from shardline.server.admission import admit_push, attachment_of, drop_named, outcome_to_proto
 from shardline.server.backend import Backend, HostedShard, numbers
 from shardline.server.calls import all_ended
-from shardline.server.inline_apply import is_quick, release_all
-from shardline.server.slots import Slot, opened, slot_bytes
-from shardline.server.staging import AsyncPush, Lease, worker_index
+from shardline.server.incoming_push import IncomingPush, PushResult, by_bucket, gradient_kind, held_bytes, in_tree
+from shardline.server.inline_apply import applies_inline, release_all
+from shardline.server.slots import Slot, opened
+from shardline.server.staging import AsyncPush, StagingLease, worker_index
 from shardline.wire.protobuf import ChunkView, PushFrameView
 
 SEVERITY = (
@@ -50,59 +50,6 @@ SEVERITY = (
 """Worst first: a push's outcome is its worst bucket's."""
 SENT_AWAY = (Outcome.FENCED, Outcome.WRONG_TIMELINE, Outcome.NOT_CONFIGURED)
 """Why a worker that was admitted once is not any more: its lane ends with its place in the history."""
-
-
-@dataclass
-class _Push:
-    """One push on its way in."""
-
-    header: data_pb2.PushHeader
-    shard: HostedShard
-    hyper: Mapping[int, Mapping[str, float]]
-    generation: int
-    rejected: Decision | None = None
-    coding: Coding | None = None
-    """How its buckets are written; None where it is rejected."""
-    attachment: Attachment | None = None
-    referred: deque[Slot] = field(default_factory=deque)
-    """Referred buckets whose bytes are not expected yet."""
-    more: asyncio.Event = field(default_factory=asyncio.Event)
-    """A reference or the commit has come."""
-    committed: bool = False
-    draining: asyncio.Task[None] | None = None
-    slots: list[Slot] = field(default_factory=list)
-    """Every slot that has asked for room in staging."""
-    room: AsyncPush | None = None
-    """What an asynchronous push comes to: it is held whole until its commit."""
-    applying: bool = False
-    """An asynchronous push that the pool has: it gives its room back by itself."""
-
-    def release(self) -> None:
-        """Give back all room in staging. May be called twice."""
-        release_all(self.slots)
-
-    done: set[int] = field(default_factory=set)
-    decisions: dict[int, Decision] = field(default_factory=dict)
-    staged: dict[int, Gradient] = field(default_factory=dict)
-    running: list[asyncio.Task[None]] = field(default_factory=list)
-    raw_bytes: int = 0
-    wire_bytes: int = 0
-    started_s: float = field(default_factory=time.monotonic)
-
-
-@dataclass(frozen=True)
-class PushResult:
-    """What a finished push came to, for the ack and the metrics."""
-
-    ack: data_pb2.PushAck
-    task: str
-    """Who pushed; empty where it was not admitted, so that a stranger's names don't fill the metrics."""
-    shard: int
-    codec: str
-    lane: str
-    raw_bytes: int
-    wire_bytes: int
-    seconds: float
 
 
 class NoRoomError(Exception):
@@ -140,7 +87,7 @@ class PushReceiver:
         self._async_reply = async_reply
         self._spawn = spawn
         self._on_admitted = on_admitted
-        self._push: _Push | None = None
+        self._push: IncomingPush | None = None
         self._slot: Slot | None = None
         self._waited_s = 0.0
         """For room in staging, over the whole stream: its sender's deadline is one for all of it."""
@@ -181,7 +128,7 @@ class PushReceiver:
                 # Nobody will take the bytes that follow on another lane.
                 drop_named(self._attachments, header.data, "a push over it was not admitted")
             # No shard is looked at, so none is held either.
-            self._push = _Push(header, None, {}, self._backend.generation, rejected=decision)  # type: ignore[arg-type]
+            self._push = IncomingPush(header, None, {}, self._backend.generation, rejected=decision)  # type: ignore[arg-type]
             return
         self._on_admitted(header.data.task, header.data.incarnation)
         shard = self._backend.shard(header.data.shard)
@@ -190,7 +137,7 @@ class PushReceiver:
         tensors = shard.tensors
         at_most(len(header.nonfinite_tensors), tensors, "tensors with NaN that a push names")
         at_most(len(header.hyper), MAX_GROUPS, "parameter groups that a push names")
-        push = _Push(header, shard, hyper_from_proto(header.hyper), self._backend.generation)
+        push = IncomingPush(header, shard, hyper_from_proto(header.hyper), self._backend.generation)
         push.coding = self._coding(header)
         push.attachment = attachment_of(self._attachments, header.data)
         self._push = push
@@ -199,7 +146,7 @@ class PushReceiver:
         self._take_empty(push, header.empty_buckets)
         if not by_bucket(push):
             coming = [bucket.number for bucket in shard.buckets if bucket.number not in push.done]
-            push.room = AsyncPush(sum(_held_bytes(push, number) for number in coming))
+            push.room = AsyncPush(sum(held_bytes(push, number) for number in coming))
 
     def _coding(self, header: data_pb2.PushHeader) -> Coding:
         """How a push is written: by the job's codec, first values as they are. Raises ProtocolError."""
@@ -211,14 +158,14 @@ class PushReceiver:
         except ProtocolError as error:
             raise ProtocolError(f"shard {header.data.shard}: {error}") from None
 
-    def _take_empty(self, push: _Push, numbers: Sequence[int]) -> None:
+    def _take_empty(self, push: IncomingPush, numbers: Sequence[int]) -> None:
         """Buckets that count without bytes."""
         for number in numbers:
             spec = self._check_bucket(push, number)
             push.done.add(number)
             self._take(push, [(number, Gradient(None, none_present(spec)), ())])
 
-    def _check_bucket(self, push: _Push, number: int) -> BucketSpec:
+    def _check_bucket(self, push: IncomingPush, number: int) -> BucketSpec:
         buckets = push.shard.buckets
         if number >= len(buckets):
             raise TensorError(f"shard {push.shard.number} has {len(buckets)} buckets, the push names bucket {number}")
@@ -226,16 +173,16 @@ class PushReceiver:
             raise ProtocolError(f"shard {push.shard.number}: bucket {number} comes twice in one push")
         return buckets[number].spec
 
-    async def _reserve(self, push: _Push, slot: Slot, *, at_once: bool = False) -> None:
+    async def _reserve(self, push: IncomingPush, slot: Slot, *, at_once: bool = False) -> None:
         """Room for one bucket of a push. Raises NoRoomError; TimeoutError where it is for `at_once`."""
-        nbytes = _held_bytes(push, slot.number)
+        nbytes = held_bytes(push, slot.number)
         if nbytes:
             push.slots.append(slot)
             slot.lease = await self._room(push, slot.number, nbytes, at_once=at_once)
             if push.attachment is None or push.attachment.borrowed:
                 self._backend.buffers.fit()
 
-    async def _room(self, push: _Push, number: int, nbytes: int, *, at_once: bool) -> Lease:
+    async def _room(self, push: IncomingPush, number: int, nbytes: int, *, at_once: bool) -> StagingLease:
         """Room for bytes, within what is left of the stream's patience or `at_once`; see _reserve()."""
         header, step, bucket, block = push.header, None, None, Block(worker_index(push.header.data.task), 1)
         if in_tree(push):
@@ -254,19 +201,19 @@ class PushReceiver:
         finally:
             self._waited_s += time.monotonic() - began_s
 
-    async def _held_up_by(self, push: _Push) -> str:
+    async def _held_up_by(self, push: IncomingPush) -> str:
         """Who has to come before there is room, and what a person can do."""
         if not in_tree(push):
-            return "It is held by other workers' pushes that have not ended; this one is made again"
+            return "Unfinished pushes of other workers hold it; this one is retried"
         missing = await self._backend.work(push.shard.waiting_for)
         return (
-            f"Step {push.shard.step_min} waits for replicas {numbers(missing)}: look at what holds up their workers; "
-            f"this push is made again until then"
+            f"Step {push.shard.step_min} waits for replicas {numbers(missing)}: check what delays their workers; "
+            f"this push is retried until then"
         )
 
     # Buckets on the stream
 
-    def _begin_bucket(self, push: _Push, header: data_pb2.BucketHeader) -> Slot:
+    def _begin_bucket(self, push: IncomingPush, header: data_pb2.BucketHeader) -> Slot:
         if self._slot is not None:
             raise ProtocolError(f"bucket {header.bucket} began before bucket {self._slot.number} was committed")
         if push.attachment is not None:
@@ -276,7 +223,7 @@ class PushReceiver:
         self._slot = slot = self._announced(push, header)
         return slot
 
-    def _announced(self, push: _Push, header: data_pb2.BucketHeader) -> Slot:
+    def _announced(self, push: IncomingPush, header: data_pb2.BucketHeader) -> Slot:
         """The slot of a bucket whose head agrees with the plan, without memory."""
         spec = self._check_bucket(push, header.bucket)
         where = f"shard {push.shard.number}, bucket {header.bucket}"
@@ -312,7 +259,7 @@ class PushReceiver:
             raise ProtocolError(f"chunk of bucket {chunk.bucket} without its bucket header")
         slot.add(chunk.offset, chunk.payload)
 
-    def _end_bucket(self, push: _Push, commit: data_pb2.BucketCommit) -> None:
+    def _end_bucket(self, push: IncomingPush, commit: data_pb2.BucketCommit) -> None:
         slot = self._slot
         if slot is None or commit.bucket != slot.number:
             raise ProtocolError(f"bucket {commit.bucket} is committed without having begun")
@@ -328,13 +275,13 @@ class PushReceiver:
         self._take_slots(push, [slot])
 
     @staticmethod
-    def _weigh(push: _Push, slot: Slot, wire_bytes: int) -> None:
+    def _weigh(push: IncomingPush, slot: Slot, wire_bytes: int) -> None:
         push.wire_bytes += wire_bytes
         push.raw_bytes += slot.spec.nbytes
 
     # Referred buckets
 
-    def _refer(self, push: _Push, refs: Sequence[data_pb2.BucketRef], *, last: bool) -> None:
+    def _refer(self, push: IncomingPush, refs: Sequence[data_pb2.BucketRef], *, last: bool) -> None:
         """Buckets whose bytes come by the push's attachment, in this order. last: nothing is to be read beside them."""
         if push.attachment is None:
             raise ProtocolError("the push refers to bytes elsewhere, but its header names no attachment")
@@ -348,7 +295,7 @@ class PushReceiver:
         if push.draining is None and not last:
             push.draining = self._spawn(self._drain(push, push.attachment))
 
-    async def _drain(self, push: _Push, attachment: Attachment) -> None:
+    async def _drain(self, push: IncomingPush, attachment: Attachment) -> None:
         """Expect referred buckets, a window of them at a time, and hand them on as they come in."""
         coming: deque[Slot] = deque()
         while True:
@@ -389,12 +336,12 @@ class PushReceiver:
 
     # Whole buckets
 
-    def _take_slots(self, push: _Push, slots: Sequence[Slot]) -> None:
+    def _take_slots(self, push: IncomingPush, slots: Sequence[Slot]) -> None:
         """Check and decode whole buckets, and hand them on; in the pool, a few on each of its threads."""
         if not by_bucket(push):
             push.running.append(asyncio.create_task(self._stage(push, slots)))
             return
-        if is_quick(push.shard, slots):
+        if applies_inline(push.shard, slots):
             self._count_all(push, slots)
             return
         threads = min(len(slots), self._backend.pool_threads)
@@ -402,7 +349,7 @@ class PushReceiver:
             counting = self._backend.work_whole(partial(self._count_all, push, part), partial(release_all, part))
             push.running.append(asyncio.create_task(counting))
 
-    def _count_all(self, push: _Push, slots: Sequence[Slot]) -> None:
+    def _count_all(self, push: IncomingPush, slots: Sequence[Slot]) -> None:
         """Count whole buckets, and give back the room of all, also where one has an error."""
         try:
             for slot in slots:
@@ -412,14 +359,14 @@ class PushReceiver:
         finally:
             release_all(slots)
 
-    async def _stage(self, push: _Push, slots: Sequence[Slot]) -> None:
+    async def _stage(self, push: IncomingPush, slots: Sequence[Slot]) -> None:
         def stage() -> None:
             for slot in slots:
                 push.staged[slot.number] = opened(slot, self._backend.buffers.take)
 
         await self._backend.work(stage)
 
-    def _take(self, push: _Push, items: Sequence[tuple[int, Gradient, Sequence[str]]]) -> None:
+    def _take(self, push: IncomingPush, items: Sequence[tuple[int, Gradient, Sequence[str]]]) -> None:
         """Hand gradients on: counted at once by bucket, or held until the whole push is there."""
         if not by_bucket(push):
             push.staged.update((number, gradient) for number, gradient, _ in items)
@@ -431,7 +378,7 @@ class PushReceiver:
 
         push.running.append(asyncio.create_task(count()))
 
-    def _count(self, push: _Push, number: int, gradient: Gradient, nonfinite: Sequence[str]) -> Decision:
+    def _count(self, push: IncomingPush, number: int, gradient: Gradient, nonfinite: Sequence[str]) -> Decision:
         """Count one bucket's contribution, or set its first values. Runs in the pool."""
         header = push.header
         if header.kind == data_pb2.PUSH_KIND_INIT:
@@ -448,14 +395,14 @@ class PushReceiver:
             guard=lambda: self._outdated(push),
         )
 
-    def _outdated(self, push: _Push) -> Decision | None:
+    def _outdated(self, push: IncomingPush) -> Decision | None:
         """Why a push that was admitted counts no more: the history or its sender's life ended while it came in."""
         if push.generation != self._backend.generation:
             return Decision(Outcome.WRONG_TIMELINE, "the server was configured anew while this push came in")
         data = push.header.data
         return self._backend.fenced(data.task, data.incarnation)
 
-    async def _commit(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
+    async def _commit(self, push: IncomingPush, commit: data_pb2.Commit) -> PushResult:
         if push.rejected is not None:
             self._push = None
             return self._result(push, push.rejected, 0)
@@ -475,7 +422,7 @@ class PushReceiver:
             if not push.applying:
                 push.release()
 
-    async def _counted(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
+    async def _counted(self, push: IncomingPush, commit: data_pb2.Commit) -> PushResult:
         """What a push that is whole comes to."""
         header, shard = push.header, push.shard
         if not by_bucket(push):
@@ -494,7 +441,7 @@ class PushReceiver:
             await self._backend.work(self._backend.filled)
         return self._result(push, worst, 0)
 
-    async def _commit_whole(self, push: _Push, commit: data_pb2.Commit) -> PushResult:
+    async def _commit_whole(self, push: IncomingPush, commit: data_pb2.Commit) -> PushResult:
         header, shard = push.header, push.shard
         if header.base_max > shard.step_max:
             raise ProtocolError(f"base version {header.base_max} is ahead of the shard, which is at {shard.step_max}")
@@ -533,7 +480,7 @@ class PushReceiver:
         await shard.answerable()
         return self._result(push, decision, lag)
 
-    def _result(self, push: _Push, decision: Decision, lag: int) -> PushResult:
+    def _result(self, push: IncomingPush, decision: Decision, lag: int) -> PushResult:
         shard, header = push.shard, push.header
         ack = data_pb2.PushAck(
             outcome=outcome_to_proto(decision.outcome),
@@ -563,7 +510,7 @@ class PushReceiver:
             seconds=time.monotonic() - push.started_s,
         )
 
-    async def abandon(self, push: _Push | None = None) -> None:
+    async def abandon(self, push: IncomingPush | None = None) -> None:
         """The stream ended: let whole buckets finish counting (they came in whole), drop the rest."""
         push = push or self._push
         self._slot = None
@@ -584,28 +531,3 @@ class PushReceiver:
         # What one of them failed with knows its frames, and those the push.
         push.draining = None
         push.running.clear()
-
-
-def gradient_kind(header: data_pb2.PushHeader) -> bool:
-    """Whether a push brings gradients, not first values."""
-    return header.kind != data_pb2.PUSH_KIND_INIT
-
-
-def by_bucket(push: _Push) -> bool:
-    """Whether each bucket counts as soon as it is there; first values always do."""
-    return not (gradient_kind(push.header) and push.shard.consistency.whole_pushes)
-
-
-def in_tree(push: _Push) -> bool:
-    """Whether it brings parts of sums; first values are set bucket by bucket and wait for nobody."""
-    return gradient_kind(push.header) and push.shard.consistency.sums_in_tree
-
-
-def _held_bytes(push: _Push, number: int) -> int:
-    """What a bucket of a push asks of staging."""
-    assert push.coding is not None
-    return slot_bytes(
-        push.coding.bucket(push.shard.number, number),
-        borrowed=push.attachment is not None and push.attachment.borrowed,
-        summed=in_tree(push) and push.shard.replicas > 1,
-    )

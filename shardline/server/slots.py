@@ -13,7 +13,7 @@ from shardline.core.plan import BucketSpec
 from shardline.core.tensor_bytes import Buffer, borrowed_tensor, copy_bytes, digest, fingerprint
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Ticket
-from shardline.server.staging import Lease
+from shardline.server.staging import StagingLease
 
 SLACK = 8
 """A message may be larger than its payload by this part of it: the heads beside a large chunk are far smaller."""
@@ -46,7 +46,7 @@ class Slot:
     parts: list[Buffer] = field(default_factory=list)
     """Payloads of its chunks, in order; see kept()."""
     ticket: Ticket | None = None
-    lease: Lease | None = None
+    lease: StagingLease | None = None
 
     def add(self, offset: int, payload: Buffer) -> None:
         """One more chunk, in order. Raises ProtocolError, the slot left as it was."""
@@ -57,7 +57,7 @@ class Slot:
                 f"{self.filled} within {self.size}; chunks neither overlap, repeat nor leave gaps"
             )
         if self.size and not len(payload):
-            raise ProtocolError(f"bucket {self.number}: a chunk without bytes of a bucket that has some")
+            raise ProtocolError(f"bucket {self.number}: an empty chunk in a bucket that is not empty")
         self.parts.append(kept(payload))
         self.filled = end
         self.chunks += 1

@@ -335,7 +335,7 @@ class Ledger:
 # The shell
 
 
-class Lease:
+class StagingLease:
     """The right to bring one contribution; release() it once it is counted, or came to nothing."""
 
     def __init__(self, staging: Staging, ledger: Ledger, entry: Entry) -> None:
@@ -350,7 +350,7 @@ class Lease:
         if entry is not None:
             self._staging.on_loop(lambda: self._staging.returned(self._ledger, entry))
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> StagingLease:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -360,7 +360,7 @@ class Lease:
 @dataclass(eq=False)
 class _Waiter:
     ask: Ask
-    future: asyncio.Future[Lease]
+    future: asyncio.Future[StagingLease]
 
 
 class Staging:
@@ -407,7 +407,7 @@ class Staging:
         *,
         step: int | None = None,
         push: AsyncPush | None = None,
-    ) -> Lease:
+    ) -> StagingLease:
         """Wait until a contribution may come in.
 
         bucket None: a bucket of the asynchronous `push`, whose block is (worker index, 1). nbytes: all that it will
@@ -476,7 +476,7 @@ class Staging:
             self._grant()
 
     def _grant(self) -> None:
-        """Let in whoever may, in the order they came; what goes on before what begins."""
+        """Admit every request that fits, in order of arrival; streams under way come before new ones."""
         kept = False
         for waiter in sorted(self._waiting, key=lambda waiter: self._ledger.begins(waiter.ask)):
             if kept and self._ledger.begins(waiter.ask):
@@ -492,5 +492,5 @@ class Staging:
             self._ledger.note(entry)
             self._leased += waiter.ask.nbytes
             self._waiting.remove(waiter)
-            waiter.future.set_result(Lease(self, self._ledger, entry))
+            waiter.future.set_result(StagingLease(self, self._ledger, entry))
         self.peak = max(self.peak, self.in_use)

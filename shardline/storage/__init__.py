@@ -1,0 +1,1 @@
+"""What a shard's memory looks like to whoever serves it."""

@@ -8,7 +8,6 @@ import torch
 
 from shardline.core.plan import BucketSpec
 from shardline.core.spec import RuleSpec, ScheduleSpec, TensorSpec
-from shardline.errors import JobError
 from shardline.seams import Table
 from shardline.update.arguments import ALLOWED, REFUSED, hyper_numbers, rule, rule_from_optimizer
 from shardline.update.base import BucketRule, Need, Site, Takes, UpdateRule, parse_state_key, state_key
@@ -25,7 +24,6 @@ __all__ = [
     "Torch",
     "UpdateRule",
     "bucket_rule",
-    "check_pushes",
     "check_rule",
     "check_tensors",
     "chosen",
@@ -54,21 +52,6 @@ def check_rule(spec: RuleSpec) -> None:
 def check_tensors(spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
     """Raise JobError where the rule can't update a parameter, naming it."""
     chosen(spec).check_tensors(spec, tensors)
-
-
-def check_pushes(spec: RuleSpec, *, single: bool) -> None:
-    """Raise JobError where the rule needs to know of every push by itself and the job's consistency can't tell.
-
-    single: each update is one worker's push, and workers pull whatever is newest.
-    """
-    resident = chosen(spec)
-    if single or not (resident.needs or resident.looks_ahead):
-        return
-    wants = sorted(need.value for need in resident.needs) or ["to answer pulls with a point ahead of the parameters"]
-    raise JobError(
-        f"rule {resident} needs {', '.join(wants)}, and this consistency makes one update of several workers' pushes; "
-        "choose consistency='async', or another rule"
-    )
 
 
 def wants_whole(spec: RuleSpec, shape: Sequence[int]) -> bool:

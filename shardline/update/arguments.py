@@ -140,7 +140,7 @@ def with_hyper(name: str, group: Mapping[str, Argument], hyper: Mapping[str, flo
     known = hyper_numbers(name, group)
     for key, value in hyper.items():
         if key not in known:
-            raise ProtocolError(f"{key!r} is no number of {name} that can change; those are {', '.join(known)}")
+            raise ProtocolError(f"{key!r} is not a setting of {name} that can change; those are {', '.join(known)}")
         if not math.isfinite(value):
             raise ProtocolError(f"{key} of {name} is {value}; it must be finite")
         if name == "RMSprop" and key == "momentum" and (value == 0.0) != (known[key] == 0.0):
@@ -169,8 +169,8 @@ def _class_name(name: str | type[torch.optim.Optimizer]) -> str:
     if isinstance(name, type):
         if getattr(torch.optim, name.__name__, None) is not name:
             raise JobError(
-                f"{name.__module__}.{name.__qualname__} is no class of torch.optim, and a parameter server runs nobody "
-                f"else's code; use one of {_works()}"
+                f"{name.__module__}.{name.__qualname__} is not a class of torch.optim, and a parameter server runs "
+                f"nobody else's code; use one of {_works()}"
             )
         return _class_name(name.__name__)
     optimizer_class(name)

@@ -1,0 +1,1 @@
+"""Frames of tensor bytes, written and read without protobuf's copies."""

@@ -227,7 +227,7 @@ def _read_chunk(data: memoryview) -> ChunkView:
 
 def _message(cls: Any, value: int | memoryview | None, what: str) -> Any:
     if not isinstance(value, memoryview):
-        raise ProtocolError(f"frame whose {what} is no message")
+        raise ProtocolError(f"frame whose {what} is not a message")
     if len(value) > PART_BYTES:
         raise ProtocolError(f"frame whose {what} has {len(value)} bytes; the limit is {PART_BYTES}")
     try:
@@ -261,7 +261,7 @@ def read_push(data: memoryview) -> PushFrameView:
         elif number == 3:
             _once(frame.chunk, "chunk")
             if not isinstance(value, memoryview):
-                raise ProtocolError("frame whose chunk is no message")
+                raise ProtocolError("frame whose chunk is not a message")
             frame.chunk = _read_chunk(value)
         elif number == 4:
             _once(frame.bucket_commit, "bucket_commit")
@@ -284,7 +284,7 @@ def read_pull(data: memoryview) -> PullFrameView:
         elif number == 2:
             _once(frame.chunk, "chunk")
             if not isinstance(value, memoryview):
-                raise ProtocolError("frame whose chunk is no message")
+                raise ProtocolError("frame whose chunk is not a message")
             frame.chunk = _read_chunk(value)
         elif number == 3:
             _once(frame.end, "end")
@@ -302,7 +302,7 @@ def read_request(data: bytes) -> RequestView:
             if number == 1:
                 _once(view.push, "push")
                 if not isinstance(value, memoryview):
-                    raise ProtocolError("request whose push is no message")
+                    raise ProtocolError("request whose push is not a message")
                 view.push = read_push(value)
             elif number == 2:
                 _once(view.pull, "pull")
@@ -323,7 +323,7 @@ def read_reply(data: bytes) -> ReplyView:
             elif number == 2:
                 _once(view.pull, "pull")
                 if not isinstance(value, memoryview):
-                    raise ProtocolError("reply whose pull is no message")
+                    raise ProtocolError("reply whose pull is not a message")
                 view.pull = read_pull(value)
     except ProtocolError as error:
         return ReplyView(error=error)

@@ -425,6 +425,22 @@ def test_a_push_that_counts_though_its_answer_was_lost_leaves_its_memory(codec: 
 
 
 @REMEMBERING
+def test_a_push_that_counts_at_some_shards_and_is_sent_again_to_all_leaves_its_memory_once(codec: Codec) -> None:
+    plan = model()
+    worker, other = encoders(codec, plan), encoders(codec, plan)
+    layout = worker.coding.bucket(0, 0).layout
+    push(worker, 0, numbers(layout))
+    push(other, 0, numbers(layout))
+    # This shard has it and another has not, so that a loop that can't be run again sends all of it again.
+    worker.locate({(0, 0): 1})
+    push(worker, 0, numbers(layout))
+    worker.settle()
+    other.settle()
+    assert torch.equal(remembered(worker), remembered(other))
+    assert push(worker, 1, numbers(layout, seed=1)) == push(other, 1, numbers(layout, seed=1))
+
+
+@REMEMBERING
 def test_a_skipped_step_leaves_memory_as_it_was(codec: Codec) -> None:
     worker = encoders(codec, model())
     values = numbers(worker.coding.bucket(0, 0).layout)

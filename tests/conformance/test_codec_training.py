@@ -131,7 +131,7 @@ def test_a_payload_that_the_toy_cannot_have_made_is_refused_and_nothing_changes(
         worker = cluster.worker(0)
         worker.trainer.exchange.arm()
         worker.trainer.locate(range(3), cluster.timeline)
-        written = worker.trainer.coding.push.bucket(0, 0)
+        written = worker.trainer.weights.coding.push.bucket(0, 0)
         assert isinstance(written.codec, toy_codec.Top)
         before = cluster.state().params
         with pytest.MonkeyPatch.context() as patch:

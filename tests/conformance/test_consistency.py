@@ -12,7 +12,7 @@ import torch
 
 from shardline import consistency
 from shardline.consistency import CONSISTENCIES, Clock
-from shardline.consistency.server import Observers, Push, Want
+from shardline.consistency.server import Observers, Push, StepWanted
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
@@ -24,7 +24,7 @@ from shardline.seams import settings_of
 from shardline.update import rule
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
-from shardline_ps.standby.record_log import ReplicaLog, copied_image
+from shardline_ps.standby.record_log import RecordLog, copied_image
 from shardline_ps.standby.standby import Standby
 
 TENSORS = (
@@ -190,7 +190,7 @@ def test_a_pull_gets_what_is_there_waits_for_what_comes_and_is_told_what_is_gone
     for _ in range(3):
         job.update()
     mode, bucket = job.shard.mode, job.shard.buckets[0]
-    outcomes = {step: mode.serve(bucket, Want(step=step, task="worker/0")) for step in range(5)}
+    outcomes = {step: mode.serve(bucket, StepWanted(step=step, task="worker/0")) for step in range(5)}
     previous = Outcome.SERVED if job.mode.keeps_previous else Outcome.OVERTAKEN
     assert outcomes == {
         0: Outcome.OVERTAKEN,
@@ -199,9 +199,9 @@ def test_a_pull_gets_what_is_there_waits_for_what_comes_and_is_told_what_is_gone
         3: Outcome.SERVED,
         4: Outcome.WAITING,
     }
-    assert mode.serve(bucket, Want(step=1, at_least=True, task="worker/0")) is Outcome.SERVED
-    assert mode.serve(bucket, Want(step=4, at_least=True, task="worker/0")) is Outcome.WAITING
-    assert mode.serve(bucket, Want(step=None, task="worker/0")) is Outcome.SERVED
+    assert mode.serve(bucket, StepWanted(step=1, at_least=True, task="worker/0")) is Outcome.SERVED
+    assert mode.serve(bucket, StepWanted(step=4, at_least=True, task="worker/0")) is Outcome.WAITING
+    assert mode.serve(bucket, StepWanted(step=None, task="worker/0")) is Outcome.SERVED
 
 
 @each
@@ -295,7 +295,7 @@ def copy_to_standby(job: Job) -> tuple[Standby, Callable[[], None]]:
     """A standby that holds what the shard does, and what brings it everything that was recorded since."""
     heir, shard = Job(job.shard.settings.consistency), job.shard
     heir.shard.storage.observers = Observers()
-    standby, log = Standby(heir.shard), ReplicaLog(on_entry=lambda: None, run=lambda release: release())
+    standby, log = Standby(heir.shard), RecordLog(on_entry=lambda: None, run=lambda release: release())
 
     def link() -> None:
         while (entry := log.take()) is not None:

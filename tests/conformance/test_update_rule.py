@@ -22,6 +22,7 @@ from shardline.core.plan import BucketSpec, Plan, make_plan
 from shardline.core.push_context import PushContext
 from shardline.core.spec import DTYPES, ConsistencySpec, JobSpec, RuleSpec, ScheduleSpec, TensorSpec
 from shardline.errors import CheckpointError, JobError, ProtocolError
+from shardline.fit import check_fit
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.rpc.messages.convert import rule_from_proto, rule_to_proto
 from shardline.schedule import cosine
@@ -29,13 +30,13 @@ from shardline.update import (
     ALLOWED,
     RULES,
     bucket_rule,
-    check_pushes,
     check_tensors,
     chosen,
     parse_state_key,
     rule,
     wants_whole,
 )
+from shardline.update.base import Need, Takes
 from shardline_ps.control.configuration import optimizer_bytes
 from shardline_ps.shard.bucket import Bucket
 from tests.support.checkpoints import cut_of
@@ -433,15 +434,33 @@ def test_a_rule_may_refuse_an_optimizer() -> None:
         RULES.parse("toy-momentum:momentum=1.5")
 
 
+def job_of(case: Case, **changes: Any) -> JobSpec:
+    return JobSpec(name="job", tensors=(TensorSpec(name="w", shape=(3,), dtype="float32"),), rule=case.spec, **changes)
+
+
 @every_rule
 def test_a_rule_that_tells_workers_apart_is_refused_where_their_pushes_are_added_up(case: Case) -> None:
     resident = chosen(case.spec)
-    check_pushes(case.spec, single=True)
+    if resident.takes is Takes.DELTA:
+        with pytest.raises(JobError, match="takes deltas of parameters"):
+            check_fit(job_of(case, consistency=ConsistencySpec(mode="async")))
+        return
+    check_fit(job_of(case, consistency=ConsistencySpec(mode="async")))
     if resident.needs or resident.looks_ahead:
         with pytest.raises(JobError, match="choose consistency='async', or another rule"):
-            check_pushes(case.spec, single=False)
+            check_fit(job_of(case))
     else:
-        check_pushes(case.spec, single=False)
+        check_fit(job_of(case))
+
+
+@every_rule
+def test_a_rule_that_has_to_know_what_was_sent_is_refused_with_standbys(case: Case) -> None:
+    job = job_of(case, consistency=ConsistencySpec(mode="async"))
+    if Need.PULLS in chosen(case.spec).needs:
+        with pytest.raises(JobError, match="leave out --standbys"):
+            check_fit(job, standbys=1)
+    elif chosen(case.spec).takes is Takes.GRADIENT:
+        check_fit(job, standbys=1)
 
 
 def test_the_sum_of_momenta_stays_that_of_the_workers_that_are_left() -> None:

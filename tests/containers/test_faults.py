@@ -74,7 +74,7 @@ def test_killed_server_is_started_again_and_the_job_goes_on_from_its_newest_chec
     after = running.mark("chief")
     running.kill(running.one("ps"))
     said = running.wait_line("chief", r"ps/\d .*held shard \d; all shards go back to step \d+", after=after)
-    running.wait_line("chief", r"training goes on from step \d+, \d+ steps are made again", after=after)
+    running.wait_line("chief", r"training goes on from step \d+, \d+ steps are repeated", after=after)
     assert "so the job ends" not in said
     running.goes_on()
     assert running.restarts(running.one("ps")) == 1
@@ -84,7 +84,7 @@ def test_killed_chief_goes_on_where_it_was(running: Stack) -> None:
     after = running.mark("chief")
     running.kill(running.one("chief"))
     said = running.wait_line("chief", r"the chief is back after .*: training goes on at step \d+", after=after)
-    assert "nothing is made again" in said
+    assert "no step is repeated" in said
     running.goes_on()
 
 

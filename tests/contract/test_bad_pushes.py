@@ -221,7 +221,7 @@ def test_a_fingerprint_is_the_senders_word(client: PlainClient) -> None:
     outcomes = []
     for mark, value in ((5, 1.0), (5, 1.0), (6, 1.0), (0, 1.0), (2**64 - 1, 1.0)):
         ack = client.push(edit(BUCKET, fingerprint=mark)(client.gradient(value)))
-        outcomes.append((ack.outcome, "sent other bits for step 0" in ack.reason))
+        outcomes.append((ack.outcome, "sent different bits for step 0" in ack.reason))
     duplicate = common_pb2.OUTCOME_DUPLICATE
     # Where nothing is said the shard makes it of the bytes, and they are not those that were named 5.
     assert outcomes == [
@@ -252,7 +252,7 @@ def test_a_buffer_comes_from_replica_0_only(client: PlainClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "sentence"), [((1, 2), "block 1-2 is no node of the sum over 6"), ((4, 3), "outside")]
+    ("block", "sentence"), [((1, 2), "block 1-2 is not a node of the sum over 6"), ((4, 3), "outside")]
 )
 def test_a_block_that_is_no_node_of_the_sum_counts_nowhere(
     client: PlainClient, block: tuple[int, int], sentence: str
@@ -269,7 +269,7 @@ def test_a_block_of_which_a_part_is_counted_has_to_be_split(client: PlainClient)
     assert client.push(client.gradient(block=(0, 2))).outcome == common_pb2.OUTCOME_SPLIT
     assert client.push(client.gradient(block=(1, 1))).outcome == common_pb2.OUTCOME_DUPLICATE
     other = client.push(client.gradient(9.0, block=(1, 1)))
-    assert other.outcome == common_pb2.OUTCOME_DUPLICATE and "sent other bits for step 0" in other.reason
+    assert other.outcome == common_pb2.OUTCOME_DUPLICATE and "sent different bits for step 0" in other.reason
     assert client.status().shards[0].duplicate_mismatches == 1
     assert client.push(client.gradient(block=(0, 1))).outcome == common_pb2.OUTCOME_COUNTED
     assert client.push(client.gradient(block=(2, 2))).outcome == common_pb2.OUTCOME_COUNTED

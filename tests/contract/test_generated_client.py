@@ -245,7 +245,7 @@ def test_only_listed_incarnations_are_admitted(client: PlainClient) -> None:
     client.incarnation = 2
     assert client.push(client.gradient()).outcome == common_pb2.OUTCOME_COUNTED
     client.task = "worker/7"
-    assert client.push(client.gradient(step=1)).reason.endswith("the chief has not (or no longer) listed it")
+    assert client.push(client.gradient(step=1)).reason.endswith("the chief has not listed it, or not any more")
 
 
 def test_an_asynchronous_push_is_applied_once_and_told_its_staleness(client: PlainClient) -> None:

@@ -221,7 +221,7 @@ def test_leases_and_reports_are_their_own_tasks(chief: Chief, tokens: Security) 
                     client.report(impostor, 0, {"loss": 0.0}, 0.1)
                 with pytest.raises(UsageError, match="the message is not from evaluator/0: it lacks the secret"):
                     client.lease(impostor, [1])
-            with pytest.raises(Exception, match=r"evaluator/0 incarnation .* is no living trainer"):
+            with pytest.raises(Exception, match=r"evaluator/0 incarnation .* is not a living task that trains"):
                 client.lease(link.identity, [])
             assert client.report(link.identity, 0, {}, 0.1, failure="nothing to score") is False
     finally:

@@ -114,7 +114,7 @@ def test_half_a_push_is_ended_and_holds_no_shard_while_new_ones_are_made(
     watch = Watch(ps)
     assert configure(client, timeline=NEXT).changed
     assert watch.seen == [0]
-    refused(grpc.StatusCode.UNAVAILABLE, "this ps was configured anew", half.replies)
+    refused(grpc.StatusCode.UNAVAILABLE, "this ps was reconfigured", half.replies)
     half.close()
     assert ps.store.staging._leased == 0
     begin_again(client)
@@ -162,7 +162,7 @@ def test_work_that_does_not_end_is_waited_for_up_to_a_deadline_and_told(
     watch = Watch(ps)
     assert configure(ready, timeline=NEXT).changed
     assert watch.seen[0] > 0
-    assert "shards 0 are still in use 0.2 s after they were let go of" in caplog.text
+    assert "shards 0 are still in use 0.2 s after they were released" in caplog.text
     assert ps.store.shards[0] is not shard
     begin_again(ready)
 
@@ -225,7 +225,7 @@ def test_where_making_fails_nothing_is_admitted_and_the_next_configuration_works
     ready.timeline = NEXT
     refused(
         grpc.StatusCode.INVALID_ARGUMENT,
-        "Configure comes first",
+        "call Configure first",
         lambda: ready.call("Activate", ready.command("Activate")),
     )
     assert ready.pull()[2].outcome == common_pb2.OUTCOME_NOT_CONFIGURED

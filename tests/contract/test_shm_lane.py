@@ -121,7 +121,7 @@ def test_a_gradient_that_is_refused_changes_nothing_and_is_not_read_again(bench:
 
 
 def test_only_exact_steps_are_asked_for_on_this_lane(bench: ShmBench) -> None:
-    with pytest.raises(ProtocolError, match="something else than an exact step; ask on lane grpc"):
+    with pytest.raises(ProtocolError, match="something other than an exact step; use lane grpc"):
         bench.exchange(want=Want(step=None))
 
 

@@ -127,7 +127,10 @@ def test_a_resumed_job_with_another_learning_rate_says_so_on_the_terminal_and_in
     job.write_text(job.read_text().replace('"lr": 0.05', '"lr": 0.25'))
     finished = train(job, out, "--ps", "1", "--workers", "1", "--resume")
     assert finished.code == 0, finished
-    said = "going on from step 5 with other settings than the checkpoint's: rule.groups[0].lr: 0.25 in the job, 0.05 in"
+    said = (
+        "going on from step 5 with settings that differ from the checkpoint's: "
+        "rule.groups[0].lr: 0.25 in the job, 0.05 in"
+    )
     assert said in finished.err
     assert any(said in sentence for sentence in events(out, "resume"))
     assert "step-00000010" in finished.out

@@ -42,7 +42,7 @@ def test_a_killed_chief_comes_back_and_no_step_is_made_again(tmp_path: Path) -> 
     assert found["sha256"] == expected_sha256(job)
     assert found["chief_restarts"] == 1
     assert found["recoveries"] == []
-    assert any("nothing is made again" in text for text in events(out))
+    assert any("no step is repeated" in text for text in events(out))
     begun = [entry["timeline"] for entry in journal(out) if entry["kind"] == "timeline" and entry["state"] == "active"]
     assert begun == [1 << 32 | 1]
     assert [entry["takes_over"] for entry in journal(out) if entry["kind"] == "chief"] == [None, 1]
@@ -60,7 +60,7 @@ def test_a_killed_chief_of_an_asynchronous_job_hands_no_acknowledged_batch_out_a
     with mortal_cluster(job, out, evaluators=1) as cluster:
         wait_for_event(out, "checkpoint", "checkpoint of step [5-9]")
         cluster.kill("chief/0")
-        wait_for_event(out, "adopted", "nothing is made again")
+        wait_for_event(out, "adopted", "no step is repeated")
         assert cluster.wait(timeout_s=PATIENCE_S) == 0
     found = summary_of(out)
     assert found["chief_restarts"] == 1

@@ -48,7 +48,7 @@ def test_a_killed_ps_with_a_standby_costs_no_step_and_no_bit(tmp_path: Path, cli
     (recovery,) = found["recoveries"]
     assert (recovery["task"], recovery["lost"]) == ("ps/1", 0)
     told = events(out)
-    assert any("taken over: shard 1 by ps/0; nothing goes back" in text for text in told), told
+    assert any("taken over: shard 1 by ps/0; no step is lost" in text for text in told), told
     assert not any("go back to step" in text for text in told), told
 
 
@@ -73,7 +73,7 @@ def test_a_ps_and_the_chief_killed_together_cost_nothing_that_was_acknowledged(t
     assert (recovery["task"], recovery["lost"]) == ("ps/1", 0)
     assert found["chief_restarts"] == 1
     told = events(out)
-    assert any("taken over: shard 1 by ps/0; nothing goes back" in text for text in told), told
+    assert any("taken over: shard 1 by ps/0; no step is lost" in text for text in told), told
     assert not any("go back to step" in text for text in told), told
     if mode == "sync":
         assert (found["steps"], found["sha256"]) == (120, expected_sha256(job))
@@ -122,7 +122,7 @@ def test_a_loop_of_ones_own_does_not_see_that_a_ps_with_a_standby_was_killed(tmp
     found, told = run_plain_loop(tmp_path / "killed", kill=True)
     (recovery,) = found["recoveries"]
     assert (recovery["task"], recovery["lost"], undisturbed["recoveries"]) == ("ps/1", 0, [])
-    assert any("taken over: shard 1 by ps/0; nothing goes back" in text for text in told), told
+    assert any("taken over: shard 1 by ps/0; no step is lost" in text for text in told), told
     assert (found["steps"], found["sha256"]) == (80, undisturbed["sha256"])
 
 

@@ -250,7 +250,7 @@ def test_cuts_on_the_way_are_the_reference_at_their_step(clip_norm: float) -> No
         for step in (2, 4):
             assert_same_end(cluster.state(cut_of(cluster, step)), reference(job, step))
         cluster.controls[0].release(cluster.timeline, 2)
-        with pytest.raises(ProtocolError, match=r"holds no whole cut of step 2; it holds \[4\]"):
+        with pytest.raises(ProtocolError, match=r"holds no complete cut of step 2; it holds \[4\]"):
             cut_of(cluster, 2)
 
 

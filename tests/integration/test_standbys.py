@@ -207,7 +207,7 @@ def test_a_stream_that_breaks_goes_on_where_it_ended() -> None:
 
         def break_it() -> None:
             async def end() -> None:
-                cluster.hosts[1].servicer.replication.end(0, "the test ends it")
+                cluster.hosts[1].servicer.standby_servicer.end(0, "the test ends it")
 
             cluster.hosts[1].server.run(end(), timeout_s=5.0)
 

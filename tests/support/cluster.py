@@ -45,7 +45,7 @@ from shardline_ps.control.votes import Voters
 from shardline_ps.service import offers
 from shardline_ps.servicer import ParameterServer, register
 from shardline_ps.shard.shard import Shard
-from shardline_ps.standby.sender import Replicas
+from shardline_ps.standby.sender import StandbySender
 from shardline_ps.store import ParameterStore
 
 COMPUTE = threading.Lock()
@@ -65,9 +65,9 @@ class Ps:
         self.voters = Voters(self.store, timeouts)
         self.attachments = Attachments()
         self.stopped: list[str] = []
-        self.replicas = Replicas(self.task, self.store, timeouts)
+        self.standbys = StandbySender(self.task, self.store, timeouts)
         self.servicer = ParameterServer(
-            self.task, self.store, self.voters, self.attachments, self.replicas, on_stop=self.stopped.append
+            self.task, self.store, self.voters, self.attachments, self.standbys, on_stop=self.stopped.append
         )
         self.server = RpcServer(address, register=[register(self.servicer)], service_names=SERVICES, name=self.task)
         self.voters.bind(self.server.loop)
@@ -81,7 +81,7 @@ class Ps:
     async def end(self) -> None:
         self.attachments.close()
         await self.voters.close()
-        await self.replicas.close()
+        await self.standbys.close()
 
     def close(self, *, grace_s: float = 0.2) -> None:
         if self.server.loop.is_closed():
@@ -436,5 +436,5 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def split_evenly(replicas: int, workers: int) -> list[list[int]]:
-    """Replicas of each worker, round robin: blocks that don't line up with the tree."""
+    """StandbySender of each worker, round robin: blocks that don't line up with the tree."""
     return [list(range(index, replicas, workers)) for index in range(workers)]

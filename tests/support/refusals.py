@@ -42,7 +42,7 @@ OUTCOMES: dict[str, tuple[dict[str, Any], str, str]] = {
     "another plan": (
         {"data": {"plan_id": "feed"}},
         "REFUSED",
-        "the plan is [0-9a-f]{32}, the message was cut by feed",
+        "the plan is [0-9a-f]{32}, the message follows plan feed",
     ),
     "another job": ({"data": {"job": "other"}}, "REFUSED", "this ps holds job 'plain', the message is for 'other'"),
     "another timeline": (
@@ -60,6 +60,6 @@ OUTCOMES: dict[str, tuple[dict[str, Any], str, str]] = {
     "features it hasn't got": (
         {"data": {"required_features": ["voted", "telepathy"]}},
         "REFUSED",
-        "this ps can't do what the message requires: telepathy",
+        "this ps does not support what the message requires: telepathy",
     ),
 }

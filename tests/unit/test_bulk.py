@@ -250,7 +250,7 @@ def test_what_lies_at_a_place_is_refused(server: Server) -> None:
     async def expect() -> None:
         attachment.expect(64, 10)
 
-    with pytest.raises(ProtocolError, match="said to lie at 64"):
+    with pytest.raises(ProtocolError, match="has offset 64"):
         server.run(expect())
 
 

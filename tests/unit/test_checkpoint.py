@@ -495,7 +495,7 @@ def test_export_refuses_what_it_cant_write_with_a_sentence(tmp_path: Path) -> No
         export(path, tmp_path / "absent" / "model.pt")
     with pytest.raises(CheckpointError, match="does not exist"):
         export(tmp_path / "nowhere", tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match="is no checkpoint and holds none"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint and contains none"):
         find_checkpoint(tmp_path)
     flip_byte(path / SHARD_0, -1)
     with pytest.raises(CheckpointError, match="is corrupt"):

@@ -118,7 +118,7 @@ def test_bytes_that_read_back_wrong_are_not_committed(tmp_path: Path) -> None:
             return result
 
     store = CheckpointStore(tmp_path, keep=2, files=LyingFiles())
-    with pytest.raises(CheckpointError, match="reads back other bytes than were written"):
+    with pytest.raises(CheckpointError, match="reads back as different bytes from those written"):
         store.commit(cut_of(step=1))
     assert store.list() == [] and not list(tmp_path.iterdir())
 
@@ -243,7 +243,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda p: edit_manifest(p, step=21, steps=[21, 21]), "is of step 21, but its folder is step-00000020"),
     (lambda p: edit_manifest(p, sign=False, term=4), "its fields hash to"),
     (lambda p: edit_manifest(p, versions=[1]), "1 versions for 2 shards"),
-    (lambda p: edit_manifest(p, steps=[20, 19]), "make no cut of step 20"),
+    (lambda p: edit_manifest(p, steps=[20, 19]), "are not a consistent cut of step 20"),
     (lambda p: edit_manifest(p, plan_id="0" * 32), "its plan hashes to"),
     (lambda p: edit_manifest(p, shards=[{"buckets": []}]), "manifest.json is damaged: plan: shard 0"),
     (lambda p: edit_manifest(p, job={"name": "x"}), "job lacks the field 'tensors'"),

@@ -16,7 +16,7 @@ def test_with_fewer_workers_than_wanted_nothing_moves_and_the_wait_names_who_is_
     cluster.tick(T / 3 + 2, silent=("worker/1",))
     cluster.tick(T + 4, silent=("worker/1",))
     assert cluster.finish is not None
-    assert "worker/1 (1 of at least 2 train) is gone and none came within 60 s" in cluster.finish.reason
+    assert "worker/1 (1 of at least 2 train) is gone and no replacement joined within 60 s" in cluster.finish.reason
 
 
 def test_asynchronous_job_with_fewer_workers_than_wanted_hands_out_nothing() -> None:

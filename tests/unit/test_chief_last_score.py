@@ -130,7 +130,7 @@ def test_a_resumed_job_says_what_it_does_differently_and_trains_on() -> None:
     cluster.start()
     (said,) = [say for say in cluster.said if say.kind == "resume"]
     assert said.level == "warning"
-    assert said.sentence == f"going on from step 40 with other settings than the checkpoint's: {LR}"
+    assert said.sentence == f"going on from step 40 with settings that differ from the checkpoint's: {LR}"
     assert cluster.finish is None
 
 
@@ -169,5 +169,5 @@ def test_a_resumed_job_that_fails_before_its_next_checkpoint_names_the_one_it_ca
     cluster = Cluster(job=make_job(), resume=FakeResume())
     if phase == "training":
         cluster.start()
-    remains = cluster.program.state.saves.what_remains()
-    assert remains == "Go on with --resume from step 40: /out/checkpoints/step-00000040"
+    advice = cluster.program.state.saves.how_to_go_on()
+    assert advice == "Go on with --resume from step 40: /out/checkpoints/step-00000040"

@@ -42,7 +42,7 @@ def test_a_failing_evaluation_is_a_sentence_and_not_the_end() -> None:
 def test_what_nobody_admitted_reports_changes_nothing(task: str) -> None:
     cluster = running()
     cluster.join("evaluator", 0)
-    with pytest.raises(FencedError, match=f"{task} incarnation 0x5 is not admitted; what it reports of step 3"):
+    with pytest.raises(FencedError, match=f"{task} incarnation 0x5 is not admitted; its score of step 3 is ignored"):
         cluster.program.report(task, 5, 3, {"loss": 0.1}, "", cluster.now_s)
     cluster.settle()
     assert not cluster.bests and not cluster.program.state.figures.metrics
@@ -256,7 +256,7 @@ def test_a_script_whose_worker_is_gone_ends_with_its_name() -> None:
     assert cluster.finish is not None
     assert cluster.finish.exit_code == TaskLostError.exit_code
     assert cluster.finish.reason.startswith(
-        "worker/1, without which a script can't go on, is gone and none came within"
+        "worker/1, without which a script can't go on, is gone and no replacement joined within"
     )
 
 

@@ -178,7 +178,7 @@ def test_the_least_interval_is_a_checkpoints_time_in_steps() -> None:
     found = least_interval(210_000_000, 12.0, 0.0, 0.0925, 129)
     assert found.too_small
     assert found.sentence.startswith("a checkpoint of 210.0 MB takes 12.0 s, and a step 92.5 ms: ")
-    assert found.sentence.endswith("never catch up, so with checkpoint_every=129 some are left out")
+    assert found.sentence.endswith("never catch up, so with checkpoint_every=129 some are skipped")
     assert least_interval(1000, 0.001, 0.0, 1.0, 1).steps == 1
 
 

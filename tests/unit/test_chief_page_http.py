@@ -199,7 +199,7 @@ def test_more_streams_than_the_limit_are_told_to_ask_instead(make: Make) -> None
             connection.request("GET", "/api/stream")
             assert connection.getresponse().status == 200
         answer = ask(page, "/api/stream")
-        assert (answer.status, "ask /api/view instead" in answer.text) == (503, True)
+        assert (answer.status, "poll /api/view instead" in answer.text) == (503, True)
         assert ask(page, "/api/view").status == 200
     finally:
         for connection in held:

@@ -54,7 +54,7 @@ def test_lost_server_that_comes_back_is_filled_and_the_job_goes_on_from_its_chec
     assert (
         "ps/1 was started again and is empty; ps/1 at h:1 held shard 1; all shards go back to step 10" in cluster.text()
     )
-    assert "training goes on from step 10, 7 steps are made again" in cluster.text()
+    assert "training goes on from step 10, 7 steps are repeated" in cluster.text()
     cluster.advance(100)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
@@ -193,7 +193,7 @@ def test_loss_before_training_began_begins_the_job_anew_with_values_of_a_worker(
     cluster.restart_ps(1)
     cluster.tick()
     assert phase(cluster) is Phase.INIT
-    assert "there is no checkpoint yet, so the job begins anew" in cluster.text()
+    assert "there is no checkpoint yet, so the job starts over" in cluster.text()
     cluster.initialize()
     assert phase(cluster) is Phase.RUNNING
     assert cluster.orders("worker/0").first_step == 0
@@ -259,7 +259,7 @@ def test_checkpoint_that_never_comes_from_the_disk_is_waited_for_with_a_deadline
     cluster.kill_ps(1)
     cluster.restart_ps(1)
     cluster.tick(T / 3 + 2)
-    assert "was not there to go back to within 20 s (limit 600 s): it is being written or read" in cluster.text()
+    assert "could not be read within 20 s (limit 600 s): it is being written or read" in cluster.text()
     cluster.tick(10 * T)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 6

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from shardline.checkpoint import Cut
+from shardline.client.step import trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
@@ -30,7 +31,7 @@ from shardline.host.process import Termination
 from shardline.rpc.v1 import chief_pb2
 from shardline.security import Security
 from shardline_chief import service
-from shardline_chief.io import control, trainer
+from shardline_chief.io import control
 from shardline_chief.io.journal import Journal
 from shardline_chief.rules.replay import Remembered, replay
 from tests.support.chief_process import TIMEOUTS, Chief, make_job

@@ -12,8 +12,8 @@ from shardline.core.placement import Placement
 from shardline.core.spec import TensorSpec
 from shardline.core.status import ShardStatus
 from shardline.errors import UsageError
-from shardline_chief.rules.actions import AskStatus, Heir, Lead, Promote
-from shardline_chief.rules.state.standbys import Change, Protection, after_loss, protected, without_standbys
+from shardline_chief.rules.actions import AskStatus, Lead, Promote, Promotion
+from shardline_chief.rules.state.standbys import Protection, StandbyChange, after_loss, protected, without_standbys
 from tests.support.chief_cluster import Cluster, T, make_job, phase
 
 
@@ -64,7 +64,7 @@ def test_a_lost_primary_is_followed_by_its_standby_and_others_lose_theirs() -> N
     before = protected(placed("ps/0", "ps/1", "ps/2"), living(0, 1, 2))
     found = after_loss(before, living(0, 2), {0, 1, 2})
     assert found is not None
-    assert found.promoted == {1: Heir("ps/2")}
+    assert found.promoted == {1: Promotion("ps/2")}
     assert [(place.task, place.standby_task) for place in found.placement] == [
         ("ps/0", ""),
         ("ps/2", ""),
@@ -96,7 +96,7 @@ def test_what_primaries_tell_of_their_standbys_is_believed_where_they_are_to_be(
     assert protection.observe(placement, [told(0, "copying")], 0.0) == []
     assert protection.whole() == set()
     assert protection.observe(placement, [told(0, "synced")], 1.0) == [
-        Change("shard 0 is protected: its standby on ps/1 is whole", protected=True)
+        StandbyChange("shard 0 is protected: its standby on ps/1 is whole", protected=True)
     ]
     assert protection.observe(placement, [told(1, "synced", "ps/7")], 1.0) == []
     assert protection.whole() == {0}
@@ -159,7 +159,7 @@ def test_a_lost_server_is_stood_in_for_and_nothing_goes_back(mode: str) -> None:
     assert found == ["Lead", "Promote", "Configure", "Members", "Activate"]
     (recovered,) = cluster.program.state.losses.recoveries
     assert (recovered.task, recovered.lost) == ("ps/1", 0)
-    assert "taken over: shard 1 by ps/2; nothing goes back" in cluster.text()
+    assert "taken over: shard 1 by ps/2; no step is lost" in cluster.text()
     assert "its standbys have taken over, training goes on" in cluster.text()
     assert cluster.orders("worker/0").timeline == cluster.program.state.layout.timeline
     # Logs and pictures forget what is beyond the step where a history begins.

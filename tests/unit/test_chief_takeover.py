@@ -45,7 +45,7 @@ def test_the_next_chief_takes_the_job_over_as_it_is_and_nothing_is_made_again() 
     assert (state.saves.checkpoint_step, state.progress.stop_step, state.losses.failovers) == (10, 100, 1)
     assert cluster.changes == ["Lead", "AskStatus", "Members", "Activate", "Cut"]
     assert all(ps.members == {task: cluster.lives[task] for task in ("worker/0", "worker/1")} for ps in cluster.ps)
-    assert "training goes on at step 23, nothing is made again" in cluster.text()
+    assert "training goes on at step 23, no step is repeated" in cluster.text()
     assert state.figures.seconds(cluster.now_s) == pytest.approx(cluster.now_s, abs=1.0)
     cluster.advance(100)
     assert cluster.finish is not None

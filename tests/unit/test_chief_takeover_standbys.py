@@ -10,7 +10,7 @@ from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.core.spec import TensorSpec
 from shardline.core.status import PsStatus, ShardStatus, StandbyStatus
-from shardline_chief.rules.actions import AskStatus, Configure, Heir, Promote, Record, Restore
+from shardline_chief.rules.actions import AskStatus, Configure, Promote, Promotion, Record, Restore
 from shardline_chief.rules.replay import replay
 from shardline_chief.rules.stages import UNHEARD
 from shardline_chief.rules.state.standbys import as_found, protected, without_standbys
@@ -60,7 +60,7 @@ def test_a_server_that_died_with_the_chief_is_stood_in_for_and_nothing_goes_back
     assert found[:6] == ["Lead", "Lead", "Promote", "Configure", "Members", "Activate"]
     (recovered,) = cluster.program.state.losses.recoveries
     assert (recovered.task, recovered.at_step, recovered.from_step, recovered.lost) == ("ps/1", 17, 17, 0)
-    assert "taken over: shard 1 by ps/2; nothing goes back" in cluster.text()
+    assert "taken over: shard 1 by ps/2; no step is lost" in cluster.text()
     assert cluster.program.state.layout.timeline >> 32 == cluster.settings.term
     assert cluster.orders("worker/0").first_step == 17
 
@@ -209,7 +209,7 @@ def test_a_chief_that_finds_all_as_it_was_leaves_history_and_standbys_alone() ->
     goes_on(cluster)
     assert (cluster.program.state.layout.timeline, holders(cluster)) == (timeline, before)
     assert cluster.program.state.losses.recoveries == []
-    assert "nothing is made again" in cluster.text()
+    assert "no step is repeated" in cluster.text()
     (placed,) = cluster.kinds(Configure)
     assert placed.keep == placed.keep_standbys == {0, 1, 2}
 
@@ -278,7 +278,7 @@ def test_a_standby_counts_where_the_journal_has_it_and_nowhere_else() -> None:
     servers = {"ps/0": server(5, (0,)), "ps/2": server(5, (2,), (1,))}
     found = as_found(placement, {}, servers, since=5, living=LIVING)
     assert found is not None
-    assert found.promoted == {1: Heir("ps/2")}
+    assert found.promoted == {1: Promotion("ps/2")}
     assert [(place.task, place.standby_task) for place in found.placement] == [
         ("ps/0", ""),
         ("ps/2", ""),
@@ -295,7 +295,7 @@ def test_a_standby_that_was_copied_for_another_appointment_counts_for_nothing() 
     placement = protected(primaries, LIVING, appoint=lambda: next(numbers))
     assert [(place.standby_task, place.appointment) for place in placement] == [("ps/1", 7), ("ps/2", 8)]
     assert protected(placement, LIVING, appoint=lambda: 9) == placement
-    for copied, found in ((8, {1: Heir("ps/2", 8)}), (7, None), (0, None)):
+    for copied, found in ((8, {1: Promotion("ps/2", 8)}), (7, None), (0, None)):
         servers = {"ps/0": server(5, (0,)), "ps/2": server(5, (), (1,), copied)}
         turned = as_found(placement, {}, servers, since=5, living=LIVING)
         assert (turned.promoted if turned is not None else None) == found
@@ -305,9 +305,9 @@ def test_a_standby_that_was_copied_for_another_appointment_counts_for_nothing() 
 def test_what_was_promoted_already_is_the_primary_and_its_old_one_is_not_asked() -> None:
     placement = placed("ps/0", "ps/1", "ps/2")
     servers = {"ps/0": server(5, (0,)), "ps/1": server(5, (1,)), "ps/2": server(6, (1, 2))}
-    found = as_found(placement, {1: Heir("ps/2")}, servers, since=5, living=LIVING)
+    found = as_found(placement, {1: Promotion("ps/2")}, servers, since=5, living=LIVING)
     assert found is not None
-    assert found.promoted == {1: Heir("ps/2")}
+    assert found.promoted == {1: Promotion("ps/2")}
 
 
 def test_values_of_an_older_history_count_for_nothing() -> None:

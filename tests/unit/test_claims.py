@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardline.client.step.payloads import PushTools, filled_payloads
-from shardline.client.step.staging import Allocate, Staging, no_memory
+from shardline.client.step.staging import Allocate, no_memory
 from shardline.codecs import coding_of
 from shardline.codecs.push import PushEncoders
 from shardline.consistency.server import Push
@@ -30,6 +30,7 @@ from shardline.server.buffers import Buffers
 from shardline.server.conversation import is_soon_whole
 from shardline.server.inline_apply import QUICK_BYTES
 from shardline.server.slots import Slot, opened
+from shardline.server.staging import Staging
 from shardline.update import rule
 from shardline.wire.protobuf import PushFrameView
 from shardline_ps.shard.settings import ShardSettings

@@ -17,7 +17,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from shardline import errors
+from shardline import errors, methods, plugins
 from shardline.cli import cluster_commands, options, progress, roles
 from shardline.cli import main as command_line
 from shardline.cli.fates import Ended
@@ -140,7 +140,7 @@ def test_chief_without_a_port_is_refused_unless_a_launcher_waits_for_it(tmp_path
     ("arguments", "says"),
     [
         (["worker", "--device", "tpu"], "'tpu' is no device"),
-        (["worker", "--gpu-memory-fraction", "1.5"], "1.5 is no fraction"),
+        (["worker", "--gpu-memory-fraction", "1.5"], "1.5 is not a fraction"),
         (["worker", "--set", "batch_size"], "is not FIELD=VALUE"),
         (["worker", "--steps", "0"], "0 is not in the range"),
         (["worker", "--steps", "5", "--set", "steps=6"], "'steps' is set 2 times"),
@@ -184,6 +184,40 @@ def test_help_names_every_exit_code_of_the_errors() -> None:
     for cls in (errors.UsageError, errors.TaskLostError, errors.CheckpointError, errors.FencedError):
         assert f"{cls.exit_code}  {(cls.__doc__ or '').splitlines()[0]}" in text
     assert "130" in text and "143" in text
+
+
+def in_a_process(*arguments: str) -> str:
+    """What a fresh interpreter without plugins prints."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, plugins.VARIABLE: "", "COLUMNS": "200"},
+    )
+    return done.stdout
+
+
+def test_help_shows_the_methods_that_are_in_the_tables() -> None:
+    made = json.loads(in_a_process("-m", "shardline.methods"))
+    assert made == methods.written()
+    assert list(made) == list(methods.SEAMS) and all(made.values())
+    text = " ".join(in_a_process("-m", "shardline", "train", "--help").split())
+    for rows in made.values():
+        assert ", ".join(usage.partition(":")[0] for usage, _ in rows) in text
+
+
+def test_methods_lists_every_table_and_what_a_plugin_adds() -> None:
+    listed = in_a_process("-m", "shardline", "methods")
+    for seam, rows in methods.written().items():
+        assert f"--{seam}: {methods.SEAMS[seam][2]}" in listed
+        for usage, line in rows:
+            assert re.search(rf"^  {re.escape(usage)} +{re.escape(line)}$", listed, re.MULTILINE)
+    toy = Path(__file__).parents[1] / "conformance" / "toys" / "toy_codec.py"
+    codecs = in_a_process("-m", "shardline", "methods", "codec", "--plugin", str(toy))
+    assert "  top:ratio=0.01  The largest entries of each tensor, with error memory.\n" in codecs
+    assert "--rule" not in codecs and "top:" not in listed
 
 
 OWN_FLAGS = {
@@ -299,7 +333,7 @@ def test_job_file_must_exist(tmp_path: Path) -> None:
         options.existing_job(tmp_path / "nothing.py")
     with pytest.raises(JobError, match="there is no job file"):
         options.existing_job(job_file(tmp_path) / "in_a_file.py")
-    with pytest.raises(JobError, match="is no name of a file"):
+    with pytest.raises(JobError, match="is not a file name"):
         options.existing_job(Path("a\0b.py"))
 
 

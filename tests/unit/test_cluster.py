@@ -68,12 +68,12 @@ def test_address_parses_and_formats_back(text: str, address: tuple[str, int]) ->
         ("h:", "the port ''"),
         ("h:٣", "the port"),
         ("h:" + "1" * 5000, "must be a number from 0"),
-        ("h\x00:1", "no host name"),
-        ("\ud800:1", "no host name"),
+        ("h\x00:1", "not a host name"),
+        ("\ud800:1", "not a host name"),
         ("::1:2222", "brackets"),
         ("grpc://h:1", "without a scheme"),
-        ("[]:1", "no host name"),
-        ("a b:1", "no host name"),
+        ("[]:1", "not a host name"),
+        ("a b:1", "not a host name"),
         (17, 'a string "host:port"'),
     ],
 )
@@ -140,7 +140,7 @@ def test_spec_that_is_no_json_is_refused_with_line_and_column() -> None:
 )
 def test_what_is_no_host_is_refused(host: str) -> None:
     sentence = refusal(json.dumps(SMALL | {"worker": [f"{host}:1"]}))
-    assert "is no host name or IP address" in sentence and sentence.isprintable()
+    assert "is not a host name or an IP address" in sentence and sentence.isprintable()
 
 
 @pytest.mark.parametrize("host", ["unix", "Unix-Abstract", "dns", "vsock", "ipv4"])
@@ -162,7 +162,7 @@ HUGE = "x" * 1_000_000
         ({"worker": 10**4000}, "use 1 to 4096"),
         ({HUGE: ["h:1"]}, "the role 'xxx"),
         ({HUGE: 10**6}, "the role 'xxx"),
-        ({"worker": [HUGE + ":1"]}, "is no host name"),
+        ({"worker": [HUGE + ":1"]}, "is not a host name"),
         ({"worker": [HUGE]}, "both a host and a port"),
         ({"worker": ["h:" + HUGE]}, "the port 'xxx"),
         ({"worker": [["x"] * 500_000]}, "an address is a string"),

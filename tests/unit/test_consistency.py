@@ -25,10 +25,10 @@ from shardline.core.reduce import Block
         (5, set(), Block(0, 7), Outcome.REFUSED, "block 0-6 is outside the job's 6 replicas"),
         (5, set(), Block(6, 1), Outcome.REFUSED, "block 6 is outside the job's 6 replicas"),
         (5, set(), Block(0, 0), Outcome.REFUSED, "block 0--1 is outside the job's 6 replicas"),
-        (5, set(), Block(-1, 1), Outcome.REFUSED, "block -1 is no node of the sum over 6 replicas"),
-        (5, set(), Block(1, 2), Outcome.REFUSED, "block 1-2 is no node of the sum over 6 replicas"),
-        (5, set(), Block(2, 4), Outcome.REFUSED, "block 2-5 is no node of the sum over 6 replicas"),
-        (4, set(), Block(1, 2), Outcome.REFUSED, "block 1-2 is no node of the sum over 6 replicas"),
+        (5, set(), Block(-1, 1), Outcome.REFUSED, "block -1 is not a node of the sum over 6 replicas"),
+        (5, set(), Block(1, 2), Outcome.REFUSED, "block 1-2 is not a node of the sum over 6 replicas"),
+        (5, set(), Block(2, 4), Outcome.REFUSED, "block 2-5 is not a node of the sum over 6 replicas"),
+        (4, set(), Block(1, 2), Outcome.REFUSED, "block 1-2 is not a node of the sum over 6 replicas"),
     ],
 )
 def test_a_push_to_a_bucket_at_step_5_of_6_replicas(

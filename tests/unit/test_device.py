@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from shardline.client.exchange.device import HostPath
-from shardline.client.step.staging import Staging
 from shardline.codecs import coding_of
 from shardline.codecs.push import PushEncoders
 from shardline.core.plan import make_plan
@@ -21,6 +20,7 @@ from shardline.core.spec import TensorSpec
 from shardline.errors import UsageError
 from shardline.host.process import resolve_device
 from shardline.host.segments import Segment
+from shardline.server.staging import Staging
 
 
 class Cuda:

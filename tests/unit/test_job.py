@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardline import consistency, schedule
+from shardline import consistency, methods, schedule
 from shardline.client.api.script_job import TensorHolder
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorKind
@@ -389,6 +389,13 @@ def test_the_character_model_takes_a_text_from_the_command_line(
 def test_an_unknown_codec_is_refused_by_name() -> None:
     with pytest.raises(JobError, match="codec 'zip' does not exist; choose from raw, bf16, fp16"):
         make_job(codec="zip")
+
+
+def test_every_choice_of_a_method_can_be_an_object_and_be_set_from_outside(tmp_path: Path) -> None:
+    for seam in methods.SEAMS:
+        for name, _ in methods.written()[seam]:
+            assert getattr(make_job(**{seam: methods.table(seam).parse(name)}), seam) == name
+            assert getattr(load_job(write(tmp_path / "job.py", JOB), [(seam, name)]), seam) == name
 
 
 def test_the_codec_is_part_of_the_job() -> None:

@@ -177,15 +177,3 @@ def test_log_in_a_folder_that_can_not_be_made_is_refused(tmp_path: Path) -> None
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"the log .* can't be written"):
         log.setup("worker/1", json_path=tmp_path / "file" / "x.jsonl")
-
-
-def test_state_is_logged_when_it_changes_only(caplog: pytest.LogCaptureFixture) -> None:
-    changes = log.ChangeLogger(logging.getLogger("shardline.test"))
-    with caplog.at_level(logging.INFO, logger="shardline"):
-        for state in ("alive", "alive", "suspect", "suspect", "alive"):
-            changes.log("ps/0", state, logging.INFO, "ps/0 is %s", state)
-        changes.log("ps/1", "alive", logging.INFO, "ps/1 is %s", "alive")
-        changes.forget("ps/0")
-        assert changes.log("ps/0", "alive", logging.INFO, "ps/0 is %s", "alive")
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["ps/0 is alive", "ps/0 is suspect", "ps/0 is alive", "ps/1 is alive", "ps/0 is alive"]

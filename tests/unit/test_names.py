@@ -173,7 +173,9 @@ def test_closed_peer_says_why_it_was_not_asked(monkeypatch: pytest.MonkeyPatch) 
     use(Resolver(), monkeypatch)
     peer = Peer("ps/0", "ps-0.ps:2222", Timeouts())
     peer.close()
-    with pytest.raises(UnreachableError, match=r"ps/0 at ps-0\.ps:2222 was not asked \(Lead\): this side ends"):
+    with pytest.raises(
+        UnreachableError, match=r"ps/0 at ps-0\.ps:2222 was not called \(Lead\): this process is shutting down"
+    ):
         peer.call(None, None, what="Lead")
 
 

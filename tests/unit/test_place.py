@@ -223,7 +223,7 @@ def test_health_of_nobody_is_a_sentence_and_exit_code_3(capsys: pytest.CaptureFi
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert main(["health", "--address", address, "--within", "0.5"]) == 3
-    assert f"nothing at {address} says within 0.5 s that it is well" in capsys.readouterr().err
+    assert f"nothing at {address} reported within 0.5 s that it is healthy" in capsys.readouterr().err
 
 
 def test_health_of_a_task_that_ends_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:

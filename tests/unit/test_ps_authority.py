@@ -73,20 +73,20 @@ def ask(authority: Authority, **changes: Any) -> Decision:
         ({"configured": False}, {}, Outcome.NOT_CONFIGURED, "this ps has no configuration yet"),
         ({}, {"job": "k"}, Outcome.REFUSED, "this ps holds job 'j', the message is for 'k'"),
         ({}, {"timeline": 4}, Outcome.WRONG_TIMELINE, "the timeline is 0x5, the message says 0x4"),
-        ({}, {"plan_id": "q"}, Outcome.REFUSED, "the plan is p, the message was cut by q"),
+        ({}, {"plan_id": "q"}, Outcome.REFUSED, "the plan is p, the message follows plan q"),
         ({}, {"incarnation": 1}, Outcome.FENCED, "worker/0 incarnation 0x1 is not admitted, 0x2 is"),
         ({}, {"incarnation": 3}, Outcome.FENCED, "worker/0 incarnation 0x3 is not admitted, 0x2 is"),
         (
             {},
             {"task": "worker/1"},
             Outcome.FENCED,
-            "worker/1 incarnation 0x2 is not admitted; the chief has not (or no longer) listed it",
+            "worker/1 incarnation 0x2 is not admitted; the chief has not listed it, or not any more",
         ),
         (
             {"members": {}},
             {},
             Outcome.FENCED,
-            "worker/0 incarnation 0x2 is not admitted; the chief has not (or no longer) listed it",
+            "worker/0 incarnation 0x2 is not admitted; the chief has not listed it, or not any more",
         ),
         (
             {"active": False},

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardline.codecs import coding_of
-from shardline.consistency.server import Observers, Push, Want
+from shardline.consistency.server import Observers, Push, StepWanted
 from shardline.core.contributions import Partial
 from shardline.core.gradients import Gradient
 from shardline.core.image import VALUE, BucketImage
@@ -212,7 +212,7 @@ def test_an_image_that_does_not_fit_is_refused() -> None:
 
 
 def encoded(shard: Shard, number: int, step: int | None, have: int | None = None) -> Encoded | Outcome:
-    return encode_bucket(shard, number, Want(step=step, have=have), coding_of("raw", shard.settings.plan).pull)
+    return encode_bucket(shard, number, StepWanted(step=step, have=have), coding_of("raw", shard.settings.plan).pull)
 
 
 def test_a_pull_of_an_exact_step_is_served_from_either_buffer() -> None:

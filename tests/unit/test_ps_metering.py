@@ -11,7 +11,7 @@ from shardline.core.reduce import Block
 from shardline.observability.metrics import Metrics
 from shardline.server.staging import Ledger
 from shardline_ps.memory.metering import Meter
-from shardline_ps.standby.record_log import ReplicaLog
+from shardline_ps.standby.record_log import RecordLog
 from shardline_ps.store import ParameterStore
 
 
@@ -49,7 +49,7 @@ def test_staging_and_attachments_are_told_with_every_heartbeat() -> None:
 
 def test_standbys_are_told_and_go_to_zero_where_there_are_none_any_more() -> None:
     metrics, store = Metrics("ps", "ps/0"), ParameterStore(device=torch.device("cpu"), pool_threads=1)
-    log = ReplicaLog(on_entry=lambda: None, run=lambda release: None)
+    log = RecordLog(on_entry=lambda: None, run=lambda release: None)
     log.restart(7)
     store.shards = {1: SimpleNamespace(log=log), 2: SimpleNamespace(log=None)}  # type: ignore[dict-item]
     standbys = [SimpleNamespace(shard=0, synced=False, bytes=900), SimpleNamespace(shard=3, synced=True, bytes=50)]

@@ -21,7 +21,8 @@ from shardline.lanes.attachments import Attachments, Holder, Opening
 from shardline.lanes.shm.server import ShmTicket
 from shardline.rpc.v1 import common_pb2, data_pb2
 from shardline.server import inline_apply as quick
-from shardline.server.push_receiver import NoRoomError, PushReceiver, PushResult
+from shardline.server.incoming_push import PushResult
+from shardline.server.push_receiver import NoRoomError, PushReceiver
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PushFrameView, read_push
 from shardline_ps.store import ParameterStore, PsConfiguration
@@ -283,7 +284,7 @@ def test_a_push_that_finds_no_room_among_others_is_told_to_come_again() -> None:
         ) as caught:
             await push(store, push_frames(store, 1, seq=1))
         assert caught.value.result.ack.outcome == common_pb2.OUTCOME_WAITING
-        assert "held by other workers' pushes that have not ended" in str(caught.value)
+        assert "Unfinished pushes of other workers hold it" in str(caught.value)
         await slow.abandon()
         result = await push(store, push_frames(store, 1, seq=1))
         assert result is not None and result.ack.outcome == common_pb2.OUTCOME_APPLIED
@@ -434,13 +435,13 @@ def test_no_more_first_values_are_on_their_way_than_there_is_room_for(fresh: boo
         assert opening.attachment.expected == 2 and store.staging.in_use == 2 * NBYTES
         gate.set()
         assert blocked.result(20.0)
-        given_back = store.holes.given_back
+        given_back = store.heap_trimmer.given_back
         result = await receiver.feed(PushFrameView(commit=data_pb2.Commit(buckets=5)))
         assert result is not None
         assert result.ack.outcome == (common_pb2.OUTCOME_COUNTED if fresh else common_pb2.OUTCOME_DUPLICATE)
         assert opening.attachment.expected == 5 and store.staging.peak == 2 * NBYTES
         # What brought first values goes back to the system, where its allocator can.
-        assert store.holes.given_back - given_back == (fresh and store.holes.known)
+        assert store.heap_trimmer.given_back - given_back == (fresh and store.heap_trimmer.known)
         await nothing_is_left(store)
         store.close()
 
@@ -557,7 +558,7 @@ def test_a_chunk_without_bytes_is_refused_for_it_could_be_sent_for_ever(at: int)
         if at:
             first.chunk = ChunkView(0, 0, memoryview(encoded(store, 0)))
         await receiver.feed(first)
-        with pytest.raises(ProtocolError, match="bucket 0: a chunk without bytes of a bucket that has some"):
+        with pytest.raises(ProtocolError, match="bucket 0: an empty chunk in a bucket that is not empty"):
             await receiver.feed(PushFrameView(chunk=ChunkView(0, at, memoryview(b""))))
         await receiver.abandon()
         await nothing_is_left(store)

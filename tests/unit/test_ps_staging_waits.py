@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from shardline.core.reduce import Block
-from shardline.server.staging import Lease, Ledger, Staging, partial_sums
+from shardline.server.staging import Ledger, Staging, StagingLease, partial_sums
 
 
 def full_staging(masks: dict[int, int]) -> tuple[Staging, dict[tuple[int, int], tuple[int, int]]]:
@@ -111,7 +111,7 @@ def test_a_lease_of_before_a_new_configuration_ends_without_harm() -> None:
         await asyncio.sleep(0)
         staging.configure(Ledger(500, {}, 1, total_waits=False, view=lambda shard, bucket: None), lambda: 0)
         late = await waiting
-        assert isinstance(late, Lease) and staging.in_use == 200
+        assert isinstance(late, StagingLease) and staging.in_use == 200
         lease.release()
         late.release()
         assert (staging.in_use, staging.limit) == (0, 500)

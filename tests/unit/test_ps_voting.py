@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline_ps.control.voting import Ballot, Lead, decide
+from shardline_ps.control.voting import Ballot, VoteLead, decide
 
 
 def ballot(*sums: tuple[int, float], bad: tuple[str, ...] = ()) -> Ballot:
@@ -49,7 +49,9 @@ def test_the_verdict_does_not_depend_on_the_shards_or_their_order(sums: list[flo
         assert decide(0, {shard: parts[shard] for shard in order}, clip_norm=1.0, skip_nonfinite=True) == one
 
 
-async def vote(lead: Lead, shard: int, *, step: int = 0, timeline: int = 1, value: float = 1.0, timeout_s: float = 5.0):  # type: ignore[no-untyped-def]
+async def vote(
+    lead: VoteLead, shard: int, *, step: int = 0, timeline: int = 1, value: float = 1.0, timeout_s: float = 5.0
+):  # type: ignore[no-untyped-def]
     return await lead.vote(
         timeline,
         step,
@@ -64,7 +66,7 @@ async def vote(lead: Lead, shard: int, *, step: int = 0, timeline: int = 1, valu
 
 def test_every_shard_gets_the_same_verdict_once_all_have_voted() -> None:
     async def run() -> None:
-        lead = Lead()
+        lead = VoteLead()
         first, second = asyncio.create_task(vote(lead, 2)), asyncio.create_task(vote(lead, 0))
         await asyncio.sleep(0)
         assert not first.done() and not second.done()
@@ -77,7 +79,7 @@ def test_every_shard_gets_the_same_verdict_once_all_have_voted() -> None:
 
 def test_a_late_repetition_gets_the_verdict_and_changes_nothing() -> None:
     async def run() -> None:
-        lead = Lead()
+        lead = VoteLead()
         verdict, _, _ = await asyncio.gather(*(vote(lead, shard) for shard in range(3)))
         assert await vote(lead, 1, value=1e9) == verdict
 
@@ -86,7 +88,7 @@ def test_a_late_repetition_gets_the_verdict_and_changes_nothing() -> None:
 
 def test_a_vote_that_waits_too_long_is_to_be_asked_again() -> None:
     async def run() -> None:
-        lead = Lead()
+        lead = VoteLead()
         assert await vote(lead, 0, timeout_s=0.01) is None
         assert await vote(lead, 0, timeout_s=0.01) is None
         verdict, _, _ = await asyncio.gather(*(vote(lead, shard) for shard in range(3)))
@@ -97,7 +99,7 @@ def test_a_vote_that_waits_too_long_is_to_be_asked_again() -> None:
 
 def test_votes_of_another_timeline_or_step_are_not_mixed() -> None:
     async def run() -> None:
-        lead = Lead()
+        lead = VoteLead()
         assert await vote(lead, 0, timeline=1, timeout_s=0.01) is None
         assert await vote(lead, 1, timeline=2, timeout_s=0.01) is None
         assert await vote(lead, 2, timeline=1, step=1, timeout_s=0.01) is None
@@ -107,10 +109,10 @@ def test_votes_of_another_timeline_or_step_are_not_mixed() -> None:
 
 def test_old_rounds_are_forgotten() -> None:
     async def run() -> None:
-        lead = Lead()
+        lead = VoteLead()
         for step in range(20):
             await asyncio.gather(*(vote(lead, shard, step=step) for shard in range(3)))
-        assert len(lead._rounds) <= Lead.KEPT_ROUNDS
+        assert len(lead._rounds) <= VoteLead.KEPT_ROUNDS
 
     asyncio.run(run())
 
@@ -118,7 +120,7 @@ def test_old_rounds_are_forgotten() -> None:
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_verdict_needs_every_shard(shards: int) -> None:
     async def run() -> None:
-        lead = Lead()
+        lead = VoteLead()
         results = await asyncio.gather(*(vote(lead, shard, timeout_s=0.01) for shard in range(shards)))
         assert results == [None] * shards
 

@@ -106,21 +106,21 @@ def test_what_is_left_open_is_said_once_and_nothing_where_nothing_is(files: dict
     assert config(address=ELSEWHERE, security=Security(**tls, **both)).cautions() == []
 
     (plain,) = config(address=ELSEWHERE, insecure_bind=True).cautions()
-    assert plain.startswith(
-        "--insecure-bind: ps/0 listens at 10.0.0.7 without TLS; whoever is on that network can read"
-    )
+    assert plain.startswith("--insecure-bind: ps/0 listens at 10.0.0.7 without TLS; anyone on that network can read")
     assert plain.endswith("and without a token anybody may command it")
     (guarded,) = config(address=ELSEWHERE, insecure_bind=True, security=Security(**both)).cautions()
-    assert guarded.endswith("can read and change what travels")
+    assert guarded.endswith("can read and change the traffic")
     (open_tls,) = config(address=ELSEWHERE, security=Security(**tls)).cautions()
-    assert "lets anybody in who reaches it; give --token-file or --tls-ca" in open_tls
+    assert "admits anyone who can reach it; give --token-file or --tls-ca" in open_tls
 
 
 @pytest.mark.parametrize("role", ["chief", "ps", "worker", "evaluator"])
 def test_chief_and_servers_warn_where_the_jobs_token_is_every_right(role: str, files: dict[str, Path]) -> None:
     found = config(role, security=Security(token_file=files["job"])).cautions()
     assert len(found) == (role in ("chief", "ps"))
-    assert all("there is no --admin-token-file, so the job's token is every right" in sentence for sentence in found)
+    assert all(
+        "there is no --admin-token-file, so the job's token grants every right" in sentence for sentence in found
+    )
 
 
 def role_security(role: str, **given: Path) -> Security:
@@ -136,7 +136,7 @@ def test_admin_token_is_read_by_chief_and_servers_alone(files: dict[str, Path], 
     both = {"token_file": files["job"], "admin_token_file": files["admin"]}
     for role in ("chief", "ps"):
         assert role_security(role, **both).admin_token
-        with pytest.raises(UsageError, match="--admin-token-file is given without --token-file"):
+        with pytest.raises(UsageError, match="--admin-token-file needs --token-file too"):
             role_security(role, admin_token_file=files["admin"])
     for role in ("worker", "evaluator"):
         # All tasks may have the same variables: the file need not be there for them.

@@ -43,7 +43,7 @@ def test_two_tasks_with_their_files_talk_and_a_stranger_does_not(
     try:
         assert check(address, timeout_s=5.0, security=security(own, "two.example")) == "SERVING"
         for stranger in (security(foreign, "one"), security(foreign, "one", ca=own), Security(tls_ca=own / "ca.pem")):
-            with pytest.raises(UnreachableError, match=r"that it is well \(unavailable"):
+            with pytest.raises(UnreachableError, match=r"that it is healthy \(unavailable"):
                 check(address, timeout_s=2.0, security=stranger)
     finally:
         server.close(grace_s=0.0)
@@ -128,10 +128,10 @@ def test_ca_that_is_there_signs_more_and_nothing_is_written_over(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--host", "a/../b"], "'a/../b' is no host name and no IP address"),
-        (["--host", ""], "'' is no host name"),
-        (["--host", "two words"], "'two words' is no host name"),
-        (["--host", "*"], "'*' is no host name"),
+        (["--host", "a/../b"], "'a/../b' is neither a host name nor an IP address"),
+        (["--host", ""], "'' is neither a host name"),
+        (["--host", "two words"], "'two words' is neither a host name"),
+        (["--host", "*"], "'*' is neither a host name"),
         (["--host", "ca"], "ca.pem is there already"),
         (["--cluster", '{"chief": ["a:1"], "ps": 2}'], "ps/0 has no address in the cluster spec; name the machines"),
     ],
@@ -149,7 +149,7 @@ def test_half_a_ca_and_a_folder_that_can_not_be_made_are_named(tmp_path: Path) -
     with pytest.raises(UsageError, match=r"ca\.pem is there, but not the other"):
         make_certificates(tmp_path, {"one": "one"}, days=1)
     (tmp_path / "ca.key").write_text("junk")
-    with pytest.raises(UsageError, match="are no CA that can be used"):
+    with pytest.raises(UsageError, match="are not a usable CA"):
         make_certificates(tmp_path, {"one": "one"}, days=1)
     with pytest.raises(UsageError, match=r"ca\.pem.* can't be read or written: Not a directory|can't be read or"):
         make_certificates(tmp_path / "ca.pem" / "below", {"one": "one"}, days=1)

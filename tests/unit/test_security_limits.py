@@ -148,7 +148,7 @@ def test_health_services_list_is_refused_without_a_traceback_in_the_log(
 ) -> None:
     method: Any = channel.unary_unary("/grpc.health.v1.Health/List")
     found = status(lambda: method(b"", timeout=10))
-    assert found == (grpc.StatusCode.UNIMPLEMENTED, "this task gives no list of its services; ask reflection")
+    assert found == (grpc.StatusCode.UNIMPLEMENTED, "this task does not list its services here; use reflection")
     assert not caplog.records
 
 

@@ -100,8 +100,8 @@ def test_what_is_published_can_be_written_through_the_first_mapping_alone() -> N
 @pytest.mark.parametrize(
     ("seals", "size", "says"),
     [
-        (0, NBYTES, "it could still be cut off"),
-        (fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, NBYTES, "it could still be cut off"),
+        (0, NBYTES, "it could still be truncated"),
+        (fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, NBYTES, "it could still be truncated"),
         (segments.FIXED, NBYTES - mmap.PAGESIZE, f"has {NBYTES - mmap.PAGESIZE:,} bytes where {NBYTES:,} were agreed"),
         (segments.FIXED, NBYTES + 1, f"has {NBYTES + 1:,} bytes where {NBYTES:,} were agreed"),
     ],
@@ -116,7 +116,7 @@ def test_a_plain_file_is_no_segment(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(NBYTES))
     fd = os.open(path, os.O_RDWR)
-    with pytest.raises(SegmentError, match="no memory that can be sealed"):
+    with pytest.raises(SegmentError, match="not memory that can be sealed"):
         Segment.adopt(fd, NBYTES)
     with pytest.raises(OSError):
         os.fstat(fd)

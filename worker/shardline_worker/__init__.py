@@ -1,0 +1,1 @@
+"""The worker: trains replicas of a job."""

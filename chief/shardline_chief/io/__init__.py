@@ -1,0 +1,1 @@
+"""The chief's threads, calls and files: they carry out what the rules decide."""

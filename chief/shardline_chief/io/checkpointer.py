@@ -150,7 +150,7 @@ class Checkpointer:
                 return None, str(error)
             except Exception as error:
                 # Recovery waits for this answer, whatever it is.
-                log.exception("no checkpoint could be looked for")
+                log.exception("the search for a checkpoint failed")
                 return None, f"{type(error).__name__}: {error}"
             for warning in checkpoint.warnings:
                 log.error("%s", warning)

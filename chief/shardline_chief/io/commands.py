@@ -35,7 +35,7 @@ log = logging.getLogger("shardline_chief.io.commands")
 
 
 class Commander:
-    """The hand of the chief at the servers. Order matters (F4), so commands queue up in one thread."""
+    """Sends the chief's commands to the servers. Order matters (F4), so one thread sends them one by one."""
 
     def __init__(
         self,
@@ -97,7 +97,9 @@ class Commander:
             except (Exception, CancelledError) as error:
                 if self._controls.get(task) is not controls[task]:
                     # The channel was closed under the call.
-                    errors[task] = UnreachableError(f"{task} was given up before it did {type(order).__name__}")
+                    errors[task] = UnreachableError(
+                        f"{task} was declared lost before it answered {type(order).__name__}"
+                    )
                     continue
                 if not self._closed:
                     log.exception("%s: %s failed", task, type(order).__name__)
@@ -163,8 +165,8 @@ def _standbys(task: str, placement: tuple[Placement, ...]) -> tuple[int, ...]:
 
 
 def _promote(task: str, control: PsControl, order: Promote) -> None:
-    for shard, heir in sorted(order.shards.items()):
-        if heir.task == task and (reason := control.promote(order.timeline, shard, heir.appointment)):
+    for shard, promotion in sorted(order.shards.items()):
+        if promotion.task == task and (reason := control.promote(order.timeline, shard, promotion.appointment)):
             raise ProtocolError(f"{task} does not take over shard {shard}: {reason}")
 
 

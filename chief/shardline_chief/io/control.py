@@ -294,7 +294,7 @@ class Control:
                 # Nothing has been trained yet, so nothing is lost by not going on without a memory.
                 self.program.fatal(UsageError.exit_code, f"{sentence}; choose another --out", now_s)
             elif "journal" not in faults:
-                faults["journal"] = f"{sentence}; training goes on, but no other chief could go on with this job"
+                faults["journal"] = f"{sentence}; training continues, but no other chief could take over this job"
                 self._reporter.event("journal_failed", faults["journal"], "error", {})
         else:
             faults.pop("journal", None)

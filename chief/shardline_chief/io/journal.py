@@ -121,7 +121,7 @@ def _lines(path: Path) -> Iterator[bytes]:
             while line := file.readline(LINE_BYTES):
                 if len(line) == LINE_BYTES:
                     raise UsageError(
-                        f"{path} is no journal: it has a line of {LINE_BYTES:,} bytes or more; choose another --out"
+                        f"{path} is not a journal: it has a line of {LINE_BYTES:,} bytes or more; choose another --out"
                     )
                 yield line
     except OSError as error:

@@ -131,4 +131,4 @@ def settle(future: Future[Any], result: Any = None, *, error: Exception | None =
         else:
             future.set_result(result)
     except InvalidStateError:
-        log.debug("a call went away before its answer came")
+        log.debug("a caller left before its answer was ready")

@@ -75,7 +75,7 @@ class StreamChannel:
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
         except RuntimeError:
             # The loop is closed: the server has ended, and with it the stream.
-            log.debug("orders for a stream that is gone")
+            log.debug("orders for a heartbeat stream that has ended")
 
 
 class ChiefServicer(chief_pb2_grpc.ChiefServicer):
@@ -272,7 +272,7 @@ def join_from_proto(message: chief_pb2.JoinRequest) -> Join:
         if len(text) > MAX_NAME:
             raise ProtocolError(f"Join: {what} has {len(text)} characters; the limit is {MAX_NAME}")
     if message.role == "ps" and not message.address:
-        raise ProtocolError("Join: a ps must say at which address it serves")
+        raise ProtocolError("Join: a ps must give the address that it serves at")
     job = job_from_proto(message.job) if message.HasField("job") else None
     return Join(
         role=message.role,

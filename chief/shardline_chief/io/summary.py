@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardline import methods
 from shardline.core.orders import LOST, REPEATED
 from shardline.core.status import ChiefStatus, TaskStatus, Traffic
 from shardline.host import files
@@ -68,6 +69,7 @@ def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[s
         "chief_restarts": state.losses.failovers,
         "checkpoint": state.saves.checkpoint_path or None,
         "checkpoint_step": state.saves.checkpoint_step,
+        "methods": methods.chosen(state.job) if state.job is not None else {},
         "consistency": state.job.consistency.mode if state.job is not None else "",
         "replicas": state.job.replicas if state.job is not None else 0,
         "workers": state.work.most_trainers,

@@ -84,7 +84,7 @@ class Page:
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         if self._streams >= STREAMS or self._closing:
-            raise HTTPException(503, f"{STREAMS} browsers are told news already; ask /api/view instead")
+            raise HTTPException(503, f"{STREAMS} browsers receive live updates already; poll /api/view instead")
         return StreamingResponse(self._news(_cursor(request)), media_type="text/event-stream")
 
     async def _news(self, cursor: str) -> AsyncIterator[str]:

@@ -46,7 +46,7 @@ def recall(history: History, folder: Path) -> int | None:
         for _, tell in heapq.merge(*sources, key=lambda told: told[0]):
             tell()
     except OSError as error:
-        log.warning("the curves of the page begin anew: %s can't be read (%s)", folder, error.strerror)
+        log.warning("the curves of the page start empty: %s can't be read (%s)", folder, error.strerror)
     return newest[0] if newest else None
 
 

@@ -96,7 +96,7 @@ class PageServer:
             try:
                 loop.call_soon_threadsafe(self._page.close)
             except RuntimeError:
-                log.debug("the page has ended by itself")
+                log.debug("the page's server stopped unexpectedly")
         self._server.should_exit = True
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():

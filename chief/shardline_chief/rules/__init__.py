@@ -1,0 +1,1 @@
+"""The chief's decisions, as pure functions of events and time."""

@@ -109,7 +109,7 @@ class Members:
 
 
 @dataclass(frozen=True)
-class Heir:
+class Promotion:
     """A standby that is to be a primary: the server that holds it, and the appointment that it was copied for."""
 
     task: str
@@ -121,7 +121,7 @@ class Promote:
     """Make standbys the primaries of their shards, in a history of their own."""
 
     timeline: int
-    shards: Mapping[int, Heir]
+    shards: Mapping[int, Promotion]
 
 
 @dataclass(frozen=True, kw_only=True)

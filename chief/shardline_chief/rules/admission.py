@@ -58,7 +58,9 @@ def refusal(state: State, join: Join) -> Refused | None:
         return Refused(reason=f"role {join.role!r} is unknown; it must be one of {', '.join(ROLES)}")
     unknown = sorted(set(join.required_features) - set(FEATURES))
     if unknown:
-        return Refused(reason=f"{join.name} needs {', '.join(unknown)}, which this chief can't do; use equal versions")
+        return Refused(
+            reason=f"{join.name} needs {', '.join(unknown)}, which this chief does not support; use equal versions"
+        )
     if join.role in TRAINERS:
         return _job_refusal(state, join) or _machine_refusal(state, join)
     return _job_refusal(state, join) if join.role == "evaluator" else None
@@ -77,7 +79,9 @@ def _job_refusal(state: State, join: Join) -> Refused | None:
     phrases = differences(as_in_cluster(join.job, state.settings), state.job)
     if not phrases:
         return None
-    return Refused(reason=f"{join.name} has another job than this cluster ({'; '.join(phrases)}); give it the same one")
+    return Refused(
+        reason=f"{join.name} has a different job from this cluster ({'; '.join(phrases)}); give it the same one"
+    )
 
 
 def _machine_refusal(state: State, join: Join) -> Refused | None:

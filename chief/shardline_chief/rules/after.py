@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from shardline_chief.rules.actions import Configure, Heir
+from shardline_chief.rules.actions import Configure, Promotion
 from shardline_chief.rules.messages import JoinAnswer
 from shardline_chief.rules.state.membership import Member
 
@@ -34,7 +34,7 @@ class LeadThenConfigure(After):
 class LeadThenPromote(After):
     """The servers obey this chief: let standbys become primaries."""
 
-    promoted: Mapping[int, Heir]
+    promoted: Mapping[int, Promotion]
 
 
 @dataclass(frozen=True)

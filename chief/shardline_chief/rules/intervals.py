@@ -57,7 +57,7 @@ def least_interval(
         f"an interval below {steps} steps would never catch up"
     )
     if every < steps:
-        sentence += f", so with checkpoint_every={every} some are left out"
+        sentence += f", so with checkpoint_every={every} some are skipped"
     return Interval(steps=steps, sentence=sentence, too_small=every < steps)
 
 

@@ -17,7 +17,7 @@ from shardline.core.placement import Placement
 from shardline.core.spec import JobSpec
 from shardline.core.spec_json import job_from_json
 from shardline.errors import ShardlineError, UsageError
-from shardline_chief.rules.actions import Heir
+from shardline_chief.rules.actions import Promotion
 from shardline_chief.rules.state.leases import Lease, Leases
 
 
@@ -61,7 +61,7 @@ class Remembered:
     """The newest timeline kept all values of the one before: standbys were about to take over."""
     since: int = 0
     """Oldest timeline whose values are those of the newest one."""
-    promoted: Mapping[int, Heir] = field(default_factory=dict)
+    promoted: Mapping[int, Promotion] = field(default_factory=dict)
     """By shard, the standbys that were about to become its primary, as far as `placement` does not say so."""
     kept: frozenset[int] = frozenset()
     """Shards whose values the newest timeline took over from the one before; the others were made anew for it."""
@@ -232,7 +232,7 @@ class _Book:
 
     def _failover(self, entry: Mapping[str, Any]) -> None:
         """Standbys are about to be promoted; who was told so is not known."""
-        told = {int(shard): Heir(str(task), *map(int, rest)) for shard, task, *rest in entry["promoted"]}
+        told = {int(shard): Promotion(str(task), *map(int, rest)) for shard, task, *rest in entry["promoted"]}
         self._found["promoted"] = {**self._found.get("promoted", {}), **told}
 
     def _running(self, entry: Mapping[str, Any]) -> None:

@@ -60,7 +60,7 @@ class Authority:
                 Outcome.WRONG_TIMELINE, f"the timeline is {self.timeline:#x}, the message says {timeline:#x}"
             )
         if plan_id != self.plan_id:
-            return Decision(Outcome.REFUSED, f"the plan is {self.plan_id}, the message was cut by {plan_id}")
+            return Decision(Outcome.REFUSED, f"the plan is {self.plan_id}, the message follows plan {plan_id}")
         fenced = self.fenced(who.task, who.incarnation)
         if fenced is not None:
             return fenced
@@ -83,5 +83,5 @@ class Authority:
         return Decision(
             Outcome.FENCED,
             f"{task} incarnation {incarnation:#x} is not admitted"
-            + (f", {known:#x} is" if known is not None else "; the chief has not (or no longer) listed it"),
+            + (f", {known:#x} is" if known is not None else "; the chief has not listed it, or not any more"),
         )

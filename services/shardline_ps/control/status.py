@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardline.rpc.v1 import parameter_server_pb2
 from shardline_ps.shard.shard import Shard
-from shardline_ps.standby.sender import Protection, Replicas
+from shardline_ps.standby.sender import Protection, StandbySender
 from shardline_ps.store import ParameterStore
 
 STATES = {
@@ -16,7 +16,7 @@ STATES = {
 }
 
 
-def ps_status(task: str, store: ParameterStore, replicas: Replicas) -> parameter_server_pb2.PsStatusReply:
+def ps_status(task: str, store: ParameterStore, standbys: StandbySender) -> parameter_server_pb2.PsStatusReply:
     """Steps, versions, cuts, standbys, traffic."""
     authority = store.authority
     reply = parameter_server_pb2.PsStatusReply(
@@ -25,7 +25,7 @@ def ps_status(task: str, store: ParameterStore, replicas: Replicas) -> parameter
         timeline=authority.timeline,
         active=authority.active,
         failure=store.failure,
-        shards=[_shard(shard, replicas) for _, shard in sorted(store.shards.items())],
+        shards=[_shard(shard, standbys) for _, shard in sorted(store.shards.items())],
         standbys=[
             parameter_server_pb2.StandbyStatus(
                 shard=number,
@@ -50,8 +50,8 @@ def ps_status(task: str, store: ParameterStore, replicas: Replicas) -> parameter
     return reply
 
 
-def _shard(shard: Shard, replicas: Replicas) -> parameter_server_pb2.ShardStatus:
-    standby = replicas.view(shard.number)
+def _shard(shard: Shard, standbys: StandbySender) -> parameter_server_pb2.ShardStatus:
+    standby = standbys.view(shard.number)
     return parameter_server_pb2.ShardStatus(
         shard=shard.number,
         step_min=shard.step_min,

@@ -20,7 +20,7 @@ from shardline.rpc.channel import AioPeer
 from shardline.rpc.messages.records import verdict_to_proto
 from shardline.rpc.v1 import common_pb2, parameter_server_pb2, parameter_server_pb2_grpc
 from shardline.security import PLAIN, Security
-from shardline_ps.control.voting import Ballot, Lead, Verdict
+from shardline_ps.control.voting import Ballot, Verdict, VoteLead
 from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore
 
@@ -35,7 +35,7 @@ class Voters:
         self._store = store
         self._timeouts = timeouts
         self._security = security
-        self._lead = Lead()
+        self._lead = VoteLead()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._peers: dict[str, AioPeer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -121,11 +121,13 @@ class Voters:
             silent_s = time.monotonic() - started_s
             if silent_s > self._timeouts.suspect_s and not told:
                 told = True
-                log.warning("shard %d: no verdict on step %d for %.0f s; asking on", shard.number, vote.step, silent_s)
+                log.warning(
+                    "shard %d: no verdict on step %d for %.0f s; still asking", shard.number, vote.step, silent_s
+                )
         return None
 
     def tell_verdicts(self) -> None:
-        """Tell the lead, which may be another than before, what was decided last: see Lead.adopt()."""
+        """Tell the lead, which may be another than before, what was decided last: see VoteLead.adopt()."""
         self._lead.renew(self._store.authority.timeline)
         for number, shard in self._store.shards.items():
             if shard.mode.last_verdict is not None:

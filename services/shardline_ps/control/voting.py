@@ -47,7 +47,7 @@ class _Round:
     decided: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Lead:
+class VoteLead:
     """The ps of shard 0 gathers ballots by (timeline, step). On the server's loop only."""
 
     KEPT_ROUNDS = 4

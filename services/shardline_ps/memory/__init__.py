@@ -1,0 +1,1 @@
+"""What a server measures of itself, and how it gives freed memory back."""

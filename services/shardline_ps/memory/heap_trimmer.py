@@ -1,10 +1,10 @@
-"""Memory that was freed and that the system has not got back.
+"""Gives freed memory that the allocator keeps back to the system, once there is too much of it.
 
 The allocator keeps freed blocks, since messages of some megabytes would fault their pages in anew each time. Most holes
 are filled by what comes next. Some are not: torch asks for aligned memory, for which glibc wants a hole a little larger
-than the block that left it, and small objects made in between sit at its ends. An optimizer that makes its state and
-working memory bucket after bucket can so leave more holes than it has state. Now and then they are measured, and where
-they are more than they may be, all of them are given back.
+than the block that left it, and small objects made in between sit at its ends. An optimizer that allocates state
+and working memory bucket by bucket can leave more in holes than it has state. So the
+holes are measured from time to time, and given back when they exceed the limit.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ log = logging.getLogger("shardline.ps")
 LOOK_S = 0.01
 """How often the memory of the process is looked at, at most."""
 LATEST_S = 1.0
-"""When holes are measured even though the process has not grown."""
+"""Holes are measured after this time even if the process has not grown."""
 GROWN_BYTES = 16 << 20
-"""Growth after which they are measured before that."""
+"""Growth of the process after which they are measured sooner."""
 SPARE_BYTES = 64 << 20
-"""What holes may come to besides room in staging that nobody uses."""
+"""Limit for holes, besides the unused room in staging."""
 
 
 @dataclass
 class Rule:
-    """When holes are too many. Pure."""
+    """Decides when to give memory back. Pure."""
 
     spare: int = SPARE_BYTES
     left: int = 0
-    """What could not be given back the last time: it only looks like holes."""
+    """Bytes that could not be given back the last time: they only look like holes."""
 
-    def too_many(self, holes: int, room: int) -> bool:
+    def too_many(self, unreturned: int, room: int) -> bool:
         """Whether to give back; room: bytes that staging may still come to hold."""
-        self.left = max(0, min(self.left, holes))
-        return holes - self.left > self.spare + max(0, room)
+        self.left = max(0, min(self.left, unreturned))
+        return unreturned - self.left > self.spare + max(0, room)
 
 
-class Holes:
+class HeapTrimmer:
     """Measures the holes of this process, and gives them back. Thread-safe; nobody waits for another.
 
     room: bytes that staging may still come to hold: what was freed of them will be taken again.
@@ -97,17 +97,17 @@ class Holes:
         if private < self._grown and now_s < self._latest_s:
             return
         self._latest_s = now_s + LATEST_S
-        holes = self._holes(private)
-        if self._rule.too_many(holes, self._room()):
+        unreturned = self._unreturned(private)
+        if self._rule.too_many(unreturned, self._room()):
             self._give_back()
             private = self._private() or 0
-            log.debug("%.1f MB of freed memory went back to the system", (holes - self._holes(private)) / 1e6)
+            log.debug("%.1f MB of freed memory went back to the system", (unreturned - self._unreturned(private)) / 1e6)
         self._grown = private + GROWN_BYTES
 
     def _give_back(self) -> None:
         self._trim()
         self.given_back += 1
-        self._rule.left = max(0, self._holes(self._private() or 0))
+        self._rule.left = max(0, self._unreturned(self._private() or 0))
 
-    def _holes(self, private: int) -> int:
+    def _unreturned(self, private: int) -> int:
         return private - self._base - (self._taken() or 0)

@@ -8,7 +8,7 @@ from typing import Any
 from shardline.errors import NonFiniteError
 from shardline.observability.metrics import Metrics
 from shardline.server.admission import outcome_name
-from shardline.server.push_receiver import PushResult
+from shardline.server.incoming_push import PushResult
 from shardline_ps.store import ParameterStore
 
 

@@ -1,0 +1,1 @@
+"""One shard: its buckets, how updates reach them, its cuts."""

@@ -15,7 +15,7 @@ HELD_CUTS = 2
 
 
 @dataclass
-class HeldCut:
+class CutImages:
     """Images gathered so far for one step."""
 
     step: int
@@ -39,7 +39,7 @@ class CutBook:
         self._every = every
         self._budget = budget
         self._requested: set[int] = set()
-        self._held: dict[int, HeldCut] = {}
+        self._held: dict[int, CutImages] = {}
         self._released = -1
         """Highest step released. A bucket that gets there later makes no copy that could never be completed."""
         self.skipped_total = 0
@@ -59,7 +59,7 @@ class CutBook:
                 return False
             held = self._held.get(step)
             if held is None:
-                held = self._held[step] = HeldCut(step)
+                held = self._held[step] = CutImages(step)
                 # One decision per shard and step, made by the first bucket that gets there.
                 if sum(not cut.skipped for cut in self._held.values()) > self._budget:
                     held.skipped = True
@@ -79,7 +79,7 @@ class CutBook:
     def store(self, image: BucketImage) -> None:
         """Keep one bucket's copy."""
         with self._lock:
-            self._held.setdefault(image.step, HeldCut(image.step)).images[image.bucket] = image
+            self._held.setdefault(image.step, CutImages(image.step)).images[image.bucket] = image
 
     def store_all(self, step: int, images: list[BucketImage], sequences: Mapping[str, WorkerSequence]) -> None:
         """Keep a cut whose buckets were copied at one instant under the chief's number.
@@ -87,11 +87,11 @@ class CutBook:
         sequences: of the same instant, by task.
         """
         with self._lock:
-            self._held[step] = HeldCut(
+            self._held[step] = CutImages(
                 step, {image.bucket: image for image in images}, sequences=MappingProxyType(dict(sequences))
             )
 
-    def whole(self, step: int) -> HeldCut | None:
+    def whole(self, step: int) -> CutImages | None:
         """The cut where all its images are there (it changes no more), else None."""
         with self._lock:
             held = self._held.get(step)

@@ -17,7 +17,7 @@ from shardline_ps.shard.shard import Shard
 
 
 @dataclass(frozen=True)
-class Change:
+class Reconfiguration:
     """A configuration that was checked, and what of the one in force goes on."""
 
     configuration: PsConfiguration
@@ -26,7 +26,7 @@ class Change:
     """Shards whose standbys stay."""
 
 
-class Remains:
+class RetiredShards:
     """Shards that were let go of, as long as somebody uses them. Made and asked on the server's loop."""
 
     def __init__(self, shards: Iterable[Shard], loop: asyncio.AbstractEventLoop) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from shardline import consistency
-from shardline.consistency.server import Guard, Hyper, Observers, Push, Terms, Want
+from shardline.consistency.server import Guard, Hyper, Observers, Push, StepWanted, Terms
 from shardline.core.gradients import Gradient
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Decision, Outcome
@@ -16,7 +16,7 @@ from shardline.storage.publication import Publication
 from shardline_ps.shard.cuts import check_images
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.storage import ShardStorage
-from shardline_ps.standby.record_log import ReplicaLog
+from shardline_ps.standby.record_log import RecordLog
 
 __all__ = ["Gradient", "Shard", "ShardSettings"]
 
@@ -79,7 +79,7 @@ class Shard:
         return self.storage.waiting.value
 
     @property
-    def log(self) -> ReplicaLog | None:
+    def log(self) -> RecordLog | None:
         """Where there is a standby: what is recorded for it."""
         return self.storage.log
 
@@ -108,7 +108,7 @@ class Shard:
         """See HostedShard."""
         return self.on_host and not self.consistency.waits_for_verdict and self.log is None
 
-    def serve(self, bucket: int, want: Want) -> Outcome:
+    def serve(self, bucket: int, want: StepWanted) -> Outcome:
         """See ServerHalf.serve()."""
         return self.mode.serve(self.buckets[bucket], want)
 
@@ -125,7 +125,7 @@ class Shard:
         return self.mode.last_push(task, incarnation)
 
     async def answerable(self) -> None:
-        """Return when what an answer tells of cannot be lost with this ps any more; see ReplicaLog.passed()."""
+        """Return when what an answer tells of cannot be lost with this ps any more; see RecordLog.passed()."""
         log = self.storage.log
         if log is not None and not self.consistency.publishes_after_standby:
             await log.passed()

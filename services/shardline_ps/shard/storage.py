@@ -19,7 +19,7 @@ from shardline.storage.publication import PlainPublication, Publication, areas
 from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.cuts import CutBook
 from shardline_ps.shard.settings import ShardSettings
-from shardline_ps.standby.record_log import ReplicaLog
+from shardline_ps.standby.record_log import RecordLog
 
 
 class ByteCount:
@@ -84,7 +84,7 @@ class ShardStorage:
         self.order = threading.Lock()
         self.tally = Tally()
         self.stop_step: int | None = None
-        self.log: ReplicaLog | None = None
+        self.log: RecordLog | None = None
         """Where there is a standby: what is recorded for it."""
 
     @property
@@ -153,7 +153,7 @@ class ShardStorage:
                 self.observers.on_publish(bucket.number)
             update.closed()
 
-    def _hold_together(self, log: ReplicaLog, update: Update) -> bool:
+    def _hold_together(self, log: RecordLog, update: Update) -> bool:
         """Make an update of all buckets, which is one record, to be published when the standby has it. `order` held.
 
         False where the standby holds no bucket yet, or nothing waits for the update any more: nothing was done.

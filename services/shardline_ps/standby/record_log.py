@@ -36,7 +36,7 @@ class Sent:
     frame: Frame
 
 
-class ReplicaLog:
+class RecordLog:
     """Records of one shard for one standby. Thread-safe; a leaf among the locks.
 
     on_entry: called when there is something to send, from any thread, with locks held.

@@ -25,7 +25,7 @@ from shardline.rpc.v1 import parameter_server_pb2
 from shardline.security import PLAIN, Security
 from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.shard import Shard
-from shardline_ps.standby.record_log import ReplicaLog, copied_image
+from shardline_ps.standby.record_log import RecordLog, copied_image
 from shardline_ps.store import ParameterStore
 
 log = logging.getLogger("shardline.ps")
@@ -64,7 +64,7 @@ class Target:
     appointment: int = 0
 
 
-class Replicator:
+class StandbyStream:
     """One shard's stream to its standby. On the server's loop, but for what the log calls."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Replicator:
         self._whole = False
         """The standby has acknowledged the mark."""
         self._waiting_since_s: float | None = None
-        self.log = ReplicaLog(on_entry=self._entry, run=self._release)
+        self.log = RecordLog(on_entry=self._entry, run=self._release)
         shard.storage.log = self.log
         self._running = self._loop.create_task(self._run())
 
@@ -177,7 +177,7 @@ class Replicator:
                 # Memory is taken there.
                 reply = await self._answer(call, self._timeouts.total_s)
                 if reply.copy != copy or reply.synced:
-                    raise InternalError(f"{self.target.task} answers another copy than the one that was begun")
+                    raise InternalError(f"{self.target.task} answered for another copy than the one under way")
                 # From here on it refuses to be promoted.
                 self._whole = False
                 self.log.restart(copy)
@@ -292,7 +292,7 @@ class Replicator:
         self.log.abandon()
 
 
-class Replicas:
+class StandbySender:
     """The standbys of a ps's shards. On the server's loop."""
 
     def __init__(self, task: str, store: ParameterStore, timeouts: Timeouts, security: Security = PLAIN) -> None:
@@ -301,7 +301,7 @@ class Replicas:
         self._timeouts = timeouts
         self._security = security
         self._peers: dict[str, AioPeer] = {}
-        self._running: dict[int, Replicator] = {}
+        self._running: dict[int, StandbyStream] = {}
 
     def configured(self) -> None:
         """Shards may have been made anew, or be gone: their streams end, and what waits in them never happened."""
@@ -327,7 +327,7 @@ class Replicas:
         for number in sorted(wanted.keys() - self._running.keys()):
             shard, target = self._store.shards[number], wanted[number]
             if shard.initialized and shard.buckets:
-                self._running[number] = Replicator(
+                self._running[number] = StandbyStream(
                     self._store,
                     shard,
                     target,
@@ -358,8 +358,8 @@ def _guarded(release: Callable[[], None], store: ParameterStore) -> None:
     try:
         release()
     except Exception as error:
-        log.exception("publishing a step failed")
-        store.on_failure(InternalError(f"publishing a step failed: {error}"))
+        log.exception("the thread that publishes steps failed")
+        store.on_failure(InternalError(f"the thread that publishes steps failed: {error}"))
 
 
 def _sentence(errors: BaseExceptionGroup[Any]) -> str:

@@ -19,7 +19,7 @@ from shardline_ps.store import ParameterStore
 log = logging.getLogger("shardline.ps")
 
 
-class Replication(parameter_server_pb2_grpc.ReplicationServicer):
+class StandbyServicer(parameter_server_pb2_grpc.ReplicationServicer):
     """Serves Replication over one ParameterStore. One stream per shard: a newer one takes the place of an older one."""
 
     def __init__(self, task: str, store: ParameterStore) -> None:
@@ -119,7 +119,7 @@ class Replication(parameter_server_pb2_grpc.ReplicationServicer):
             return None, f"{self._task} is at timeline {authority.timeline:#x}, the records are of {head.timeline:#x}"
         place = next((place for place in store.placement if place.shard == head.shard), None)
         if place is None or place.standby_task != self._task or place.task != head.task or head.shard in store.shards:
-            return None, f"{self._task} is not to hold a standby of shard {head.shard} for {head.task}"
+            return None, f"{self._task} has no standby to hold of shard {head.shard} for {head.task}"
         if place.appointment != head.appointment:
             return None, (
                 f"{self._task} has appointment {place.appointment:#x} for the standby of shard {head.shard}, the "

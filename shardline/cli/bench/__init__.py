@@ -1,0 +1,1 @@
+"""`shardline bench net`: measures a cluster's network."""

@@ -314,7 +314,7 @@ def _read_address(fd: int, process: subprocess.Popen[bytes]) -> str:
         address = pipe.readline().decode().strip()
     if not address:
         code = process.wait(timeout=5.0)
-        raise UsageError(f"the serving side ended with code {code} before it served; its own sentence stands above")
+        raise UsageError(f"the serving side ended with code {code} before it served; its own message is above")
     return address
 
 

@@ -1,0 +1,1 @@
+"""What a training script uses: connect(), the session and its loops."""

@@ -53,7 +53,7 @@ class Barrier:
             self._met += 1
             return True
         if orders.phase in (Phase.STOPPING, Phase.ENDED) and not orders.exit_code:
-            log.info("the barrier is left, since the job ends: %s", orders.reason)
+            log.info("leaving the barrier, since the job ends: %s", orders.reason)
             return False
         if orders.phase is Phase.ENDED:
             raise TaskLostError(

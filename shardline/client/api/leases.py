@@ -8,7 +8,7 @@ from shardline.rpc.client import Lease
 from shardline.rpc.link import ChiefLink
 
 
-class Leases:
+class WorkerLeases:
     """One worker's leases. `batch` is the number of the next batch to compute."""
 
     def __init__(self) -> None:

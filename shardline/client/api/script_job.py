@@ -17,9 +17,10 @@ from shardline.core.orders import StepReport
 from shardline.core.settings import Setting, Settings, check, kind_of, known, read
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import TensorError, UsageError
+from shardline.fit import check_fit
 from shardline.model import model_tensors
 from shardline.observability.metrics import Metrics
-from shardline.update import check_pushes, check_tensors, rule_from_optimizer
+from shardline.update import check_tensors, rule_from_optimizer
 
 SETTABLE = tuple(name for name in known() if name not in ("replicas", "batch_size", "accumulate", "steps", "threads"))
 """Settings of a script's job; the others follow from the cluster and the script itself."""
@@ -68,11 +69,10 @@ def script_spec(
     """
     mode = consistency.of(script.consistency)
     rule = rule_from_optimizer(optimizer, method=script.rule)
-    check_pushes(rule, single=mode.whole_pushes)
     module = model if isinstance(model, nn.Module) else TensorHolder(model)
     tensors = model_tensors(module, optimizer.param_groups, rule=rule)
     check_tensors(rule, tensors)
-    return JobSpec(
+    job = JobSpec(
         name=script.name,
         tensors=tensors,
         rule=rule,
@@ -84,6 +84,8 @@ def script_spec(
         },  # type: ignore[arg-type]
         script=True,
     )
+    check_fit(job)
+    return job
 
 
 def check_named(values: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
@@ -95,7 +97,7 @@ def check_named(values: Mapping[str, torch.Tensor], gradients: Mapping[str, torc
         if gradient.shape != held.shape or gradient.dtype != held.dtype:
             raise TensorError(
                 f"gradient for {name!r} has shape {tuple(gradient.shape)} and dtype {gradient.dtype}, the "
-                f"parameter has {tuple(held.shape)} and {held.dtype}; was it computed by another model?"
+                f"parameter has {tuple(held.shape)} and {held.dtype}; was it computed by a different model?"
             )
 
 

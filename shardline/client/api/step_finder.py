@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from shardline.client.api.leases import Leases
+from shardline.client.api.leases import WorkerLeases
 from shardline.client.api.pipeline import Pipeline
 from shardline.client.api.workplace import Workplace
 from shardline.client.exchange.outcomes import Interrupted, Restart, StepFigures, Stopped
@@ -47,7 +47,7 @@ class StepFinder:
         """What a loop that can't be made to do so has contributed to the open step."""
         self.closed_by: StepFigures | None = None
         """Set by go_on() where the open step needs no exchange any more: all shards have its contribution."""
-        self.leases = Leases()
+        self.leases = WorkerLeases()
         self._finished = False
         self._repeated = 0
         """Asynchronous mode: batches that were sent and had to be computed again."""

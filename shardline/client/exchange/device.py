@@ -69,8 +69,8 @@ class HostPath:
             error = int(torch.cuda.cudart().cudaHostRegister(address, segment.nbytes, 0))  # type: ignore[no-untyped-call]
         if error:
             log.warning(
-                "%d bytes of shared memory can't be page-locked for %s (CUDA error %d): gradients are copied once more "
-                "on their way; is there a limit on locked memory (ulimit -l)?",
+                "%d bytes of shared memory can't be page-locked for %s (CUDA error %d): gradients take one more copy "
+                "on their way; check the limit on locked memory (ulimit -l)",
                 segment.nbytes,
                 self.device,
                 error,

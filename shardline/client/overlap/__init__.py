@@ -1,0 +1,1 @@
+"""Gradients that leave during the backward pass, and forward passes that wait layer by layer."""

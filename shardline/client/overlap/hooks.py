@@ -36,7 +36,7 @@ class GradientHooks:
                 self._handles[number] = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def ignore(self) -> None:
-        """Call nobody."""
+        """Remove the hooks."""
         self._listener = None
 
     def _fired(self, number: int, parameter: torch.Tensor) -> None:

@@ -1,0 +1,1 @@
+"""One training step of a worker: gradients into payloads, exchange, parameters back into the model."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shardline.client.exchange.observer import Observer
-from shardline.client.step.staging import Staging
+from shardline.client.step.staging import GradientStaging
 from shardline.errors import NonFiniteError
 
 
 class NonFinite:
     """What a worker does about NaN and infinity. policy: the job's nan_policy."""
 
-    def __init__(self, policy: str, staging: Staging, observer: Observer) -> None:
+    def __init__(self, policy: str, staging: GradientStaging, observer: Observer) -> None:
         self._policy = policy
         self._staging = staging
         self._observer = observer

@@ -26,7 +26,7 @@ class ModelLayout:
         self.plan = plan
         missing = [spec.name for spec in plan.tensors if spec.name not in tensors]
         if missing:
-            raise MismatchError(f"the job's plan has tensor {missing[0]!r}, this model has not")
+            raise MismatchError(f"the job's plan has tensor {missing[0]!r}, which this model lacks")
         self.tensors = [tensors[spec.name] for spec in plan.tensors]
         """The worker's own, in plan order."""
         self._tensors = [tensor.detach() for tensor in self.tensors]

@@ -22,7 +22,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Hands:
+class ParallelMap:
     """Runs one action over many items on the caller's thread and some of its own, which begin when first needed.
 
     threads: with the caller's; 0 = as many as there are cores, MOST at most. each() may be called by one thread at a
@@ -71,7 +71,7 @@ class Hands:
 
     def _helpers(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="hands")
+            self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="map")
         return self._pool
 
     def close(self) -> None:

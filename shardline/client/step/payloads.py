@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardline.client.exchange.device import HostPath
 from shardline.client.exchange.live import LivePayloads
 from shardline.client.exchange.priority import SendQueue, default_credit
-from shardline.client.step.staging import Staging
+from shardline.client.step.staging import GradientStaging
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block
 
@@ -18,7 +18,7 @@ class PushTools:
     """What every push of a worker is made with."""
 
     plan: Plan
-    staging: Staging
+    staging: GradientStaging
     interrupted: Callable[[], Exception | None]
     """See LivePayloads."""
     credit_bytes: int = 0

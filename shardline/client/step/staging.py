@@ -11,7 +11,7 @@ import torch
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.device import HostPath
 from shardline.client.step.layout import fill_bucket, present_bits, tensor_piece
-from shardline.client.step.parallel_map import Hands
+from shardline.client.step.parallel_map import ParallelMap
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding
 from shardline.codecs.push import PushEncoders
@@ -45,7 +45,7 @@ class StepExtras:
     """Samples by replica."""
 
 
-class Staging:
+class GradientStaging:
     """Flat bucket tensors of one worker, reused from step to step.
 
     Different buckets may be added and encoded by different threads at the same time.
@@ -64,7 +64,7 @@ class Staging:
         self.encoders = encoders
         self._allocate = allocate
         self._host = host
-        self._hands = Hands()
+        self._map = ParallelMap()
         self._free: dict[Key, list[torch.Tensor]] = {}
         self._lent: dict[Key, list[torch.Tensor]] = {}
         self._asked: set[Key] = set()
@@ -96,7 +96,7 @@ class Staging:
 
     def close(self) -> None:
         """Free all memory, end its threads."""
-        self._hands.close()
+        self._map.close()
         self.clear()
         self._free.clear()
 
@@ -166,7 +166,7 @@ class Staging:
 
         # A GPU's copies go one after another anyway.
         nbytes = sum(gradient.nbytes for gradient in gradients.values()) if self._host is None else 0
-        bad = {number for found in self._hands.each(add, self.keys, nbytes) for number in found}
+        bad = {number for found in self._map.each(add, self.keys, nbytes) for number in found}
         return [self._plan.tensors[number].name for number in sorted(bad)]
 
     def add_bucket(

@@ -78,7 +78,7 @@ class Trainer:
         self._route = route
         self._tools = tools
         self._staging = tools.staging
-        self._encoders = tools.staging.encoders
+        self.encoders = tools.staging.encoders
         self._sending = sending
         self._nonfinite = NonFinite(view.job.consistency.nan_policy, tools.staging, exchange.observer)
         self._tensor_of = {spec.name: number for number, spec in enumerate(self.plan.tensors)}
@@ -134,7 +134,7 @@ class Trainer:
         asked = self.half.asks_for(owned)
         standings = {shard: self._standing(shard, asked) for shard in sorted(self.exchange.lanes)}
         todo = self.half.located(standings, owned)
-        self._encoders.locate(self.half.awaited(standings, owned))
+        self.encoders.locate(self.half.awaited(standings, owned))
         self._pull()
         self.course.restart()
         return todo
@@ -310,7 +310,7 @@ class Trainer:
             self._sending.close(values, buffers, outgoing.hyper)
             return
         # Rounding a sum is not summing rounded parts: a lossy codec would make the bits depend on who runs what.
-        presum = self.course.mode.sums_in_tree and not self._first and self._encoders.coding.codec.exact
+        presum = self.course.mode.sums_in_tree and not self._first and self.encoders.coding.codec.exact
         self._staging.extras.samples[replica] = outgoing.samples
         if outgoing.hyper and replica == 0:
             self._staging.extras.hyper = outgoing.hyper
@@ -380,7 +380,7 @@ class Trainer:
 
     def _push(self, shard: int, payloads: Payloads, block: Block, *, skip: bool = False) -> Contribution:
         stamp = self.half.stamp(shard)
-        self._encoders.begin(shard, stamp.number)
+        self.encoders.begin(shard, stamp.number)
         push = self._staging.contribution(block, payloads)
         return replace(push, step=stamp.step, seq=stamp.seq, base_min=stamp.base, base_max=stamp.base, skip=skip)
 
@@ -427,7 +427,7 @@ class Trainer:
         skipped = self.half.closed(following, outcomes, base, dropped=dropped)
         self._close_step()
         self._first = False
-        self._encoders.settle(skipped=skipped)
+        self.encoders.settle(skipped=skipped)
         self.course.next_step()
         return StepFigures(seconds=seconds, computed_s=self._computed_s, outcomes=outcomes, skipped=skipped)
 

@@ -1,0 +1,1 @@
+"""Lane grpc: tensor bytes travel in the call's own stream."""

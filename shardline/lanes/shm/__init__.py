@@ -1,0 +1,1 @@
+"""Lane shm: tensor bytes lie in memory that both tasks of one host map."""

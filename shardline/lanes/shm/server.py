@@ -128,7 +128,7 @@ class ShmAttachment:
         segments.welcome(sock, self._publication.areas if self._by_reference else [], self._replies)
 
     def expect(self, offset: int, nbytes: int) -> ShmTicket:
-        """A view of the worker's gradients. Raises ProtocolError where it isn't within them, or at a crooked place."""
+        """A view of the worker's gradients. Raises ProtocolError where it lies outside of them, or is not aligned."""
         held = self._gradients
         if held is None:
             raise UnreachableError(f"{self.holder.task} has passed no segment to shard {self.holder.shard} (any more)")
@@ -158,8 +158,8 @@ class ShmAttachment:
     async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
         """Nothing is sent on this lane."""
         raise ProtocolError(
-            f"{self.holder.task} asks shard {self.holder.shard} on lane shm for something else than an exact step; "
-            f"ask on lane grpc"
+            f"{self.holder.task} asks shard {self.holder.shard} on lane shm for something other than an exact step; "
+            f"use lane grpc"
         )
 
     def abort(self, reason: str) -> None:

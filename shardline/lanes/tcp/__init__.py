@@ -1,0 +1,1 @@
+"""Lane tcp: tensor bytes travel over sockets beside the calls."""

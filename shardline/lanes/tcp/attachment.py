@@ -160,7 +160,7 @@ class _Direction(Generic[Item]):
             self._sock.close()
 
 
-class Incoming(_Direction[TcpTicket]):
+class ReceiveSocket(_Direction[TcpTicket]):
     """The socket on which buckets of pushes come, read only while some are expected: that is the sender's credit."""
 
     def __init__(
@@ -227,7 +227,7 @@ class Incoming(_Direction[TcpTicket]):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, batch)
 
 
-class Outgoing(_Direction[_Payload]):
+class SendSocket(_Direction[_Payload]):
     """The socket on which pulled buckets leave."""
 
     @property
@@ -309,13 +309,13 @@ class TcpAttachment:
         self._failing = threading.Lock()
         self._waiters: list[asyncio.Future[None]] = []
         self._waking = False
-        self.incoming = Incoming(receiver, limit_s, self._changed, self._fail)
-        self.outgoing = Outgoing(sender, limit_s, self._changed, self._fail)
+        self.incoming = ReceiveSocket(receiver, limit_s, self._changed, self._fail)
+        self.outgoing = SendSocket(sender, limit_s, self._changed, self._fail)
 
     def expect(self, offset: int, nbytes: int) -> TcpTicket:
         """The next referred bucket of a push."""
         if offset:
-            raise ProtocolError(f"a bucket on lane tcp is said to lie at {offset}; bulk sockets have no places, send 0")
+            raise ProtocolError(f"a bucket on lane tcp has offset {offset}; bulk sockets have no offsets, send 0")
         self._check()
         ticket = TcpTicket(self, self._take(nbytes))
         if not ticket.whole:

@@ -43,7 +43,7 @@ def read_preamble(data: bytes | bytearray) -> bytes:
     """The token. Raises ProtocolError where a stranger speaks, or another version."""
     magic, version, token = _PREAMBLE.unpack(data)
     if magic != _MAGIC:
-        raise ProtocolError("what came is no preamble of a bulk socket")
+        raise ProtocolError("the bytes received are not the preamble of a bulk socket")
     if version != VERSION:
         raise ProtocolError(f"the bulk socket is of version {version}, this one of {VERSION}")
     return bytes(token)
@@ -120,7 +120,9 @@ def _introduce(sock: socket.socket, token: bytes) -> None:
     sock.sendall(preamble(token))
     answer = sock.recv(1)
     if answer != ACCEPTED:
-        raise RefusedError("the token was refused" if answer == REFUSED else "closed instead of an answer")
+        raise RefusedError(
+            "the token was refused" if answer == REFUSED else "the server closed the socket instead of answering"
+        )
 
 
 def _patient(sock: socket.socket, stall_s: float) -> None:

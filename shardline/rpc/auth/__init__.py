@@ -1,0 +1,1 @@
+"""Who may make which call: tokens, proofs, certificates."""

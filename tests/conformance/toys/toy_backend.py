@@ -18,7 +18,7 @@ from shardline.codecs import coding_of
 from shardline.config import RoleConfig
 from shardline.consistency.eager import Eager
 from shardline.consistency.replica_steps import admit_push, serve_pull
-from shardline.consistency.server import Guard, Push, Want
+from shardline.consistency.server import Guard, Push, StepWanted
 from shardline.core.contributions import Contributions
 from shardline.core.gradients import Gradient
 from shardline.core.identity import Identity
@@ -107,7 +107,7 @@ class SumShard:
     def push(self, push: Push, gradients: Mapping[int, Gradient], **more: Any) -> tuple[Decision, int]:
         raise ProtocolError("an aggregator takes the buckets of a step")
 
-    def serve(self, bucket: int, want: Want) -> Outcome:
+    def serve(self, bucket: int, want: StepWanted) -> Outcome:
         step = self.buckets[bucket].step
         return serve_pull(step if want.step is None else want.step, bucket_step=step)
 

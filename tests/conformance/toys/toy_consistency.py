@@ -12,6 +12,7 @@ from shardline.consistency.server import BucketView, ServerHalf, Storage, Terms
 from shardline.core.contributions import Partial, mean, merge, scaled
 from shardline.core.image import WorkerSequence
 from shardline.core.push_context import PushContext
+from shardline.core.spec import TensorKind
 from shardline.errors import JobError
 
 
@@ -57,11 +58,16 @@ class EveryPushes(NumberedPushes):
             if kept is not None:
                 self.storage.hold(-kept.held_bytes)
             # What is lent for this push alone can't be kept.
-            total = owned(scaled(total, scale))
-            total = total if kept is None else merge(kept, total, bucket.spec)
+            if bucket.spec.kind is TensorKind.BUFFER:
+                # Of statistics (batch norm's) the newest ones stand.
+                total = owned(total) if kept is None or total.values is not None else kept
+            else:
+                total = owned(scaled(total, scale))
+                total = total if kept is None else merge(kept, total, bucket.spec)
             if gathered + 1 == self._count:
-                update = mean(total, self._count)
-                self.storage.apply_now(bucket, update, scale=1.0, context=context, record=record)
+                if bucket.spec.kind is not TensorKind.BUFFER:
+                    total = mean(total, self._count)
+                self.storage.apply_now(bucket, total, scale=1.0, context=context, record=record)
             else:
                 self.storage.hold(total.held_bytes)
                 self._open[bucket.number] = gathered + 1, total

@@ -57,7 +57,7 @@ class Checkpointing:
             return
         for step in saves.ledger.lost():
             saves.ledger.close(step)
-            state.say("cut", f"the cut at step {step} is not whole on all shards and is given up", "warning")
+            state.say("cut", f"the cut at step {step} is incomplete on some shards and was discarded", "warning")
             state.command(Release(timeline=state.layout.timeline, step=step))
 
     def _maybe_cut(self) -> None:

@@ -189,7 +189,7 @@ class Ending:
     def choosing(self, event: Progressed, now_s: float) -> None:
         """The servers have a time to tell how far they are."""
         if now_s >= self._deadline_s:
-            self._give_up("the servers did not tell where they are", now_s)
+            self._give_up("the servers did not report how far they are", now_s)
 
     def reaching(self, event: Progressed, now_s: float) -> None:
         """Every shard is to reach the stop step, or every lease to be done."""
@@ -235,7 +235,7 @@ class Ending:
         if saves.checkpoint_step == stop_step:
             self.scoring.begin(now_s)
         elif now_s >= self._deadline_s:
-            self._give_up(f"no whole cut at step {stop_step}", now_s)
+            self._give_up(f"no complete cut at step {stop_step}", now_s)
         elif state.mode.consistent_cuts and now_s - self._asked_s >= state.timeouts.heartbeat_s:
             # The servers may have left this cut out while an earlier one was held: they stand still now, so ask again.
             self._asked_s = now_s
@@ -255,7 +255,7 @@ class Ending:
     def _give_up(self, why: str, now_s: float) -> None:
         state = self.state
         self._settled = True
-        what = f"no checkpoint at the end: {why}. {state.saves.what_remains()}"
+        what = f"no checkpoint at the end: {why}. {state.saves.how_to_go_on()}"
         state.say("no_last_checkpoint", what, "error")
         if not self.scoring.exit_code:
             self.scoring.exit_code = CheckpointError.exit_code

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.errors import ShardlineError
-from shardline_chief.rules.actions import Activate, CommandResult, Configure, Heir, Lead
+from shardline_chief.rules.actions import Activate, CommandResult, Configure, Lead, Promotion
 from shardline_chief.rules.after import (
     LeadThenPlaceStandbys,
     PlaceStandbysThenTable,
@@ -31,7 +31,7 @@ class Failover:
         self.state = state
         self.preparation = preparation
         self.protection = Protection()
-        self._promoted: dict[int, Heir] = {}
+        self._promoted: dict[int, Promotion] = {}
         """Shards whose standbys are taking over."""
 
     def told(self, event: ShardsTold, now_s: float) -> None:
@@ -58,7 +58,10 @@ class Failover:
         if found is None or found.placement == before:
             self._promoted.clear()
             return False
-        promoted = {**{n: heir for n, heir in self._promoted.items() if heir.task in left}, **found.promoted}
+        promoted = {
+            **{n: promotion for n, promotion in self._promoted.items() if promotion.task in left},
+            **found.promoted,
+        }
         changed = [p.shard for p, new in zip(before, found.placement, strict=True) if p != new]
         self.protection.forget(changed)
         placement = self._protected(found.placement, now_s)
@@ -70,7 +73,7 @@ class Failover:
         self._promote(loss, promoted)
         # Nothing that was logged beyond it is undone.
         state.progress.base_step = loss.at_step
-        state.say("ps_lost", f"{why}; taken over: {_over(found)}; nothing goes back", "warning", task=task)
+        state.say("ps_lost", f"{why}; taken over: {_over(found)}; no step is lost", "warning", task=task)
         self.preparation.take_over(placement, promoted, followed=self.protection.followed(placement))
         return True
 
@@ -84,10 +87,10 @@ class Failover:
         self.protection.forget(found.promoted)
         self._promote(loss, found.promoted)
         state.progress.base_step = step
-        state.say("ps_lost", f"{why}; taken over: {_over(found)}; nothing goes back", "warning", task=first)
+        state.say("ps_lost", f"{why}; taken over: {_over(found)}; no step is lost", "warning", task=first)
         self.preparation.take_over(placement, found.promoted, followed=self.protection.followed(placement))
 
-    def _promote(self, loss: Loss, promoted: Mapping[int, Heir]) -> None:
+    def _promote(self, loss: Loss, promoted: Mapping[int, Promotion]) -> None:
         self._promoted = dict(promoted)
         loss.failover = True
         self.preparation.leave(Stage.LEADING)
@@ -102,8 +105,8 @@ class Failover:
         state.record("recovered", timeline=state.layout.timeline, **dataclasses.asdict(recovered))
         state.say(
             "recovered",
-            f"{loss.first} was known to be lost {seconds:.1f} s ago; its standbys have taken over, training goes on "
-            f"from step {loss.at_step}, nothing is made again",
+            f"{loss.first} was declared lost {seconds:.1f} s ago; its standbys have taken over, training goes on "
+            f"from step {loss.at_step}, no step is repeated",
             task=loss.first,
             seconds=seconds,
         )
@@ -214,7 +217,9 @@ class Failover:
 
 
 def _over(found: StandIn) -> str:
-    return ", ".join(f"shard {n} by {heir.task}" for n, heir in sorted(found.promoted.items())) or "nothing more"
+    return (
+        ", ".join(f"shard {n} by {promotion.task}" for n, promotion in sorted(found.promoted.items())) or "nothing more"
+    )
 
 
 def _numbers(shards: Iterable[int]) -> str:

@@ -23,7 +23,9 @@ class Leasing:
         """Note finished leases, hand out the next batches."""
         state, leases = self.state, self.state.work.leases
         if not state.tasks.members.current(task, incarnation, TRAINERS):
-            return LeaseAnswer(outcome="FENCED", reason=f"{task} incarnation {incarnation:#x} is no living trainer")
+            return LeaseAnswer(
+                outcome="FENCED", reason=f"{task} incarnation {incarnation:#x} is not a living task that trains"
+            )
         if leases is None:
             synchronous = not state.mode.leases_batches
             why = "synchronous: batches follow from the step" if synchronous else "a script, which chooses its batches"
@@ -48,7 +50,7 @@ class Leasing:
         elif lease is None:
             lease = leases.take(incarnation, workers=len(state.tasks.trainers()))
         if lease is None:
-            return LeaseAnswer(outcome="WAITING", reason="no batch is free now", retry_after_s=RETRY_S), None
+            return LeaseAnswer(outcome="WAITING", reason="every remaining batch is leased", retry_after_s=RETRY_S), None
         answer = LeaseAnswer(outcome="SERVED", lease=lease.number, first=lease.first, count=lease.count)
         return answer, lease if lease is not there else None
 

@@ -14,9 +14,9 @@ from shardline_chief.rules.actions import (
     CommandResult,
     Configure,
     Cut,
-    Heir,
     Lead,
     Promote,
+    Promotion,
     Restore,
 )
 from shardline_chief.rules.after import (
@@ -69,7 +69,7 @@ class Preparation:
         state.command(Lead(addresses=addresses(placement)), LeadThenConfigure())
 
     def take_over(
-        self, placement: tuple[Placement, ...], promoted: Mapping[int, Heir], *, followed: frozenset[int]
+        self, placement: tuple[Placement, ...], promoted: Mapping[int, Promotion], *, followed: frozenset[int]
     ) -> None:
         """Have standbys become primaries and everybody else follow, with all values as they are.
 
@@ -80,7 +80,7 @@ class Preparation:
         state.layout.placement = placement
         self.keep, self.stays, self.followed = frozenset(range(len(state.layout.plan.shards))), True, followed
         self._forget(Stage.LEADING)
-        state.record("failover", timeline=state.layout.timeline, promoted=_heirs(promoted))
+        state.record("failover", timeline=state.layout.timeline, promoted=_promotions(promoted))
         state.command(Lead(addresses=addresses(placement)), LeadThenPromote(promoted))
 
     def leave(self, stage: Stage) -> None:
@@ -276,6 +276,6 @@ def standbys_of(placement: tuple[Placement, ...]) -> list[list[object]]:
     ]
 
 
-def _heirs(promoted: Mapping[int, Heir]) -> list[list[object]]:
+def _promotions(promoted: Mapping[int, Promotion]) -> list[list[object]]:
     """[shard, task, appointment] of each standby that is to be a primary, for the journal."""
-    return [[shard, heir.task, heir.appointment] for shard, heir in sorted(promoted.items())]
+    return [[shard, promotion.task, promotion.appointment] for shard, promotion in sorted(promoted.items())]

@@ -27,7 +27,7 @@ def obstacle(remembered: Remembered, job: JobSpec | None, settings: Settings) ->
     if remembered.plan_id:
         plan = make_plan(known.tensors, len(settings.ps))
         if plan.plan_id != remembered.plan_id:
-            return f"its parameters were cut for another number of parameter servers than {len(settings.ps)}"
+            return f"its parameters were partitioned for a number of parameter servers other than {len(settings.ps)}"
     return ""
 
 
@@ -56,7 +56,9 @@ def say_goodbye(state: State, exit_code: int, reason: str) -> None:
     state.exit_code, state.reason = exit_code, reason
     saves.final_step = saves.checkpoint_step
     progress.base_step = max(progress.base_step, saves.checkpoint_step)
-    state.say("takeover", f"the job had ended before the last chief did: {reason}; telling the tasks that are there")
+    state.say(
+        "takeover", f"the job had already ended when the last chief died: {reason}; telling the tasks that are left"
+    )
     state.outbox.actions.append(Finish(exit_code=exit_code, reason=reason))
 
 

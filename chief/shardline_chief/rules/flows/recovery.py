@@ -97,8 +97,8 @@ class Recovery:
         at = f" at {member.address}" if member is not None else ""
         sentence = f"{why}; {task}{at} held shard {', '.join(shards)}"
         if reason := self._hopeless():
-            remains = state.saves.what_remains()
-            state.end(TaskLostError.exit_code, f"{sentence}, so the job ends{reason}. {remains}", now_s)
+            advice = state.saves.how_to_go_on()
+            state.end(TaskLostError.exit_code, f"{sentence}, so the job ends{reason}. {advice}", now_s)
             return
         self._begin(task, now_s, member.last_heard_s if member is not None else now_s)
         wait = f"waiting {state.timeouts.dead_s:g} s for it to come back, before its shards move"
@@ -136,8 +136,8 @@ class Recovery:
         state = self.state
         if state.saves.checkpoint_step < 0:
             if state.figures.running_s is not None:
-                return "there is no checkpoint yet, but for one that is being written now"
-            return "there is no checkpoint yet, so the job begins anew"
+                return "the first checkpoint is still being written"
+            return "there is no checkpoint yet, so the job starts over"
         what = "all shards go back" if state.mode.consistent_cuts else "it goes back"
         return f"{what} to step {state.saves.checkpoint_step}"
 
@@ -147,10 +147,10 @@ class Recovery:
         """The disk takes its time: say so, and end the job where that is more than the fetch of a cut may take."""
         state = self.state
         waited_s, limit_s = now_s - self._finding_s, FIND_TIMEOUTS * state.timeouts.total_s
-        slow = f"the newest checkpoint was not there to go back to within {waited_s:.0f} s (limit {limit_s:.0f} s)"
+        slow = f"the newest checkpoint could not be read within {waited_s:.0f} s (limit {limit_s:.0f} s)"
         if waited_s >= limit_s:
-            remains = state.saves.what_remains()
-            state.end(CheckpointError.exit_code, f"{slow}: does the disk answer? {remains}", now_s)
+            advice = state.saves.how_to_go_on()
+            state.end(CheckpointError.exit_code, f"{slow}: does the disk answer? {advice}", now_s)
         elif waited_s >= state.timeouts.dead_s and not self._said_slow:
             self._said_slow = True
             state.say("slow", f"{slow}: it is being written or read, and waited for", "warning")
@@ -220,7 +220,7 @@ class Recovery:
             state.end(
                 TaskLostError.exit_code,
                 f"{', '.join(gone)} did not come back within {state.timeouts.lost_s:g} s{full}. "
-                f"{state.saves.what_remains()}",
+                f"{state.saves.how_to_go_on()}",
                 now_s,
             )
             return True
@@ -291,7 +291,7 @@ class Recovery:
         state.losses.recoveries.append(recovered)
         state.record("recovered", timeline=state.layout.timeline, **dataclasses.asdict(recovered))
         together = state.mode.consistent_cuts
-        what = f"{lost} steps are made again" if together else f"at least {lost} acknowledged updates are lost"
+        what = f"{lost} steps are repeated" if together else f"at least {lost} acknowledged updates are lost"
         if state.work.leases is not None and not self.preparation.keep:
             what += " and made again"
         state.say(

@@ -29,7 +29,7 @@ class Scoring:
         state, figures = self.state, self.state.figures
         if not state.tasks.members.current(task, incarnation, ("evaluator",)):
             raise FencedError(
-                f"{task} incarnation {incarnation:#x} is not admitted; what it reports of step {step} changes nothing"
+                f"{task} incarnation {incarnation:#x} is not admitted; its score of step {step} is ignored"
             )
         best = False
         if not metrics:

@@ -8,6 +8,7 @@ from shardline.core.plan import balance, make_plan
 from shardline.core.spec import JobSpec
 from shardline.core.spec_json import job_to_json
 from shardline.errors import JobError, ShardlineError, UnreachableError
+from shardline.fit import check_fit
 from shardline_chief.rules.events import Arrived, ServersReady, Tick, TrainingBegins
 from shardline_chief.rules.flows.preparation import Preparation
 from shardline_chief.rules.stages import Stage
@@ -50,9 +51,10 @@ class Start:
         state, resume = self.state, self.state.saves.resume
         try:
             if resume is not None and (changed := resume.check(job)):
-                others = f"with other settings than the checkpoint's: {'; '.join(changed)}"
+                others = f"with settings that differ from the checkpoint's: {'; '.join(changed)}"
                 state.say("resume", f"going on from step {resume.step} {others}", "warning")
             plan = make_plan(job.tensors, len(state.settings.ps))
+            check_fit(job, standbys=state.settings.standbys)
             if not job.script and job.steps < 1:
                 raise JobError(f"job {job.name!r} has {job.steps} steps; nothing would be trained")
         except ShardlineError as error:
@@ -111,11 +113,13 @@ class Start:
         state.progress.first_step = state.progress.base_step = state.saves.checkpoint_step = resume.step
         state.saves.checkpoint_path = resume.path
         state.stage = Stage.NOTHING_LEFT
-        self.done_before = f"done before: {resume.path} holds all {state.job.steps} steps; ask for more --steps"
+        self.done_before = (
+            f"nothing to do: {resume.path} already holds all {state.job.steps} steps; ask for more with --steps"
+        )
         to_come = state.tasks.to_come()
         if to_come:
             wait = f"waiting up to {state.timeouts.join_s:g} s for {to_come}, to tell them so"
-            state.say("done_before", f"all {state.job.steps} steps were made before; {wait}")
+            state.say("done_before", f"all {state.job.steps} steps are done already; {wait}")
         self._end_if_all_came(now_s)
 
     def nothing_left(self, event: Arrived, now_s: float) -> None:

@@ -130,8 +130,8 @@ class Takeover:
         if waited_s >= limit_s:
             state.end(
                 TaskLostError.exit_code,
-                f"{names} did not come within {limit_s:g} s, and with half of them or fewer this chief can't know that "
-                f"no other leads them. {state.saves.what_remains()}",
+                f"{names} did not come within {limit_s:g} s, and with half of them or fewer this chief can't "
+                f"rule out that another one leads them. {state.saves.how_to_go_on()}",
                 now_s,
             )
             return False
@@ -167,8 +167,8 @@ class Takeover:
         state.stage = Stage.ASKING
         living = state.tasks.members.living("ps")
         there = {m.task: m.address for m in living if m.task in known.members.keys() - self._gone}
-        heirs = {heir.task for heir in known.promoted.values()}
-        wanted = addresses(known.placement).keys() | heirs
+        promotions = {promotion.task for promotion in known.promoted.values()}
+        wanted = addresses(known.placement).keys() | promotions
         servers = {task: at for task, at in there.items() if task in wanted}
         state.command(Lead(addresses=servers), LeadThenAsk())
 
@@ -299,7 +299,7 @@ class Takeover:
         state.record("adopted", timeline=state.layout.timeline, step=step)
         state.say(
             "adopted",
-            f"the chief is back after {seconds:.1f} s: training goes on at step {step}, nothing is made again",
+            f"the chief is back after {seconds:.1f} s: training goes on at step {step}, no step is repeated",
             step=step,
             seconds=seconds,
         )

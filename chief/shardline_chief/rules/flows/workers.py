@@ -123,7 +123,8 @@ class Workers:
                 who = f"{', '.join(self._gone_from_script())}, without which a script can't go on,"
             elif tasks.trainers():
                 who = f"{self._gone()} ({len(tasks.trainers())} of at least {state.settings.min_workers} train)"
-            reason = f"{who} is gone and none came within {state.timeouts.lost_s:g} s. {state.saves.what_remains()}"
+            missed = f"no replacement joined within {state.timeouts.lost_s:g} s"
+            reason = f"{who} is gone and {missed}. {state.saves.how_to_go_on()}"
             state.emit(EndAsked(reason, TaskLostError.exit_code))
 
     def _gone_from_script(self) -> list[str]:

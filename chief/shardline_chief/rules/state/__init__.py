@@ -1,0 +1,1 @@
+"""What the chief knows of the job, one file for each concern."""

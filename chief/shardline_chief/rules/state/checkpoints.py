@@ -38,7 +38,7 @@ class Checkpoints:
         step, path = self.newest()
         return f"the last good checkpoint is of step {step}: {path}" if step >= 0 else "there is no checkpoint yet"
 
-    def what_remains(self) -> str:
+    def how_to_go_on(self) -> str:
         """Where to go on from after a loss."""
         step, path = self.newest()
         if step < 0:

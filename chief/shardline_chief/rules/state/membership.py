@@ -76,7 +76,7 @@ class Refused:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class LifeChange:
     """A task changed its state; `sentence` says which, when last heard and why, not yet what happens next."""
 
     member: Member
@@ -214,7 +214,7 @@ class Membership:
         if task in self._members:
             self._members[task] = replace(self._members[task], state=Life.DEAD)
 
-    def tick(self, now_s: float) -> Sequence[Change]:
+    def tick(self, now_s: float) -> Sequence[LifeChange]:
         """Changes of state due at now_s, deaths included; each is told once."""
         changes = []
         for member in self:
@@ -235,7 +235,7 @@ class Membership:
             if state is not member.state:
                 changed = replace(member, state=state)
                 self._members[member.task] = changed
-                changes.append(Change(member=changed, sentence=text))
+                changes.append(LifeChange(member=changed, sentence=text))
         return changes
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from shardline.core.placement import Placement
 from shardline.core.status import PsStatus, ShardStatus
-from shardline_chief.rules.actions import Heir
+from shardline_chief.rules.actions import Promotion
 
 WHOLE = ("synced", "silent")
 """States in which a standby has everything that its primary ever told anybody."""
@@ -66,7 +66,7 @@ class StandIn:
 
     placement: tuple[Placement, ...]
     """Who holds what from now on; standbys that are gone are left out."""
-    promoted: Mapping[int, Heir]
+    promoted: Mapping[int, Promotion]
     """By shard, the standby that becomes the primary."""
 
 
@@ -76,13 +76,13 @@ def after_loss(placement: tuple[Placement, ...], living: Collection[str], whole:
     whole: shards whose standby has everything.
     """
     result: list[Placement] = []
-    promoted: dict[int, Heir] = {}
+    promoted: dict[int, Promotion] = {}
     for place in placement:
         there = place.standby_task in living
         if place.task in living:
             result.append(place if there else _alone(place))
         elif there and place.shard in whole:
-            promoted[place.shard] = Heir(place.standby_task, place.appointment)
+            promoted[place.shard] = Promotion(place.standby_task, place.appointment)
             result.append(Placement(shard=place.shard, task=place.standby_task, address=place.standby_address))
         else:
             return None
@@ -91,7 +91,7 @@ def after_loss(placement: tuple[Placement, ...], living: Collection[str], whole:
 
 def as_found(
     placement: tuple[Placement, ...],
-    promoted: Mapping[int, Heir],
+    promoted: Mapping[int, Promotion],
     servers: Mapping[str, PsStatus],
     *,
     since: int,
@@ -105,17 +105,17 @@ def as_found(
     """
     there = {task: status for task, status in servers.items() if status.timeline >= since}
     result: list[Placement] = []
-    turned: dict[int, Heir] = {}
+    turned: dict[int, Promotion] = {}
     for place in placement:
         shard = place.shard
-        heir = promoted.get(shard, Heir(place.standby_task, place.appointment))
-        status = there.get(heir.task)
+        promotion = promoted.get(shard, Promotion(place.standby_task, place.appointment))
+        status = there.get(promotion.task)
         if shard not in promoted and _holds(there.get(place.task), shard):
             kept = place.standby_task in there
             result.append(place if kept else _alone(place))
-        elif status is not None and (_whole(status, shard, heir) or (shard in promoted and _holds(status, shard))):
-            turned[shard] = heir
-            result.append(Placement(shard=shard, task=heir.task, address=living[heir.task]))
+        elif status is not None and (_whole(status, shard, promotion) or (shard in promoted and _holds(status, shard))):
+            turned[shard] = promotion
+            result.append(Placement(shard=shard, task=promotion.task, address=living[promotion.task]))
         else:
             return None
     return StandIn(placement=tuple(result), promoted=turned)
@@ -125,13 +125,13 @@ def _holds(status: PsStatus | None, shard: int) -> bool:
     return status is not None and any(held.shard == shard and held.initialized for held in status.shards)
 
 
-def _whole(status: PsStatus, shard: int, heir: Heir) -> bool:
+def _whole(status: PsStatus, shard: int, promotion: Promotion) -> bool:
     held = next((held for held in status.standbys if held.shard == shard), None)
-    return held is not None and held.synced and held.appointment == heir.appointment
+    return held is not None and held.synced and held.appointment == promotion.appointment
 
 
 @dataclass(frozen=True)
-class Change:
+class StandbyChange:
     """What a person wants to know of a shard's standby."""
 
     sentence: str
@@ -150,7 +150,9 @@ class Protection:
         self._avoided: dict[tuple[int, str], float] = {}
         """Until when a server is not to hold a shard's standby."""
 
-    def observe(self, placement: Iterable[Placement], shards: Iterable[ShardStatus], now_s: float) -> list[Change]:
+    def observe(
+        self, placement: Iterable[Placement], shards: Iterable[ShardStatus], now_s: float
+    ) -> list[StandbyChange]:
         """Take in what a ps said of its shards; returns each change that a person wants to know of."""
         wanted = {place.shard: place.standby_task for place in placement}
         said = []
@@ -196,12 +198,12 @@ class Protection:
         return now_s < self._avoided.get((shard, task), now_s)
 
 
-def _change(shard: ShardStatus, task: str, state: str, before: str) -> Change | None:
+def _change(shard: ShardStatus, task: str, state: str, before: str) -> StandbyChange | None:
     if state == "synced":
-        return Change(f"shard {shard.shard} is protected: its standby on {task} is whole", protected=True)
+        return StandbyChange(f"shard {shard.shard} is protected: its standby on {task} is whole", protected=True)
     problem = f"({shard.standby_problem})"
     if state == "silent":
-        return Change(f"shard {shard.shard} stands still: its standby on {task} does not answer {problem}")
+        return StandbyChange(f"shard {shard.shard} stands still: its standby on {task} does not answer {problem}")
     if state in ("unprotected", "copying") and before in WHOLE:
-        return Change(f"shard {shard.shard} is unprotected: its standby on {task} is copied anew {problem}")
+        return StandbyChange(f"shard {shard.shard} is unprotected: its standby on {task} is copied anew {problem}")
     return None

@@ -2,7 +2,7 @@
 
 A process and not a thread: heartbeats and checkpoints must not wait for a backward pass that holds the interpreter.
 
-    python -m shardline_chief.io.trainer < settings.json
+    python -m shardline_chief.io.training_process < settings.json
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardline.host.allocator import tune_allocator
 from shardline.observability import log as logs
 from shardline.security import Security
 
-log = logging.getLogger("shardline_chief.io.trainer")
+log = logging.getLogger("shardline_chief.io.training_process")
 
 PATHS = ("job", "out", "run_dir")
 SECURITY_FILES = tuple(field.name for field in dataclasses.fields(Security) if field.init)
@@ -81,7 +81,7 @@ class TrainerCluster(ClusterSpec):
         return format_address(host, 0)
 
 
-class Trainer:
+class TrainingProcess:
     """The chief's own training process."""
 
     def __init__(self, config: RoleConfig, chief_address: str, *, on_exit: Callable[[int], None]) -> None:
@@ -99,7 +99,7 @@ class Trainer:
             resume=False,
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "shardline_chief.io.trainer"],
+            [sys.executable, "-P", "-m", "shardline_chief.io.training_process"],
             stdin=subprocess.PIPE,
             pass_fds=(self._life_read,),
             # Ctrl-C in the chief's terminal is the chief's to handle.

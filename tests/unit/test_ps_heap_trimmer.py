@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardline.host import allocator
-from shardline_ps.memory.heap_trimmer import GROWN_BYTES, LATEST_S, LOOK_S, SPARE_BYTES, Holes, Rule
+from shardline_ps.memory.heap_trimmer import GROWN_BYTES, LATEST_S, LOOK_S, SPARE_BYTES, HeapTrimmer, Rule
 from shardline_ps.store import ParameterStore
 
 MB = 1 << 20
@@ -56,8 +56,8 @@ class System:
         self.holes = min(self.holes, self.stuck)
         return True
 
-    def watched(self) -> Holes:
-        return Holes(
+    def watched(self) -> HeapTrimmer:
+        return HeapTrimmer(
             lambda: self.room,
             private=self.private_bytes,
             taken=self.taken_bytes,
@@ -65,74 +65,74 @@ class System:
             now_s=lambda: self.now_s,
         )
 
-    def look(self, holes: Holes, *, after_s: float = LOOK_S) -> None:
+    def look(self, trimmer: HeapTrimmer, *, after_s: float = LOOK_S) -> None:
         self.now_s += after_s
-        holes.look()
+        trimmer.look()
 
 
 def test_holes_that_grow_are_given_back_before_they_are_more_than_may_be() -> None:
     system = System()
-    holes = system.watched()
+    trimmer = system.watched()
     most = 0
     for _ in range(1000):
         system.taken += MB
         system.holes += 3 * MB
         most = max(most, system.holes)
-        system.look(holes)
+        system.look(trimmer)
     assert most <= SPARE_BYTES + GROWN_BYTES + 3 * MB
     # A thousand looks, and few of them are dear.
-    assert 20 < holes.given_back < 60 and system.measured < 800
+    assert 20 < trimmer.given_back < 60 and system.measured < 800
 
 
 def test_what_a_server_holds_is_no_hole_however_much_it_is() -> None:
     system = System()
-    holes = system.watched()
+    trimmer = system.watched()
     for _ in range(100):
         system.taken += 100 * MB
-        system.look(holes, after_s=LATEST_S)
-    assert holes.given_back == 0
+        system.look(trimmer, after_s=LATEST_S)
+    assert trimmer.given_back == 0
 
 
 def test_what_is_freed_without_any_growth_is_found_within_a_second() -> None:
     system = System()
-    holes = system.watched()
+    trimmer = system.watched()
     system.taken += 1000 * MB
-    system.look(holes)
+    system.look(trimmer)
     system.taken, system.holes = system.taken - 900 * MB, 900 * MB
     for _ in range(int(LATEST_S / LOOK_S) + 1):
-        system.look(holes)
-    assert holes.given_back == 1 and system.holes == 0
+        system.look(trimmer)
+    assert trimmer.given_back == 1 and system.holes == 0
 
 
 def test_room_that_staging_may_take_again_is_left_to_it() -> None:
     system = System()
-    holes = system.watched()
+    trimmer = system.watched()
     system.room, system.holes = 500 * MB, 500 * MB
-    system.look(holes, after_s=LATEST_S)
-    assert holes.given_back == 0
+    system.look(trimmer, after_s=LATEST_S)
+    assert trimmer.given_back == 0
     system.room = 300 * MB
-    system.look(holes, after_s=LATEST_S)
-    assert holes.given_back == 1
+    system.look(trimmer, after_s=LATEST_S)
+    assert trimmer.given_back == 1
 
 
 def test_what_stays_is_not_given_back_over_and_over() -> None:
     system = System()
-    holes = system.watched()
+    trimmer = system.watched()
     system.holes = system.stuck = 400 * MB
     for _ in range(20):
-        system.look(holes, after_s=LATEST_S)
-    assert holes.given_back == 1
+        system.look(trimmer, after_s=LATEST_S)
+    assert trimmer.given_back == 1
 
 
 def test_nobody_looks_twice_within_a_moment() -> None:
     system = System()
-    holes = system.watched()
-    system.look(holes)
+    trimmer = system.watched()
+    system.look(trimmer)
     before = system.measured
     for _ in range(10):
         system.holes += 100 * MB
-        holes.look()
-    assert system.measured == before and holes.given_back == 0
+        trimmer.look()
+    assert system.measured == before and trimmer.given_back == 0
 
 
 @pytest.mark.parametrize("lacks", ["private", "taken"])
@@ -140,18 +140,18 @@ def test_a_system_that_can_not_tell_is_left_alone(lacks: str) -> None:
     system = System()
     system.holes = 900 * MB
     measures = {"private": system.private_bytes, "taken": system.taken_bytes, lacks: lambda: None}
-    holes = Holes(lambda: 0, trim=system.give_back, **measures)  # type: ignore[arg-type]
-    assert not holes.known
-    holes.look()
-    holes.give_back()
-    assert holes.given_back == 0 and system.holes == 900 * MB
+    trimmer = HeapTrimmer(lambda: 0, trim=system.give_back, **measures)  # type: ignore[arg-type]
+    assert not trimmer.known
+    trimmer.look()
+    trimmer.give_back()
+    assert trimmer.given_back == 0 and system.holes == 900 * MB
 
 
 def test_tensor_work_is_followed_by_a_look() -> None:
     async def main() -> None:
         store = ParameterStore(device=torch.device("cpu"), pool_threads=1)
         looks: list[str] = []
-        store.holes.look = lambda: looks.append("look")  # type: ignore[method-assign]
+        store.heap_trimmer.look = lambda: looks.append("look")  # type: ignore[method-assign]
         assert await store.work(lambda: 3) == 3 and len(looks) == 1
         assert await store.work_whole(lambda: 4, lambda: looks.append("after")) == 4
         assert looks == ["look", "after", "look"]

@@ -1,0 +1,32 @@
+"""Whether the methods that a job chooses go together. The one place that looks at two seams at once. Pure."""
+
+from __future__ import annotations
+
+from shardline import cadence, consistency
+from shardline.core.spec import JobSpec
+from shardline.errors import JobError
+from shardline.update import chosen
+from shardline.update.base import Need, Takes
+
+
+def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
+    """Raise JobError where two methods of a job can't work together, naming both and the remedy.
+
+    standbys: of each shard, as the cluster is to have.
+    """
+    rule, mode = chosen(job.rule), consistency.of(job.consistency)
+    needs = sorted(need.value for need in rule.needs)
+    if (needs or rule.looks_ahead) and not mode.whole_pushes:
+        # Updates of several workers' sums: there is no push to tell the rule about.
+        wanted = ", ".join(needs) or "to answer pulls with a point ahead of the parameters"
+        raise JobError(
+            f"rule {rule} needs {wanted}, and consistency {mode} makes one update of several workers' pushes; "
+            "choose consistency='async', or another rule"
+        )
+    if rule.takes is Takes.DELTA and not cadence.of(job).sends_deltas:
+        raise JobError(f"rule {rule} takes deltas of parameters, and cadence {job.cadence} sends gradients; change one")
+    if standbys and Need.PULLS in rule.needs:
+        raise JobError(
+            f"rule {rule} needs {Need.PULLS.value}, of which a standby does not hear; leave out --standbys, or choose "
+            "another rule"
+        )

@@ -1,0 +1,97 @@
+"""A push on its way in: what is known of it while its frames come, and what it came to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardline.codecs.coding import Coding
+from shardline.core.gradients import Gradient
+from shardline.core.outcome import Decision
+from shardline.lanes.attachments import Attachment
+from shardline.rpc.v1 import data_pb2
+from shardline.server.backend import HostedShard
+from shardline.server.inline_apply import release_all
+from shardline.server.slots import Slot, slot_bytes
+from shardline.server.staging import AsyncPush
+
+
+@dataclass
+class IncomingPush:
+    """One push on its way in."""
+
+    header: data_pb2.PushHeader
+    shard: HostedShard
+    hyper: Mapping[int, Mapping[str, float]]
+    generation: int
+    rejected: Decision | None = None
+    coding: Coding | None = None
+    """How its buckets are written; None where it is rejected."""
+    attachment: Attachment | None = None
+    referred: deque[Slot] = field(default_factory=deque)
+    """Referred buckets whose bytes are not expected yet."""
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+    """A reference or the commit has come."""
+    committed: bool = False
+    draining: asyncio.Task[None] | None = None
+    slots: list[Slot] = field(default_factory=list)
+    """Every slot that has asked for room in staging."""
+    room: AsyncPush | None = None
+    """What an asynchronous push comes to: it is held whole until its commit."""
+    applying: bool = False
+    """An asynchronous push that the pool has: it gives its room back by itself."""
+
+    def release(self) -> None:
+        """Give back all room in staging. May be called twice."""
+        release_all(self.slots)
+
+    done: set[int] = field(default_factory=set)
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    staged: dict[int, Gradient] = field(default_factory=dict)
+    running: list[asyncio.Task[None]] = field(default_factory=list)
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+    started_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What a finished push came to, for the ack and the metrics."""
+
+    ack: data_pb2.PushAck
+    task: str
+    """Who pushed; empty where it was not admitted, so that a stranger's names don't fill the metrics."""
+    shard: int
+    codec: str
+    lane: str
+    raw_bytes: int
+    wire_bytes: int
+    seconds: float
+
+
+def gradient_kind(header: data_pb2.PushHeader) -> bool:
+    """Whether a push brings gradients, not first values."""
+    return header.kind != data_pb2.PUSH_KIND_INIT
+
+
+def by_bucket(push: IncomingPush) -> bool:
+    """Whether each bucket counts as soon as it is there; first values always do."""
+    return not (gradient_kind(push.header) and push.shard.consistency.whole_pushes)
+
+
+def in_tree(push: IncomingPush) -> bool:
+    """Whether it brings parts of sums; first values are set bucket by bucket and wait for nobody."""
+    return gradient_kind(push.header) and push.shard.consistency.sums_in_tree
+
+
+def held_bytes(push: IncomingPush, number: int) -> int:
+    """What a bucket of a push asks of staging."""
+    assert push.coding is not None
+    return slot_bytes(
+        push.coding.bucket(push.shard.number, number),
+        borrowed=push.attachment is not None and push.attachment.borrowed,
+        summed=in_tree(push) and push.shard.replicas > 1,
+    )
