@@ -9,7 +9,7 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers golden
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-long test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers golden
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -60,10 +60,14 @@ type: $(STAMP)
 # Tests in one process each share two cores; those that start whole clusters come after, two at a time.
 # With ARGS a part may select no test at all, which pytest reports as 5.
 test: $(STAMP)
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not chaos and not bench" --ignore tests/e2e --ignore tests/monitoring tests $(ARGS) || \
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not chaos and not bench and not long" --ignore tests/e2e --ignore tests/monitoring tests $(ARGS) || \
 		[ $$? = 5 -a -n "$(ARGS)" ]
-	$(BIN)/pytest -q -n 2 --dist worksteal -m "not chaos and not bench" tests/e2e $(ARGS) || \
+	$(BIN)/pytest -q -n 2 --dist worksteal -m "not chaos and not bench and not long" tests/e2e $(ARGS) || \
 		[ $$? = 5 -a -n "$(ARGS)" ]
+
+# The rest of what those in one process try: every combination of methods, thousands of schedules of the protocol's model.
+test-long: $(STAMP)
+	$(BIN)/pytest -q -n 2 --dist loadfile -m long tests $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
 
 # What people look at: rules and dashboard against a real Prometheus, the chief's page in a real Chromium.
 test-monitoring: $(STAMP)

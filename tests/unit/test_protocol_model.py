@@ -57,13 +57,14 @@ def broken_schedules(schedules: int, **options: Any) -> int:
     return sum(map(fails, range(schedules)))
 
 
-def test_steps_end_in_the_same_bits_whoever_dies_and_whatever_comes_late() -> None:
-    counts = play(3000)
+@pytest.mark.parametrize("schedules", [300, pytest.param(3000, marks=pytest.mark.long)])
+def test_steps_end_in_the_same_bits_whoever_dies_and_whatever_comes_late(schedules: int) -> None:
+    counts = play(schedules)
     # The promises mean little unless the schedules were as rough as they claim to be.
-    assert counts.kills > 20_000
-    assert counts.duplicates > 50_000
-    assert counts.splits > 1000
-    assert counts.fenced > 5000
+    assert counts.kills > schedules * 20 / 3
+    assert counts.duplicates > schedules * 50 / 3
+    assert counts.splits > schedules / 3
+    assert counts.fenced > schedules * 5 / 3
     assert counts.overtaken == 0
 
 
@@ -72,16 +73,18 @@ def test_a_job_without_deaths_needs_no_repetition_of_steps() -> None:
     assert counts.kills == counts.fenced == counts.overtaken == 0
 
 
-def test_without_fences_a_zombie_can_overtake_the_living_yet_bits_stay_equal() -> None:
-    counts = play(600, fencing=False)
+@pytest.mark.parametrize("schedules", [100, pytest.param(600, marks=pytest.mark.long)])
+def test_without_fences_a_zombie_can_overtake_the_living_yet_bits_stay_equal(schedules: int) -> None:
+    counts = play(schedules, fencing=False)
     assert counts.fenced == 0
     assert counts.overtaken > 0
 
 
-def test_voted_steps_end_in_the_same_bits_with_clipping_skips_and_lost_verdicts() -> None:
-    counts = play(500, voted=True)
-    assert counts.skipped_steps > 500
-    assert counts.kills > 3000
+@pytest.mark.parametrize("schedules", [100, pytest.param(500, marks=pytest.mark.long)])
+def test_voted_steps_end_in_the_same_bits_with_clipping_skips_and_lost_verdicts(schedules: int) -> None:
+    counts = play(schedules, voted=True)
+    assert counts.skipped_steps > schedules
+    assert counts.kills > 6 * schedules
     assert counts.overtaken == 0
 
 
