@@ -77,7 +77,7 @@ def wanted_buckets(shard: HostedShard, request: data_pb2.PullRequest) -> list[in
 
 
 def refer_bucket(
-    shard: HostedShard, number: int, want: Want, coding: Coding, attachment: Attachment | None
+    shard: HostedShard, want: Want, coding: Coding, attachment: Attachment | None, number: int
 ) -> Encoded | Outcome:
     """What a shard has published of a step, without a copy, or why not. Takes no lock, so the loop may run it.
 
@@ -247,7 +247,7 @@ async def _pull(
 
     find: Callable[[int], Encoded | Outcome | Awaitable[Encoded | Outcome]]
     if may_refer(shard, want, coding):
-        find = functools.partial(_refer, shard, want, coding, attachment)
+        find = functools.partial(refer_bucket, shard, want, coding, attachment)
     else:
         into = attachment.reply_slot if attachment is not None else _no_slot
         find = functools.partial(_encode, backend, shard, want, coding, into)
@@ -318,12 +318,6 @@ async def _published(backend: Backend, shard: HostedShard, number: int, want: Wa
 
 def _no_slot(bucket: int, nbytes: int) -> None:
     return None
-
-
-def _refer(
-    shard: HostedShard, want: Want, coding: Coding, attachment: Attachment | None, number: int
-) -> Encoded | Outcome:
-    return refer_bucket(shard, number, want, coding, attachment)
 
 
 def _encode(

@@ -220,7 +220,7 @@ class EarlyPush:
             names = [self._plan.tensors[number].name for number in bad]
         if names:
             self._on_nonfinite(names)
-        return self._staging.payload(key, self.block, names)
+        return self._staging.payload(self.block, *key, names)
 
     def _after(self, key: Key) -> list[torch.cuda.Event]:
         """On a GPU: what all gradients of a bucket are complete after."""

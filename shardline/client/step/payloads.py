@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ def filled_payloads(tools: PushTools, shard: int, block: Block, ranks: Sequence[
     window = tools.credit_bytes or (spec.nbytes if in_place else max(default_credit(spec), spec.nbytes // 4))
     payloads = LivePayloads(
         SendQueue(ranks, [bucket.nbytes for bucket in spec.buckets], window),
-        lambda bucket: staging.payload((shard, bucket), block),
+        functools.partial(staging.payload, block, shard),
         nbytes=spec.nbytes,
         in_place=in_place,
         interrupted=tools.interrupted,
