@@ -19,12 +19,13 @@ from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.step.course import Course
 from shardline.client.step.trainer import Trainer
 from shardline.cluster import ClusterSpec
-from shardline.config import RoleConfig, Timeouts
+from shardline.config import RoleConfig
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView
 from shardline.core.placement import Placement
 from shardline.core.plan import Plan, make_plan
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane

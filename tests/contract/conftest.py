@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from tests.contract.plain_client import PlainClient
 from tests.integration.cluster import Ps
 

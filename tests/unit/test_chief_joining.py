@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardline.config import Timeouts
 from shardline.core.orders import Phase
+from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting, duration
 from shardline.errors import UsageError
 

@@ -19,13 +19,14 @@ import torch
 
 from shardline.checkpoint import Cut
 from shardline.cluster import ClusterSpec
-from shardline.config import RoleConfig, Timeouts
+from shardline.config import RoleConfig
 from shardline.core.identity import Identity
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.orders import Orders, Phase, StepReport
 from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
 from shardline.core.spec_json import job_to_json
+from shardline.core.timeouts import Timeouts
 from shardline.errors import FencedError, MismatchError, ProtocolError, UsageError
 from shardline.host.process import Termination
 from shardline.rpc.client import ChiefClient
