@@ -184,7 +184,12 @@ def paced_worker(work: Work, address: str, index: int, *, seconds: float, pace: 
             pause.wait(max(0.0, now_s + 1 / pace - time.monotonic()))
         if fallbacks:
             raise ContenderError("; ".join(fallbacks))
-        return {"pushes": pushes, "staleness_max": staleness, "slowest_s": slowest_s, "lane": trainer.lane(0)}
+        return {
+            "pushes": pushes,
+            "staleness_max": staleness,
+            "slowest_s": slowest_s,
+            "lane": trainer.exchange.lanes[0].name,
+        }
     finally:
         trainer.close()
         control.close()

@@ -11,7 +11,7 @@ from shardline.client.overlap.as_computed import AsComputed
 from shardline.client.overlap.hooks import GradientHooks
 from shardline.client.step.course import Course
 from shardline.client.step.layout import ModelLayout
-from shardline.client.step.payloads import PushTools
+from shardline.client.step.open_step import PushTools
 from shardline.client.step.residence import PRIVATE, Residence
 from shardline.client.step.sending import AtOnce, Sending
 from shardline.client.step.staging import Staging

@@ -160,7 +160,7 @@ class Worker:
     def step(self, replicas: Sequence[int]) -> None:
         """One synchronous step: all ticks of it that are left."""
         while not self.tick(replicas):
-            self.trainer.end_tick()
+            self.trainer.course.ticks.advance()
         self.figures.append(self.trainer.finish())
 
     def tick(self, replicas: Sequence[int]) -> bool:

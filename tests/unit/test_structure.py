@@ -17,11 +17,44 @@ CLASS_LINES = 300
 METHODS = 25
 MEDIAN_LINES = 7
 
-CROWDED = {}
+CROWDED = {
+    "shardline/core": (21, "values of the domain, each small and without a helper; all others import them"),
+}
 """Folders of more modules than MODULES, with how many, and why."""
-ALLOWED: dict[str, tuple[int, int, str]] = {}
+ALLOWED: dict[str, tuple[int, int, str]] = {
+    "shardline/checkpoint/reader.py:Checkpoint": (
+        327,
+        28,
+        "public: what a person asks of a checkpoint, one short method each",
+    ),
+    "shardline/cli/launcher.py:LocalCluster": (
+        327,
+        29,
+        "processes of one cluster: starting, watching and ending share all",
+    ),
+    "shardline/client/api/session.py:Session": (373, 38, "public: all that a training script may call"),
+    "shardline/client/api/step_finder.py:StepFinder": (
+        332,
+        24,
+        "one loop over the orders; each turn looks at the whole state",
+    ),
+    "shardline/rpc/link.py:ChiefLink": (459, 34, "the tie to the chief: one method per call of its service"),
+    "shardline/server/push_receiver.py:PushReceiver": (
+        468,
+        28,
+        "the grammar of one stream, by chunks and by references",
+    ),
+    "services/shardline_ps/servicer.py:ParameterServer": (360, 25, "one method per call of the service"),
+    "services/shardline_ps/store.py:ParameterStore": (
+        424,
+        34,
+        "a server's shards, and Backend for push and pull over them",
+    ),
+}
 """Classes beyond CLASS_LINES or METHODS: file:class, lines and methods at most, and why. Numbers only fall."""
-MANY_ARGUMENTS: dict[str, tuple[int, str]] = {}
+MANY_ARGUMENTS: dict[str, tuple[int, str]] = {
+    "shardline/rpc/link.py:ChiefLink": (13, "what a task says of itself when it joins, each a field of the message"),
+}
 """Constructors beyond ARGUMENTS, with how many, and why."""
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 """Functions beyond FUNCTION_LINES, with how many lines, and why."""

@@ -14,7 +14,7 @@ from shardline.client.exchange.live import LivePayloads
 from shardline.client.exchange.priority import SendQueue, default_credit
 from shardline.client.step.expected import Expected
 from shardline.client.step.layout import homes
-from shardline.client.step.payloads import PushTools
+from shardline.client.step.open_step import PushTools
 from shardline.codecs import CODECS
 from shardline.codecs.coding import pushed
 from shardline.core.exchange import BucketPayload
