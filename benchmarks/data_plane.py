@@ -19,12 +19,13 @@ from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.step.course import Course
 from shardline.client.step.trainer import Trainer
 from shardline.cluster import ClusterSpec
-from shardline.config import RoleConfig, Timeouts
+from shardline.config import RoleConfig
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView
 from shardline.core.placement import Placement
 from shardline.core.plan import Plan, make_plan
 from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec, TensorSpec
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError
 from shardline.lanes.base import Lane
 from shardline.lanes.open import open_lane
@@ -183,7 +184,12 @@ def paced_worker(work: Work, address: str, index: int, *, seconds: float, pace: 
             pause.wait(max(0.0, now_s + 1 / pace - time.monotonic()))
         if fallbacks:
             raise ContenderError("; ".join(fallbacks))
-        return {"pushes": pushes, "staleness_max": staleness, "slowest_s": slowest_s, "lane": trainer.lane(0)}
+        return {
+            "pushes": pushes,
+            "staleness_max": staleness,
+            "slowest_s": slowest_s,
+            "lane": trainer.exchange.lanes[0].name,
+        }
     finally:
         trainer.close()
         control.close()

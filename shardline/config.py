@@ -3,61 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardline.cluster import ClusterSpec, parse_address
+from shardline.core.timeouts import Timeouts
 from shardline.errors import UsageError
 from shardline.lanes import AUTO, CHOICES
 from shardline.security import PLAIN, Security, check_bind, is_loopback
 
 DEFAULT_OUT = Path("out")
 """Where a chief writes that was not told."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """All durations, in seconds: how long joining may take at the start, and what derives from --timeout T."""
-
-    total_s: float = 60.0
-    join_s: float = 600.0
-    """How long a task tries to join its cluster, and a chief that starts waits for its tasks; apart from T, since tasks
-    are started by hand, one after another, and a busy machine needs minutes to import torch."""
-
-    def __post_init__(self) -> None:
-        for flag, value in (("--timeout", self.total_s), ("--join-timeout", self.join_s)):
-            if not 1.0 <= value <= 86_400.0:
-                raise UsageError(f"{flag} is {value}; it must be between 1 and 86400 seconds")
-
-    @property
-    def rpc_s(self) -> float:
-        """Deadline of one control call."""
-        return self.total_s / 3
-
-    @property
-    def heartbeat_s(self) -> float:
-        """Interval between heartbeats."""
-        return self.total_s / 60
-
-    @property
-    def suspect_s(self) -> float:
-        """Silence after which a task is suspected."""
-        return self.total_s / 10
-
-    @property
-    def dead_s(self) -> float:
-        """Silence after which a task is dead."""
-        return self.total_s / 3
-
-    @property
-    def lost_s(self) -> float:
-        """How long the cluster waits for a lost task, a task for a lost chief, and the end for the last score."""
-        return self.total_s
-
-    @property
-    def server_wait_s(self) -> float:
-        """How long a server holds a pull before it answers WAITING."""
-        return self.total_s / 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +27,7 @@ class RoleConfig:
     job: Path | None = None
     out: Path | None = None
     resume: bool = False
-    timeouts: Timeouts = Timeouts()
+    timeouts: Timeouts = field(default_factory=Timeouts)
     device: str = "cpu"
     gpu_memory_fraction: float | None = None
     metrics_port: int = 0
@@ -127,13 +83,17 @@ class RoleConfig:
         """Name of the process, such as "worker/3"."""
         return f"{self.role}/{self.index}"
 
+    @property
+    def listens_at(self) -> str:
+        """Host that the task's services bind to."""
+        return self.bind or parse_address(self.cluster.address(self.task))[0]
+
     def _listens(self) -> list[tuple[str, str, str]]:
         """What of this task listens, at which host, and the flag that says so."""
         found = [(f"the metrics of {self.task}", self.host, "--host")]
         # One that only calls others, as in benchmarks, need not be in the cluster.
         if self.bind is not None or self.index < self.cluster.num(self.role):
-            host = self.bind or parse_address(self.cluster.address(self.task))[0]
-            found.insert(0, (f"the services of {self.task}", host, "--bind"))
+            found.insert(0, (f"the services of {self.task}", self.listens_at, "--bind"))
         if self.role == "chief" and self.page is not None:
             found.append(("the chief's page", parse_address(self.page, "--page")[0], "--page"))
         return found

@@ -41,8 +41,8 @@ from shardline.core.spec import ConsistencySpec, JobSpec, ScheduleSpec
 from shardline.data import Batch, DataOrder, calling, seed_everything
 from shardline.errors import JobError
 from shardline.fit import check_fit
+from shardline.host.python_file import run_file
 from shardline.model import model_tensors
-from shardline.python_file import run_file
 from shardline.schedule import complete, constant
 from shardline.seams import Resident
 from shardline.update import check_rule, check_tensors, rule, rule_from_optimizer

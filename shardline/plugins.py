@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
 from shardline.errors import JobError, UsageError
-from shardline.python_file import run_file
+from shardline.host.python_file import run_file
 
 VARIABLE = "SHARDLINE_PLUGINS"
 

@@ -259,7 +259,7 @@ class ChiefProcess:
         if self._page is not None:
             self._control.page = self._page.start()
             log.info("page at %s", self._control.page)
-        tell_ready(self._config, address)
+        tell_ready(self._config.ready_fd, address)
         self._metrics.serve(self._config.host, self._config.metrics_port, self._config.security)
         log.info("serves at %s, metrics at %s", address, self._metrics.url)
         termination.call(lambda: self._asked_to_end(termination))

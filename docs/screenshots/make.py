@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import plots  # noqa: E402
 from shardline.cli.launcher import LaunchOptions, LocalCluster  # noqa: E402
-from shardline.config import Timeouts  # noqa: E402
+from shardline.core.timeouts import Timeouts  # noqa: E402
 from shardline.rpc.client import ChiefClient  # noqa: E402
 from tests.monitoring.browser import Browser, find_chromium  # noqa: E402
 

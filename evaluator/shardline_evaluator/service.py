@@ -40,7 +40,7 @@ def run(config: RoleConfig) -> int:
         config.cluster.address(config.task), name=config.task, security=config.security, bind=config.bind
     )
     address = server.start()
-    tell_ready(config, address)
+    tell_ready(config.ready_fd, address)
     link = ChiefLink(
         config.cluster.chief,
         config.timeouts,

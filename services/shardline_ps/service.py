@@ -160,7 +160,7 @@ def run(config: RoleConfig) -> int:
     process = PsProcess(config)
     try:
         address = process.start()
-        tell_ready(config, address)
+        tell_ready(config.ready_fd, address)
         metrics_address = process.metrics.serve(config.host, config.metrics_port, config.security)
         meter_line(process.metrics, address)
         log.info("serves at %s on %s, metrics at %s", address, process.store.device, process.metrics.url)

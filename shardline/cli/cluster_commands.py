@@ -11,7 +11,7 @@ import click
 
 from shardline.cli import options
 from shardline.cluster import ClusterSpec, from_tf_config, read_spec
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError
 from shardline.security import Security
 

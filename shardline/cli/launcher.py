@@ -32,7 +32,8 @@ from shardline.cli.fates import MAX_RESTARTS as MAX_RESTARTS
 from shardline.cli.fates import Ended, describe_code, lacking, may_restart
 from shardline.cli.roles import COMMANDS, reads
 from shardline.cluster import ClusterSpec, parse_task
-from shardline.config import Timeouts, check_standbys
+from shardline.config import check_standbys
+from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import EVERY_S, Waiting
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError
 from shardline.host import files

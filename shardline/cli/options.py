@@ -17,7 +17,8 @@ import click
 
 from shardline import methods, plugins
 from shardline.cluster import Membership, locate, own_address, parse_address, parse_task, read_spec, wants_place
-from shardline.config import RoleConfig, Timeouts
+from shardline.config import RoleConfig
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
 from shardline.lanes import AUTO, CHOICES
 from shardline.security import Security

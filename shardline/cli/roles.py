@@ -133,7 +133,7 @@ def _run(role: str, config: RoleConfig) -> int:
     from shardline.rpc.names import wait_for_own_name
 
     tune_allocator()
-    wait_for_own_name(config)
+    wait_for_own_name(config.task, config.listens_at, config.timeouts.join_s)
     return find_role(role)(config)
 
 

@@ -21,7 +21,7 @@ import click
 
 from shardline.cli import options
 from shardline.cli.cluster_commands import chief_address
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UnreachableError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from shardline.cli import options
 from shardline.cli.fates import Ended, describe_code
 from shardline.cli.launcher import LaunchError, LaunchOptions, LocalCluster
 from shardline.cli.news import News
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
 from shardline.host import files
 from shardline.host.run_lock import ever_begun

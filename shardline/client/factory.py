@@ -11,7 +11,7 @@ from shardline.client.overlap.as_computed import AsComputed
 from shardline.client.overlap.hooks import GradientHooks
 from shardline.client.step.course import Course
 from shardline.client.step.layout import ModelLayout
-from shardline.client.step.payloads import PushTools
+from shardline.client.step.open_step import PushTools
 from shardline.client.step.residence import PRIVATE, Residence
 from shardline.client.step.sending import AtOnce, Sending
 from shardline.client.step.staging import GradientStaging
@@ -19,10 +19,10 @@ from shardline.client.step.trainer import Trainer
 from shardline.client.step.weights import Weights
 from shardline.client.step.zero_copy import ZeroCopy, check_shareable
 from shardline.codecs import coding_of
-from shardline.config import Timeouts
 from shardline.core.exchange import Sender
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView
+from shardline.core.timeouts import Timeouts
 from shardline.lanes.base import Lane
 from shardline.topology import Route
 

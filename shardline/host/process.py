@@ -13,7 +13,6 @@ from types import FrameType
 import psutil
 import torch
 
-from shardline.config import RoleConfig
 from shardline.errors import UsageError
 
 log = logging.getLogger("shardline.host.process")
@@ -48,10 +47,10 @@ class Termination:
             threading.Thread(target=callback, name="termination", daemon=True).start()
 
 
-def tell_ready(config: RoleConfig, address: str) -> None:
-    """Tell the launcher the bound address, where it asked."""
-    if config.ready_fd is not None:
-        with os.fdopen(config.ready_fd, "w") as pipe:
+def tell_ready(ready_fd: int | None, address: str) -> None:
+    """Tell the launcher the bound address on the pipe that it asked for it on; None = it didn't."""
+    if ready_fd is not None:
+        with os.fdopen(ready_fd, "w") as pipe:
             pipe.write(f"{address}\n")
 
 

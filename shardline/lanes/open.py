@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import socket
+from typing import TYPE_CHECKING
 
 from shardline.cluster import parse_address
-from shardline.config import RoleConfig
 from shardline.core.plan import ShardSpec
 from shardline.lanes import candidates
 from shardline.lanes.base import Lane
 from shardline.lanes.negotiated import Fallback, NegotiatedLane
 from shardline.rpc.channel import Peer
+
+if TYPE_CHECKING:
+    from shardline.config import RoleConfig
 
 
 def open_lane(

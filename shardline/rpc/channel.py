@@ -13,7 +13,7 @@ import grpc.experimental
 import tenacity
 
 from shardline.cluster import parse_address
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UnreachableError
 from shardline.rpc.auth.access import CHIEF_AUDIENCE, STALE_KEY, Prover
 from shardline.rpc.auth.rights import takes_proof

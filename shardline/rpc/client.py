@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import grpc
 import torch
 
-from shardline.config import Timeouts
 from shardline.core.identity import Identity
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.orders import JobView
@@ -17,6 +16,7 @@ from shardline.core.placement import Placement
 from shardline.core.spec import DTYPES
 from shardline.core.status import PsStatus
 from shardline.core.tensor_bytes import tensor_from_bytes
+from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, FencedError, ProtocolError
 from shardline.rpc.channel import Peer, end_call
 from shardline.rpc.errors import from_status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.rpc.channel import open_channel
 from shardline.security import PLAIN, Security

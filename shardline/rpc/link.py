@@ -16,11 +16,11 @@ import grpc
 import torch
 
 from shardline.codecs import CODECS
-from shardline.config import Timeouts
 from shardline.core.identity import Identity
 from shardline.core.orders import BarrierPlace, Orders, Phase, StepReport
 from shardline.core.protocol import FEATURES, PROTOCOL_MINOR
 from shardline.core.spec import JobSpec
+from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
 from shardline.errors import FencedError, InternalError, MismatchError, ShardlineError, UnreachableError
 from shardline.rpc.channel import RETRIED

@@ -14,8 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from shardline.cluster import parse_address
-from shardline.config import RoleConfig
 from shardline.core.waiting import Waiting
 from shardline.errors import UnreachableError
 
@@ -128,7 +126,6 @@ class HostName:
             self._cancelled.wait(ASK_EVERY_S * (0.5 + 0.5 * random.random()))
 
 
-def wait_for_own_name(config: RoleConfig) -> None:
-    """Wait until the host that a task listens at has an address; raises UnreachableError at the task's deadline."""
-    host = config.bind or parse_address(config.cluster.address(config.task))[0]
-    HostName(host, f"the host that {config.task} is to listen at").wait(config.timeouts.join_s)
+def wait_for_own_name(task: str, host: str, wait_s: float) -> None:
+    """Wait until the host that a task listens at has an address; raises UnreachableError at the deadline."""
+    HostName(host, f"the host that {task} is to listen at").wait(wait_s)

@@ -10,7 +10,7 @@ import time
 import grpc
 
 from shardline.cluster import MAX_TASKS
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
 from shardline.errors import MismatchError, ProtocolError, UnreachableError
 from shardline.rpc.channel import Peer

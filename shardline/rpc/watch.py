@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardline.config import Timeouts
 from shardline.core.status import ChiefStatus
+from shardline.core.timeouts import Timeouts
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.status import chief_status_from_proto
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc

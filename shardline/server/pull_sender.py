@@ -77,7 +77,7 @@ def wanted_buckets(shard: HostedShard, request: data_pb2.PullRequest) -> list[in
 
 
 def refer_bucket(
-    shard: HostedShard, number: int, want: StepWanted, coding: Coding, attachment: Attachment | None
+    shard: HostedShard, want: StepWanted, coding: Coding, attachment: Attachment | None, number: int
 ) -> Encoded | Outcome:
     """What a shard has published of a step, without a copy, or why not. Takes no lock, so the loop may run it.
 
@@ -214,9 +214,21 @@ async def pull(
     try:
         async for message in _pull(backend, attachments, request, outer):
             yield message
+    except _UnservedError as end:
+        yield end_message(backend, end.shard, end.outcome, outer, end.reason)
     except Torn as error:
         # Overwritten while it was sent: nobody waits any more for whoever asked for this step.
         yield end_message(backend, None, Outcome.OVERTAKEN, outer, str(error))
+
+
+class _UnservedError(Exception):
+    """A pull ends here without all that it asked for."""
+
+    def __init__(self, shard: HostedShard | None, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.shard = shard
+        self.outcome = outcome
+        self.reason = reason
 
 
 async def _pull(
@@ -224,14 +236,11 @@ async def _pull(
 ) -> AsyncIterator[bytes]:
     decision = admit_data(backend, request.data, init=False)
     if decision.outcome is not Outcome.SERVED:
-        yield end_message(backend, None, decision.outcome, outer, decision.reason)
-        return
+        raise _UnservedError(None, decision.outcome, decision.reason)
     shard = backend.shard(request.data.shard)
     want = parse_step_wanted(request)
     wanted = wanted_buckets(shard, request)
-    if not 0.0 <= request.wait_s <= MAX_WAIT_S:
-        raise ProtocolError(f"wait_s is {request.wait_s}; it must be between 0 and {MAX_WAIT_S:.0f} seconds")
-    wait_s = request.wait_s or DEFAULT_WAIT_S
+    wait_s = _wait_s(request)
     deadline_s = time.monotonic() + wait_s
     generation = backend.generation
     coding = backend.coding.pull
@@ -245,19 +254,11 @@ async def _pull(
         backend.pulled(request.data.task, coding.name, lane, out.raw_bytes, out.wire_bytes, seconds)
         return pull_end(backend, shard, Outcome.SERVED)
 
-    find: Callable[[int], Encoded | Outcome | Awaitable[Encoded | Outcome]]
-    if may_refer(shard, want, coding):
-        find = functools.partial(_refer, shard, want, coding, attachment)
-    else:
-        into = attachment.reply_slot if attachment is not None else _no_slot
-        find = functools.partial(_encode, backend, shard, want, coding, into)
+    find = _finder(backend, shard, want, coding, attachment)
     for number in wanted:
         while True:
             if generation != backend.generation or request.data.timeline != backend.timeline:
-                yield end_message(
-                    backend, shard, Outcome.WRONG_TIMELINE, outer, "the timeline changed during this pull"
-                )
-                return
+                raise _UnservedError(shard, Outcome.WRONG_TIMELINE, "the timeline changed during this pull")
             signal = backend.signal(shard.number, number)
             assert signal is not None, "the generation is that of the shard"
             waiter = signal.arm()
@@ -269,15 +270,10 @@ async def _pull(
             # What is ready need not wait for what is not.
             async for frame in out.flush():
                 yield frame
-            if encoded is not Outcome.WAITING:
+            never = _never(shard, want, number, encoded)
+            if never is not None:
                 signal.disarm(waiter)
-                reason = f"step {want.step} of bucket {number} is gone; the bucket is at {shard.buckets[number].step}"
-                yield end_message(backend, shard, encoded, outer, reason)
-                return
-            if shard.stop_step is not None and want.step is not None and want.step > shard.stop_step:
-                signal.disarm(waiter)
-                yield end_message(backend, shard, Outcome.STOPPED, outer, f"the job stops at step {shard.stop_step}")
-                return
+                raise never
             left_s = deadline_s - time.monotonic()
             gathers = attachment is not None and attachment.borrowed
             if left_s > 0 and gathers and await signal.wait(waiter, left_s):
@@ -287,14 +283,42 @@ async def _pull(
             elif left_s <= 0 or gathers or not await signal.wait(waiter, left_s):
                 signal.disarm(waiter)
                 reason = f"{_lacks(shard, want)} at shard {shard.number} after {wait_s:.1f} s"
-                yield end_message(backend, shard, Outcome.WAITING, outer, reason)
-                return
+                raise _UnservedError(shard, Outcome.WAITING, reason)
         await shard.answerable()
         backend.count(pull_raw=encoded.raw_bytes, pull_wire=len(encoded.payload))
         async for frame in out.add(encoded, served if number == wanted[-1] else None):
             yield frame
     if not wanted:
         yield write_pull(PullFrameView(end=served()), outer=outer)
+
+
+def _wait_s(request: data_pb2.PullRequest) -> float:
+    if not 0.0 <= request.wait_s <= MAX_WAIT_S:
+        raise ProtocolError(f"wait_s is {request.wait_s}; it must be between 0 and {MAX_WAIT_S:.0f} seconds")
+    return request.wait_s or DEFAULT_WAIT_S
+
+
+Find = Callable[[int], Encoded | Outcome | Awaitable[Encoded | Outcome]]
+
+
+def _finder(
+    backend: Backend, shard: HostedShard, want: StepWanted, coding: Coding, attachment: Attachment | None
+) -> Find:
+    """How the buckets of a pull are found: where they lie, or copied by the pool."""
+    if may_refer(shard, want, coding):
+        return functools.partial(refer_bucket, shard, want, coding, attachment)
+    into = attachment.reply_slot if attachment is not None else _no_slot
+    return functools.partial(_encode, backend, shard, want, coding, into)
+
+
+def _never(shard: HostedShard, want: StepWanted, number: int, found: Outcome) -> _UnservedError | None:
+    """Why it is no use to wait for a bucket; None where it may come."""
+    if found is not Outcome.WAITING:
+        reason = f"step {want.step} of bucket {number} is gone; the bucket is at {shard.buckets[number].step}"
+        return _UnservedError(shard, found, reason)
+    if shard.stop_step is not None and want.step is not None and want.step > shard.stop_step:
+        return _UnservedError(shard, Outcome.STOPPED, f"the job stops at step {shard.stop_step}")
+    return None
 
 
 def _lacks(shard: HostedShard, want: StepWanted) -> str:
@@ -318,12 +342,6 @@ async def _published(backend: Backend, shard: HostedShard, number: int, want: St
 
 def _no_slot(bucket: int, nbytes: int) -> None:
     return None
-
-
-def _refer(
-    shard: HostedShard, want: StepWanted, coding: Coding, attachment: Attachment | None, number: int
-) -> Encoded | Outcome:
-    return refer_bucket(shard, number, want, coding, attachment)
 
 
 def _encode(

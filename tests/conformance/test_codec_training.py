@@ -95,7 +95,7 @@ def test_it_saves_bytes_in_its_direction_and_learns(codec: str) -> None:
     job = make_job("sgd", steps=60, codec=codec)
     with Cluster(job, ps=1) as cluster:
         worker, *_ = cluster.train([[0, 1, 2]])
-        push_raw, push_wire, pull_raw, pull_wire = worker.trainer.traffic
+        push_raw, push_wire, pull_raw, pull_wire = worker.trainer.meter.total
         ended = cluster.state().params
     assert (push_wire < push_raw) is not pushed(choice).exact
     assert (pull_wire < pull_raw) is not pulled(choice).exact

@@ -103,8 +103,7 @@ class Servers:
                 number,
                 spec,
                 self.plan.tensors,
-                case.spec,
-                SCHEDULE,
+                functools.partial(bucket_rule, case.spec, SCHEDULE, spec, self.plan.tensors),
                 replicas=1,
                 pub=self._memory(spec, number),
             )

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from shardline.checkpoint import CheckpointStore
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.rpc.auth.access import CHIEF_AUDIENCE, Access
 from shardline.rpc.auth.rights import PACKAGE, RIGHTS, Token
 from shardline.rpc.channel import open_channel

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from shardline.certs import make_certificates
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.rpc.auth.access import CHIEF_AUDIENCE, Access
 from shardline.rpc.auth.rights import JOINING, PACKAGE, RIGHTS, ROLES, Token, right_of
 from shardline.rpc.channel import AioPeer, Peer, open_channel

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from shardline.client.exchange.outcomes import Interrupted
-from shardline.config import Timeouts
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Want, Whole
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ProtocolError, ShardlineError, UnreachableError, UsageError
 from shardline.host import segments
 from shardline.lanes.base import LaneUnavailable

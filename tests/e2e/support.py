@@ -21,7 +21,7 @@ import pytest
 
 from shardline.checkpoint import committed_steps
 from shardline.cli.launcher import LaunchOptions, LocalCluster
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.host.ports import held_port
 from shardline.job import load_job
 from shardline.testing import reference

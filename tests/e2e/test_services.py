@@ -12,8 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from shardline.config import Timeouts
 from shardline.core.status import ChiefStatus
+from shardline.core.timeouts import Timeouts
 from shardline.rpc.client import ChiefClient
 from tests.e2e.support import (
     RUN_ID,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from tests.e2e.support import (
     DEATH_TIMEOUT_S,
     PATIENCE_S,

@@ -12,7 +12,7 @@ import pytest
 import trustme
 
 from shardline.cluster import ClusterSpec, parse_address
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.errors import UsageError
 from shardline.rpc.client import ChiefClient
 from shardline.security import Security

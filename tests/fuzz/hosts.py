@@ -19,11 +19,12 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from shardline.checkpoint import CheckpointStore
 from shardline.cluster import ClusterSpec
-from shardline.config import RoleConfig, Timeouts
+from shardline.config import RoleConfig
 from shardline.core.image import BucketImage
 from shardline.core.orders import Phase
 from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
 from shardline.core.tensor_bytes import tensor_bytes
+from shardline.core.timeouts import Timeouts
 from shardline.host.process import Termination
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.messages.convert import job_to_proto

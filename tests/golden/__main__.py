@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardline.cli.launcher import LaunchOptions, LocalCluster
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.rpc.link import machine_fingerprint
 from tests.e2e.support import PATIENCE_S, slow_job, summary_of, wait_for_step, write_job
 

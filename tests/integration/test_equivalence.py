@@ -179,7 +179,7 @@ def test_a_rounding_codec_halves_the_bytes_and_ends_near_the_exact_result(codec:
         workers = cluster.train([[0], [1, 2]])
         state = cluster.state()
     for worker in workers:
-        push_raw, push_wire, pull_raw, pull_wire = worker.trainer.traffic
+        push_raw, push_wire, pull_raw, pull_wire = worker.trainer.meter.total
         assert 2 * push_wire == push_raw > 0
         assert 2 * pull_wire == pull_raw > 0
     exact = reference(make_job("momentum", steps=20))

@@ -15,7 +15,6 @@ from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.step.layout import ModelLayout, same_bits
 from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of
-from shardline.config import Timeouts
 from shardline.consistency.server import Observers, Push
 from shardline.core.exchange import Contribution, End, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.gradients import Gradient
@@ -25,6 +24,7 @@ from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
 from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
+from shardline.core.timeouts import Timeouts
 from shardline.errors import NonFiniteError, ProtocolError
 from shardline.lanes.base import Lane
 from shardline.rpc import link as link_module

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shardline.client.exchange.outcomes import Interrupted
-from shardline.config import Timeouts
 from shardline.core.outcome import Outcome
+from shardline.core.timeouts import Timeouts
 from shardline.job import Job
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.testing import ReferenceResult, reference

@@ -217,7 +217,7 @@ def test_a_backward_pass_that_outlasts_the_calls_deadline_is_no_failure() -> Non
 
         trainer.exchange._conversations[0]._await_gradients = note  # type: ignore[method-assign]
         cast(Middle, worker.model).between = lambda: wait_for(
-            lambda: not trainer.leaves_early or trainer.step in unready, "the call to end"
+            lambda: not trainer.open.leaves_early or trainer.step in unready, "the call to end"
         )
         worker.run([0], job.steps)
         assert_same_end(cluster.state(), reference(job))

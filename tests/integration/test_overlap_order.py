@@ -81,7 +81,7 @@ def test_what_is_ready_first_leaves_first_and_then_what_is_needed_first_overtake
 
         def stand_still() -> None:
             # From the last layer's gradient to the end of the backward pass the link is busy with that gradient.
-            if worker.trainer.leaves_early:
+            if worker.trainer.open.leaves_early:
                 wait_for(lambda: bool(lane.sent.get(worker.trainer.step)), "the last layer's gradient to leave")
                 lane.go_on.clear()
 
@@ -196,7 +196,7 @@ def test_nothing_is_written_to_the_model_while_a_backward_pass_may_still_read_it
         seen: list[bool] = []
 
         def look() -> None:
-            if trainer.leaves_early:
+            if trainer.open.leaves_early:
                 before = model.last.weight.detach().clone()
                 wait_for(lambda: bool(trainer.weights.sinks[0].arrived), "the last layer's next parameters")
                 seen.append(torch.equal(model.last.weight, before))

@@ -14,10 +14,10 @@ from torch import nn
 
 from shardline.client.exchange.outcomes import Interrupted
 from shardline.client.step.sink import BucketSink
-from shardline.config import Timeouts
 from shardline.core.exchange import Sender, Want
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UsageError
 from shardline.lanes.grpc.client import GrpcLane
 from shardline.rpc.channel import Peer, channel_options

@@ -258,7 +258,7 @@ def test_a_batch_that_is_left_out_after_its_gradients_have_left_ends_the_job_wit
     with pytest.raises(JobError, match=NOT_STEPPED) as found:
         train()
     # Nothing of it is under way any more.
-    assert not session.trainer.leaves_early and not session.trainer.exchanging
+    assert not session.trainer.open.leaves_early and not session.trainer.open.running is not None
     session.fail(found.value)
     session.shutdown()
     # One of the two may have been applied by the single server before anybody could know.
@@ -307,7 +307,7 @@ def test_a_backward_pass_that_belongs_to_no_step_trains_nothing(start: Callable[
     # To look at the gradients, say: without the optimizer's zero_grad() no step begins.
     model.zero_grad()
     backward(model, 9)
-    assert not session.trainer.exchanging
+    assert not session.trainer.open.running is not None
     session.close()
     found = services.end()
     assert (found["steps"], found["checkpoint_step"], found["versions"]) == (4, 4, [4])

@@ -11,9 +11,9 @@ from torch import nn
 from shardline.client.exchange.outcomes import Interrupted
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.zero_copy import regions
-from shardline.config import Timeouts
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
+from shardline.core.timeouts import Timeouts
 from shardline.errors import UsageError
 from shardline.job import Job
 from shardline.lanes.negotiated import NegotiatedLane

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardline.client.api.session import Session
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError
 from tests.e2e.support import PATIENCE_S, mortal_cluster, summary_of
 from tests.support.services import SEEDING, Services

@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardline.config import Timeouts
 from shardline.core.orders import Orders, Phase
 from shardline.core.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
 from shardline.core.status import HeldCut, PsStatus, ShardStatus, StandbyStatus
+from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, ProtocolError, ShardlineError, UnreachableError, UsageError
 from shardline_chief.rules.actions import (
     Action,

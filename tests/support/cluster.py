@@ -22,13 +22,14 @@ from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.step.course import Course
 from shardline.cluster import ClusterSpec
-from shardline.config import RoleConfig, Timeouts
+from shardline.config import RoleConfig
 from shardline.core.identity import Identity
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.orders import JobView
 from shardline.core.placement import Placement
 from shardline.core.plan import Plan, Slice, make_plan
 from shardline.core.spec import TensorKind
+from shardline.core.timeouts import Timeouts
 from shardline.data import BatchSource, replica_gradients
 from shardline.job import Job
 from shardline.lanes.attachments import Attachments
@@ -159,7 +160,7 @@ class Worker:
     def step(self, replicas: Sequence[int]) -> None:
         """One synchronous step: all ticks of it that are left."""
         while not self.tick(replicas):
-            self.trainer.end_tick()
+            self.trainer.course.ticks.advance()
         self.figures.append(self.trainer.finish())
 
     def tick(self, replicas: Sequence[int]) -> bool:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from shardline.config import Timeouts
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Want, Whole
 from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.plan import ShardSpec
 from shardline.core.reduce import Block
 from shardline.core.tensor_bytes import Buffer, digest
+from shardline.core.timeouts import Timeouts
 from shardline.host import segments
 from shardline.lanes.base import Lane
 from shardline.lanes.shm.client import ShmLane

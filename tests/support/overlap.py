@@ -86,9 +86,9 @@ class OverlapWorker(Worker):
             trainer.expect(Expected(replica=replica, owned=owned, samples=samples, loss=loss()))
 
         self.yielding(lambda: trainer.begin(replica))
-        watch = StepWatch(self.gate, lambda: trainer.uses, expect)
+        watch = StepWatch(self.gate, lambda: trainer.open.uses, expect)
         loss, samples = replica_gradients(self.model, self.job, self.source, step, replica, watch)
-        self.early_steps += trainer.leaves_early
+        self.early_steps += trainer.open.leaves_early
         if self.clips:
             torch.nn.utils.clip_grad_norm_([v for v in self.values.values() if v.grad is not None], self.job.clip_norm)
         gradients = {name: value.grad for name, value in self.values.items() if value.grad is not None}
@@ -96,7 +96,7 @@ class OverlapWorker(Worker):
 
     def send(self) -> None:
         """Close the step, or let it be on its way."""
-        if self.per_layer and not self.trainer.starting:
+        if self.per_layer and not self.trainer.open.first:
             self.trainer.send()
         else:
             self.figures.append(self.trainer.finish())
@@ -112,7 +112,7 @@ class OverlapWorker(Worker):
 
     def yielding(self, function: Callable[[], T]) -> T:
         """Call a function that waits, without COMPUTE and without touching this replica's random numbers."""
-        if not self.trainer.pending:
+        if not self.trainer.open.sent:
             return function()
         state = torch.get_rng_state()
         COMPUTE.release()

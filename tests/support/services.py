@@ -16,7 +16,8 @@ from torch import nn
 import shardline
 from shardline.client.api.session import Session
 from shardline.cluster import ClusterSpec
-from shardline.config import RoleConfig, Timeouts
+from shardline.config import RoleConfig
+from shardline.core.timeouts import Timeouts
 from shardline_chief import service as chief_service
 from shardline_ps import service as ps_service
 
@@ -36,7 +37,7 @@ class Services:
         started = threading.Event()
         address: list[str] = []
 
-        def ready(_config: RoleConfig, found: str) -> None:
+        def ready(_ready_fd: int | None, found: str) -> None:
             address.append(found)
             started.set()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.rpc.channel import open_channel
 
 CALLS = 12

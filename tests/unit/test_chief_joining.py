@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardline.config import Timeouts
 from shardline.core.orders import Phase
+from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting, duration
 from shardline.errors import UsageError
 from tests.support.chief_cluster import JOIN, Cluster, T, make_job, phase

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shardline.client.step.payloads import PushTools, filled_payloads
+from shardline.client.step.open_step import PushTools, filled_payloads
 from shardline.client.step.staging import Allocate, no_memory
 from shardline.codecs import coding_of
 from shardline.codecs.push import PushEncoders
@@ -156,7 +156,7 @@ def shared() -> Allocate:
 
 def test_a_worker_says_how_large_its_gradient_is() -> None:
     _, staging = staged([torch.full((ELEMENTS,), -3.0)], replicas=1)
-    header = bucket_header(staging.payload((0, 0), Block(0, 1)))
+    header = bucket_header(staging.payload(Block(0, 1), 0, 0))
     assert header.bound == 3.0
     # One replica is computed by one worker.
     assert header.fingerprint == 0
@@ -164,7 +164,7 @@ def test_a_worker_says_how_large_its_gradient_is() -> None:
 
 def test_of_a_sum_over_a_block_it_says_no_less_than_it_is() -> None:
     _, staging = staged([torch.full((ELEMENTS,), 3.0), torch.full((ELEMENTS,), -1.0)], replicas=2, presum=True)
-    payload = staging.payload((0, 0), Block(0, 2))
+    payload = staging.payload(Block(0, 2), 0, 0)
     assert payload.bound == 4.0
     assert payload.fingerprint == fingerprint(payload.data)
 
@@ -172,7 +172,7 @@ def test_of_a_sum_over_a_block_it_says_no_less_than_it_is() -> None:
 @pytest.mark.parametrize("presum", [False, True])
 def test_where_the_shard_reads_the_bytes_in_place_they_are_marked_and_have_no_digest(presum: bool) -> None:
     _, staging = staged([torch.full((ELEMENTS,), 3.0)], replicas=2, presum=presum, allocate=shared())
-    payload = staging.payload((0, 0), Block(0, 1))
+    payload = staging.payload(Block(0, 1), 0, 0)
     assert payload.digest == 0
     assert payload.fingerprint == fingerprint(payload.data) != 0
     assert staging.in_place(0)
@@ -180,7 +180,7 @@ def test_where_the_shard_reads_the_bytes_in_place_they_are_marked_and_have_no_di
 
 def test_bytes_that_will_move_have_both() -> None:
     _, staging = staged([torch.full((ELEMENTS,), 3.0)], replicas=2)
-    payload = staging.payload((0, 0), Block(0, 1))
+    payload = staging.payload(Block(0, 1), 0, 0)
     assert payload.digest != 0 and payload.fingerprint == fingerprint(payload.data)
     assert not staging.in_place(0)
 
@@ -218,7 +218,7 @@ def test_bytes_that_were_to_stay_in_place_and_travel_after_all_have_a_digest(
 ) -> None:
     monkeypatch.setattr(data, "SMALL_BYTES", 64 << 10 if small else 0)
     _, staging = staged([torch.full((ELEMENTS,), 3.0)], replicas=1, allocate=shared())
-    payload = staging.payload((0, 0), Block(0, 1))
+    payload = staging.payload(Block(0, 1), 0, 0)
     push = Contribution(payloads=Whole([payload]))
     sender = Sender(job="job", timeline=1, plan_id="plan", who=Identity("worker/0", 1))
 

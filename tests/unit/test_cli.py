@@ -25,8 +25,9 @@ from shardline.cli.main import main
 from shardline.cli.terminal import PlainConsole
 from shardline.cli.train import Polled, _Run, check_summary, launch_options, report, train
 from shardline.cluster import ClusterSpec
-from shardline.config import RoleConfig, Timeouts, environment_security, environment_switch
+from shardline.config import RoleConfig, environment_security, environment_switch
 from shardline.core.status import ChiefStatus, ShardStatus, TaskStatus
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
 from shardline.observability import log
 from shardline.rpc.messages.status import chief_status_from_proto, chief_status_to_proto

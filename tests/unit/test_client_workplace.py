@@ -13,12 +13,13 @@ import torch
 
 from shardline.client.api.workplace import Workplace
 from shardline.cluster import ClusterSpec
-from shardline.config import RoleConfig, Timeouts
+from shardline.config import RoleConfig
 from shardline.core.identity import Identity
 from shardline.core.orders import JobView, Orders
 from shardline.core.placement import Placement
 from shardline.core.plan import make_plan
 from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
+from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
 from shardline.observability.metrics import Metrics

@@ -18,11 +18,11 @@ from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.step.layout import ModelLayout
 from shardline.client.step.sink import BucketSink
 from shardline.codecs import coding_of
-from shardline.config import Timeouts
 from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Standing, Want
 from shardline.core.identity import Identity
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
+from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
 

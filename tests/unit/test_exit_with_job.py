@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardline.config import Timeouts
 from shardline.core.orders import Orders, Phase
+from shardline.core.timeouts import Timeouts
 from shardline.rpc.link import ChiefLink
 from shardline_ps.service import _exit_code
 

@@ -17,8 +17,8 @@ from shardline.cli.fates import Ended, lacking
 from shardline.cli.news import AGAIN_S, News
 from shardline.cli.top_frame import Curves, frame
 from shardline.cli.train import Polled, _Run
-from shardline.config import Timeouts
 from shardline.core.status import ChiefStatus, EventStatus, TaskStatus
+from shardline.core.timeouts import Timeouts
 from shardline.observability.metrics import Metrics
 from shardline.observability.view import as_json, cluster_view
 from shardline.rpc.messages.status import chief_status_from_proto, chief_status_to_proto

@@ -17,7 +17,7 @@ import pytest
 from shardline.cli.fates import MAX_RESTARTS, may_restart
 from shardline.cli.launcher import LaunchError, LocalCluster, task_command, task_environment
 from shardline.cli.train import run
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError
 from shardline.host import lifeline
 from shardline.security import Security

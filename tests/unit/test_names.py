@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardline.cli.main import main
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.rpc import channel, names
 from shardline.rpc.channel import Peer

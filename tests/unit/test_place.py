@@ -13,7 +13,8 @@ import pytest
 
 from shardline.cli import options
 from shardline.cli.main import main
-from shardline.config import RoleConfig, Timeouts
+from shardline.config import RoleConfig
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, MismatchError, ProtocolError, UnreachableError, UsageError
 from shardline.rpc.auth.access import Access
 from shardline.rpc.place import take_place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,7 +25,7 @@ from shardline.errors import CheckpointError, NonFiniteError, ProtocolError
 from shardline.server.pull_sender import Encoded, encode_bucket
 from shardline.server.signals import Signal
 from shardline.storage.publication import PlainPublication, num_areas
-from shardline.update import rule
+from shardline.update import bucket_rule, rule
 from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
@@ -49,7 +50,8 @@ def make_bucket(number: int = PARAM, *, double: bool = True, spec: RuleSpec = SG
     memory = PlainPublication(made.shards[0], torch.device("cpu"))
     first = memory.tensor(0, number)
     second = memory.tensor(1, number) if num_areas(held, keeps_previous=double) == 2 else first
-    return Bucket(0, number, held, made.tensors, spec, ScheduleSpec(), replicas=1, pub=(first, second))
+    make_rule = functools.partial(bucket_rule, spec, ScheduleSpec(), held, made.tensors)
+    return Bucket(0, number, held, made.tensors, make_rule, replicas=1, pub=(first, second))
 
 
 def flat(*numbers: float) -> torch.Tensor:

@@ -52,7 +52,7 @@ def step(shard: Shard, number: int) -> None:
 
 
 def referred(shard: Shard, wanted: int, have: int | None = None) -> Encoded:
-    found = refer_bucket(shard, 0, StepWanted(step=wanted, have=have), coding_of("raw", shard.settings.plan).pull, None)
+    found = refer_bucket(shard, StepWanted(step=wanted, have=have), coding_of("raw", shard.settings.plan).pull, None, 0)
     assert isinstance(found, Encoded)
     return found
 
@@ -93,7 +93,7 @@ def test_bytes_of_a_step_that_is_being_written_over_are_not_called_intact() -> N
     assert bucket.step == 1 and bucket.overwritten == 0
     assert not early.intact()
     coding = coding_of("raw", shard.settings.plan).pull
-    assert refer_bucket(shard, 0, StepWanted(step=0), coding, None) is Outcome.OVERTAKEN
+    assert refer_bucket(shard, StepWanted(step=0), coding, None, 0) is Outcome.OVERTAKEN
     held = referred(shard, 1)
     halfway.go_on.set()
     writer.join(20.0)
@@ -120,7 +120,7 @@ def test_a_bucket_is_never_called_unchanged_between_two_of_its_marks(monkeypatch
     def look(bucket: Bucket, name: str, value: object) -> None:
         # What a pull on the loop's thread would be told at every moment of the step.
         object.__setattr__(bucket, name, value)
-        found = refer_bucket(shard, 0, StepWanted(step=1, have=0), coding_of("raw", shard.settings.plan).pull, None)
+        found = refer_bucket(shard, StepWanted(step=1, have=0), coding_of("raw", shard.settings.plan).pull, None, 0)
         said.append(found.state.unchanged if isinstance(found, Encoded) else found)
 
     monkeypatch.setattr(Bucket, "__setattr__", look)

@@ -20,7 +20,7 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from shardline.config import Timeouts
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UnreachableError, UsageError
 from shardline.rpc.channel import AioPeer, Peer, open_channel
 from shardline.rpc.client import ChiefClient

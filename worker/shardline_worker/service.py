@@ -40,7 +40,7 @@ def train(session: Session, job: Job, config: RoleConfig) -> None:
     model = job.build_model().to(session.device)
     spec = job.spec(model)
     optimizer = session.attach(model, job.build_optimizer(model), job=spec)
-    tell_ready(config, session.link.task)
+    tell_ready(config.ready_fd, session.link.task)
     source = BatchSource(job)
     for step in session.steps():
         with session.attempt():

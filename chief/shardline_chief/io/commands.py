@@ -9,8 +9,8 @@ from typing import Any
 
 from shardline import consistency
 from shardline.checkpoint import Checkpoint
-from shardline.config import Timeouts
 from shardline.core.placement import Placement
+from shardline.core.timeouts import Timeouts
 from shardline.errors import InternalError, ProtocolError, ShardlineError, UnreachableError
 from shardline.rpc.client import PsControl
 from shardline.rpc.messages.configuration import Configuration

@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 
 from shardline.checkpoint import Checkpoint, CheckpointStore
-from shardline.config import Timeouts
 from shardline.core.digest import tensor_bytes
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, StepReport
+from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.auth.access import Access

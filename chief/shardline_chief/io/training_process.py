@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from shardline.cluster import ClusterSpec, format_address, parse_address
-from shardline.config import RoleConfig, Timeouts
+from shardline.config import RoleConfig
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UsageError
 from shardline.host import lifeline
 from shardline.host.allocator import tune_allocator

@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc
 
-from shardline.config import Timeouts
 from shardline.consistency.server import ShardVote, Staged
 from shardline.core.records import Applied
+from shardline.core.timeouts import Timeouts
 from shardline.errors import InternalError, NonFiniteError, ProtocolError
 from shardline.rpc.channel import AioPeer
 from shardline.rpc.messages.records import verdict_to_proto

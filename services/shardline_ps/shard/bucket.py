@@ -11,9 +11,9 @@ from shardline.core.contributions import Contributions, Partial, scaled
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec
 from shardline.core.push_context import TOGETHER, PushContext
-from shardline.core.spec import DTYPES, RuleSpec, ScheduleSpec, TensorKind, TensorSpec
+from shardline.core.spec import DTYPES, TensorKind, TensorSpec
 from shardline.errors import CheckpointError, ProtocolError
-from shardline.update import BucketRule, Need, bucket_rule
+from shardline.update import BucketRule, Need
 
 
 class Bucket:
@@ -30,15 +30,15 @@ class Bucket:
         number: int,
         spec: BucketSpec,
         tensors: tuple[TensorSpec, ...],
-        rule: RuleSpec,
-        schedule: ScheduleSpec,
+        make_rule: Callable[[torch.device], BucketRule],
         *,
         replicas: int,
         pub: tuple[torch.Tensor, torch.Tensor],
         on_held: Callable[[int], None] = lambda difference: None,
     ) -> None:
-        """pub: where the values live (zeros of the bucket's length and dtype), by step & 1; twice the same where one
-        step at a time is enough. on_held(difference) is told when the bytes of partial sums change.
+        """make_rule: called for parameters, and once more for each restored state. on_held(difference): told when the
+        bytes of partial sums change. pub: where the values live (zeros of the bucket's length and dtype), by step & 1;
+        twice the same where one step at a time is enough.
         """
         self.lock = threading.Lock()
         self.shard = shard
@@ -66,7 +66,7 @@ class Bucket:
         """theta_{step+1} is made and waits for the standby to hold it too; names the record."""
         self.rule: BucketRule | None = None
         self._make_rule: Callable[[], BucketRule | None] = lambda: (
-            bucket_rule(rule, schedule, spec, tensors, device) if spec.kind is TensorKind.PARAM else None
+            make_rule(device) if spec.kind is TensorKind.PARAM else None
         )
         self.rule = self._make_rule()
 

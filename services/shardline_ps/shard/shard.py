@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from shardline import consistency
-from shardline.consistency.server import Guard, Hyper, Observers, Push, StepWanted, Terms
+from shardline.consistency.server import Observers, StepWanted, Terms
 from shardline.core.gradients import Gradient
 from shardline.core.image import BucketImage, WorkerSequence
 from shardline.core.outcome import Decision, Outcome
-from shardline.core.reduce import Block
 from shardline.storage.publication import Publication
 from shardline_ps.shard.cuts import check_images
 from shardline_ps.shard.settings import ShardSettings
@@ -44,7 +43,10 @@ class Shard:
         self.cuts = self.storage.cuts
         self.tally = self.storage.tally
         terms = Terms(plan=settings.plan, contributors=settings.replicas, nan_policy=settings.consistency.nan_policy)
-        self.mode = self.consistency.server_half(self.storage, terms)
+        self.mode = mode = self.consistency.server_half(self.storage, terms)
+        # What push and pull ask is the mode's to answer.
+        self.contribute, self.push, self.waiting_for = mode.contribute, mode.push, mode.waiting_for
+        self.progress, self.last_push = mode.progress, mode.last_push
 
     # Reading
 
@@ -109,20 +111,8 @@ class Shard:
         return self.on_host and not self.consistency.waits_for_verdict and self.log is None
 
     def serve(self, bucket: int, want: StepWanted) -> Outcome:
-        """See ServerHalf.serve()."""
+        """See HostedShard."""
         return self.mode.serve(self.buckets[bucket], want)
-
-    def waiting_for(self) -> list[int]:
-        """See ServerHalf.waiting_for()."""
-        return self.mode.waiting_for()
-
-    def progress(self, replica: int) -> int:
-        """See ServerHalf.progress()."""
-        return self.mode.progress(replica)
-
-    def last_push(self, task: str, incarnation: int = 0) -> int:
-        """See ServerHalf.last_push()."""
-        return self.mode.last_push(task, incarnation)
 
     async def answerable(self) -> None:
         """Return when what an answer tells of cannot be lost with this ps any more; see RecordLog.passed()."""
@@ -144,32 +134,6 @@ class Shard:
             fresh = held.initialize(values)
         self.observers.on_publish(bucket)
         return Decision(Outcome.COUNTED if fresh else Outcome.DUPLICATE)
-
-    def contribute(
-        self,
-        bucket: int,
-        step: int,
-        block: Block,
-        gradient: Gradient,
-        *,
-        hyper: Hyper | None = None,
-        nonfinite: Collection[str] = (),
-        guard: Guard = lambda: None,
-    ) -> Decision:
-        """Count one bucket of a contribution to a step; see ServerHalf.contribute()."""
-        return self.mode.contribute(bucket, step, block, gradient, hyper=hyper, nonfinite=nonfinite, guard=guard)
-
-    def push(
-        self,
-        push: Push,
-        gradients: Mapping[int, Gradient],
-        *,
-        hyper: Hyper | None = None,
-        guard: Guard = lambda: None,
-        then: Callable[[], None] = lambda: None,
-    ) -> tuple[Decision, int]:
-        """Count a whole push; see ServerHalf.push()."""
-        return self.mode.push(push, gradients, hyper=hyper, guard=guard, then=then)
 
     # Cuts, restore, stop
 

@@ -6,6 +6,7 @@ published at once, and its answers wait. PROTOCOL 1.4.5, 1.8.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from shardline.core.contributions import Partial
 from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.records import AppliedPush, Part
 from shardline.storage.publication import PlainPublication, Publication, areas
+from shardline.update import bucket_rule
 from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.cuts import CutBook
 from shardline_ps.shard.settings import ShardSettings
@@ -70,8 +72,7 @@ class ShardStorage:
                 index,
                 bucket,
                 settings.plan.tensors,
-                settings.rule,
-                settings.schedule,
+                functools.partial(bucket_rule, settings.rule, settings.schedule, bucket, settings.plan.tensors),
                 replicas=settings.replicas,
                 pub=areas(self.publication, index, bucket, keeps_previous=mode.keeps_previous),
                 on_held=self.waiting.add,

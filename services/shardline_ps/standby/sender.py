@@ -16,8 +16,8 @@ from typing import Any
 
 import grpc
 
-from shardline.config import Timeouts
 from shardline.core.records import Begin, Head
+from shardline.core.timeouts import Timeouts
 from shardline.errors import InternalError, ShardlineError, UnreachableError
 from shardline.rpc.channel import AioPeer
 from shardline.rpc.messages.records import Frame, frames_of

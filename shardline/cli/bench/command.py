@@ -16,7 +16,8 @@ import click
 from shardline.cli import options
 from shardline.cli.bench.link import MAX_SECONDS, LinkClient, LinkFigures, LinkServer, is_local
 from shardline.cluster import ClusterSpec, format_address, locate, parse_address, parse_task
-from shardline.config import RoleConfig, Timeouts
+from shardline.config import RoleConfig
+from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, InternalError, UnreachableError, UsageError
 from shardline.host.allocator import ALLOCATOR
 from shardline.lanes import AUTO, CHOICES

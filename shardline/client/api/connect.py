@@ -15,7 +15,6 @@ from shardline.client.api.session import Session
 from shardline.cluster import locate
 from shardline.config import (
     RoleConfig,
-    Timeouts,
     environment,
     environment_path,
     environment_security,
@@ -23,6 +22,7 @@ from shardline.config import (
 )
 from shardline.consistency import CONSISTENCIES
 from shardline.core.spec import ConsistencySpec
+from shardline.core.timeouts import Timeouts
 from shardline.errors import JobError, ShardlineError, UsageError
 from shardline.host import lifeline
 from shardline.host.allocator import tune_allocator
@@ -56,33 +56,7 @@ def connect(
 
     Raises ClusterSpecError, JobError, UsageError.
     """
-    timeouts = Timeouts(
-        total_s=timeout_s if timeout_s is not None else _number("timeout", Timeouts.total_s),
-        join_s=_number("join_timeout", Timeouts.join_s),
-    )
-    place = locate(
-        "worker",
-        cluster=cluster or environment("cluster"),
-        task=task or environment("task"),
-        tf_config=os.environ.get("TF_CONFIG") or None,
-    )
-    life_fd = environment("life_fd")
-    config = RoleConfig(
-        role="worker",
-        index=place.index,
-        cluster=place.spec,
-        timeouts=timeouts,
-        device=device or environment("device") or "cpu",
-        metrics_port=int(_number("metrics_port", 0)),
-        host=environment("host") or "127.0.0.1",
-        bind=environment("bind"),
-        insecure_bind=environment_switch("insecure_bind", default=False),
-        life_fd=int(life_fd) if life_fd else None,
-        security=environment_security(),
-        lane=environment("lane") or "auto",
-        overlap=environment_switch("overlap", default=True),
-        run_dir=environment_path("run_dir"),
-    )
+    config = _config(cluster, task, timeout_s, device)
     protect_output()
     log.setup(config.task)
     for caution in config.cautions():
@@ -90,7 +64,7 @@ def connect(
     tune_allocator()
     if config.life_fd is not None:
         lifeline.watch(config.life_fd)
-    wait_for_own_name(config)
+    wait_for_own_name(config.task, config.listens_at, config.timeouts.join_s)
     termination = Termination()
     if threading.current_thread() is threading.main_thread():
         termination.install()
@@ -112,6 +86,37 @@ def connect(
     # A script that runs off its end without close() has done its part: nobody should wait for it.
     atexit.register(_close_at_exit, session)
     return session
+
+
+def _config(cluster: str | None, task: str | None, timeout_s: float | None, device: str | None) -> RoleConfig:
+    """The worker's settings: what the script gives, and else the environment."""
+    timeouts = Timeouts(
+        total_s=timeout_s if timeout_s is not None else _number("timeout", Timeouts.total_s),
+        join_s=_number("join_timeout", Timeouts.join_s),
+    )
+    place = locate(
+        "worker",
+        cluster=cluster or environment("cluster"),
+        task=task or environment("task"),
+        tf_config=os.environ.get("TF_CONFIG") or None,
+    )
+    life_fd = environment("life_fd")
+    return RoleConfig(
+        role="worker",
+        index=place.index,
+        cluster=place.spec,
+        timeouts=timeouts,
+        device=device or environment("device") or "cpu",
+        metrics_port=int(_number("metrics_port", 0)),
+        host=environment("host") or "127.0.0.1",
+        bind=environment("bind"),
+        insecure_bind=environment_switch("insecure_bind", default=False),
+        life_fd=int(life_fd) if life_fd else None,
+        security=environment_security(),
+        lane=environment("lane") or "auto",
+        overlap=environment_switch("overlap", default=True),
+        run_dir=environment_path("run_dir"),
+    )
 
 
 def _close_at_exit(session: Session) -> None:

@@ -93,7 +93,7 @@ class Pipeline:
         return StepWatch(self._place.gate, self._uses, expect)
 
     def _uses(self) -> dict[int, None] | None:
-        return self._place.trainer.uses
+        return self._place.trainer.open.uses
 
     def wait_for(self, tensors: Iterable[int]) -> None:
         """Return when these tensors have come; StepAgain where they don't."""
@@ -123,7 +123,7 @@ class Pipeline:
     @property
     def healthy(self) -> bool:
         """Whether a step is on its way and nothing is known against beginning the next one."""
-        return self.sent is not None and not self._place.trainer.pending_failed and self._still_ordered()
+        return self.sent is not None and not self._place.trainer.open.failed and self._still_ordered()
 
     def settle(self) -> bool:
         """Wait for the step that is on its way; False where it, or the end of the job, has to be looked for again."""

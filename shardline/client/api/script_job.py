@@ -140,7 +140,7 @@ def meter_step(
     for shard, outcome in figures.outcomes.items():
         peer = peers.get(shard, "ps")
         for kind, raw, wire in trainer.meter.take(shard):
-            labels = {"peer": peer, "codec": trainer.job.codec, "lane": trainer.lane(shard)}
+            labels = {"peer": peer, "codec": trainer.job.codec, "lane": trainer.exchange.lanes[shard].name}
             metrics.counter(f"shardline_{kind}_raw_bytes_total", **labels).inc(raw)
             metrics.counter(f"shardline_{kind}_wire_bytes_total", **labels).inc(wire)
         parts = outcome.parts(figures.computed_s)

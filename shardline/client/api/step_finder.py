@@ -12,9 +12,9 @@ from shardline.client.api.workplace import Workplace
 from shardline.client.exchange.outcomes import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.step.retained_contribution import RetainedContribution
 from shardline.client.step.trainer import Trainer
-from shardline.config import Timeouts
 from shardline.consistency import Consistency
 from shardline.core.orders import LOST, REPEATED, Orders, Phase
+from shardline.core.timeouts import Timeouts
 from shardline.errors import RolledBackError, UnreachableError, UsageError
 from shardline.rpc.link import ChiefLink
 

@@ -165,11 +165,11 @@ class StepLoop:
             self.contribute_own(gradients(), loss=loss or self._loss, hyper=hyper)
         self._loss = None
         if not self.trainer.course.ticks.last:
-            self.trainer.end_tick()
+            self.trainer.course.ticks.advance()
             self._reports.next_tick()
             return True
         figures: StepFigures | None = None
-        wait = self.place.gate is None or self.trainer.starting
+        wait = self.place.gate is None or self.trainer.open.first
         while True:
             try:
                 if wait:

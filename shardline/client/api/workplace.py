@@ -156,8 +156,8 @@ class Workplace:
         self.current = trainer
 
     def traffic(self) -> tuple[int, int, int, int]:
-        """See Trainer.traffic."""
-        return self.current.traffic if self.current is not None else (0, 0, 0, 0)
+        """Bytes so far: pushed raw, pushed wire, pulled raw, pulled wire."""
+        return self.current.meter.total if self.current is not None else (0, 0, 0, 0)
 
     @property
     def lost_updates(self) -> int:

@@ -12,9 +12,9 @@ from shardline.client.exchange.live import LivePayloads, Unready
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardTask, check_ack, check_end
 from shardline.client.exchange.pull_sink import PullSink
-from shardline.config import Timeouts
 from shardline.core.exchange import Ack, Contribution, End, Exchanged, Sender, Standing, Want
 from shardline.core.outcome import Outcome
+from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
 

@@ -14,8 +14,8 @@ from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardTask
 from shardline.client.exchange.pull_sink import PullSink
 from shardline.client.exchange.running import Running
-from shardline.config import Timeouts
 from shardline.core.exchange import Sender, Standing
+from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
 

@@ -15,7 +15,7 @@ from shardline.client.overlap.early_push import EarlyPush, not_stepped, why_not_
 from shardline.client.overlap.hooks import FireCount, GradientHooks
 from shardline.client.step.expected import Expected
 from shardline.client.step.finite import NonFinite, loss_names
-from shardline.client.step.payloads import PushTools
+from shardline.client.step.open_step import PushTools
 from shardline.client.step.sending import Begin, Values
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.spec import JobSpec

@@ -14,7 +14,7 @@ from shardline.client.exchange.live import LivePayloads
 from shardline.client.exchange.priority import SendQueue, default_credit
 from shardline.client.step.expected import Expected
 from shardline.client.step.layout import homes
-from shardline.client.step.payloads import PushTools
+from shardline.client.step.open_step import PushTools
 from shardline.codecs import CODECS
 from shardline.codecs.coding import pushed
 from shardline.core.exchange import BucketPayload
@@ -220,7 +220,7 @@ class EarlyPush:
             names = [self._plan.tensors[number].name for number in bad]
         if names:
             self._on_nonfinite(names)
-        return self._staging.payload(key, self.block, names)
+        return self._staging.payload(self.block, *key, names)
 
     def _after(self, key: Key) -> list[torch.cuda.Event]:
         """On a GPU: what all gradients of a bucket are complete after."""

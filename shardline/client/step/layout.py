@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from shardline.client.exchange.arrivals import Key
-from shardline.client.exchange.device import Copy
-from shardline.core.plan import BucketSpec, Plan, Slice
+from shardline.core.plan import Plan, Slice
 from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import tensor_bytes
 from shardline.errors import MismatchError, TensorError
-from shardline.rpc.messages.convert import pack_bits
 
 
 class ModelLayout:
@@ -43,7 +41,7 @@ class ModelLayout:
         }
         flats = [self._mirrors.get(number, tensor).reshape(-1) for number, tensor in enumerate(self._tensors)]
         self._views = [
-            [[flats[piece.tensor][_span(plan, piece)] for piece in bucket.slices] for bucket in shard.buckets]
+            [[flats[piece.tensor][span_of(plan, piece)] for piece in bucket.slices] for bucket in shard.buckets]
             for shard in plan.shards
         ]
         self.buffers = [number for number, spec in enumerate(plan.tensors) if spec.kind is TensorKind.BUFFER]
@@ -127,10 +125,11 @@ class ModelLayout:
 
     def _saved_views(self, shard: int, bucket: int) -> list[torch.Tensor]:
         spec = self.plan.shards[shard].buckets[bucket]
-        return [self._saved[piece.tensor].reshape(-1)[_span(self.plan, piece)] for piece in spec.slices]
+        return [self._saved[piece.tensor].reshape(-1)[span_of(self.plan, piece)] for piece in spec.slices]
 
 
-def _span(plan: Plan, piece: Slice) -> slice:
+def span_of(plan: Plan, piece: Slice) -> slice:
+    """Where a slice lies within its tensor, flat."""
     start = piece.first_row * plan.tensors[piece.tensor].row_elements
     return slice(start, start + piece.elements)
 
@@ -148,50 +147,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def fill_bucket(
-    plan: Plan,
-    bucket: BucketSpec,
-    target: torch.Tensor,
-    gradients: Mapping[int, torch.Tensor],
-    copy: Copy | None = None,
-) -> tuple[bool, ...]:
-    """Write gradients (by tensor number, any device) into a flat CPU bucket; returns which slices are present.
-
-    copy: how; None = copy_each.
-
-    Slices without a gradient become zero: they travel, but count as absent.
-    """
-    present = tuple(piece.tensor in gradients for piece in bucket.slices)
-    sources, targets = [], []
-    for piece, there in zip(bucket.slices, present, strict=True):
-        view = target[piece.offset : piece.end]
-        if there:
-            source = gradients[piece.tensor].reshape(-1)[_span(plan, piece)]
-            if source.data_ptr() != view.data_ptr() or source.device != view.device:
-                sources.append(source)
-                targets.append(view)
-        else:
-            view.zero_()
-    (copy or copy_each)(targets, sources)
-    return present
-
-
-def tensor_piece(plan: Plan, bucket: BucketSpec, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """The piece of one contiguous CPU gradient that is the bucket, flat, in its own memory; None where it is not so."""
-    piece = bucket.slices[0]
-    if len(bucket.slices) != 1 or piece.offset or piece.elements != bucket.elements:
-        return None
-    gradient = gradients.get(piece.tensor)
-    if gradient is None or gradient.device.type != "cpu" or not gradient.is_contiguous():
-        return None
-    return gradient.detach().reshape(-1)[_span(plan, piece)]
-
-
-def present_bits(present: Sequence[bool]) -> bytes:
-    """Bitmap for the wire; empty = all."""
-    return b"" if all(present) else pack_bits(present)
 
 
 def homes(plan: Plan) -> list[list[Key]]:

@@ -38,7 +38,7 @@ class RetainedContribution:
         if self._kept:
             return
         self._kept = True
-        buffers = trainer.kept_buffers()
+        buffers = trainer.open.kept_buffers()
         for replica, part in self._parts.items():
             own = {name: buffers[name] for name in part.buffers if name in buffers}
             self._parts[replica] = replace(_copied(part) if shared else part, buffers=own, keep=True)

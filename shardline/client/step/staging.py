@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from shardline.client.exchange.arrivals import Key
-from shardline.client.exchange.device import HostPath
-from shardline.client.step.layout import fill_bucket, present_bits, tensor_piece
+from shardline.client.exchange.device import Copy, HostPath
+from shardline.client.step.layout import copy_each, span_of
 from shardline.client.step.parallel_map import ParallelMap
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding
@@ -23,6 +23,7 @@ from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import Buffer, digest, fingerprint, tensor_bytes, tensor_from_bytes
 from shardline.errors import JobError
 from shardline.host.segments import Segment
+from shardline.rpc.messages.convert import pack_bits
 
 Allocate = Callable[[int, int, int], memoryview | None]
 """(shard, bucket, bytes) -> the lane's own memory for this bucket's gradient in this step, or None.
@@ -255,15 +256,16 @@ class GradientStaging:
         """Whether all of a shard's gradients lie where the shard reads them: nothing is left to do but to say so."""
         return all((shard, bucket) in self._shared for bucket in range(len(self._plan.shards[shard].buckets)))
 
-    def payload(self, key: Key, block: Block, nonfinite: Sequence[str] = ()) -> BucketPayload:
+    def payload(self, block: Block, shard: int, bucket: int, nonfinite: Sequence[str] = ()) -> BucketPayload:
         """One bucket of a block's push, encoded. Raises KeyError where the block has nothing in it."""
+        key = shard, bucket
         spec = self._spec(key)
         partial = self._partials(key)[block]
         if partial.values is None:
             raise KeyError(f"bucket {key} of block {block} is empty")
-        data = self.encoders.encode(*key, block.first, partial.values, partial.present)
+        data = self.encoders.encode(shard, bucket, block.first, partial.values, partial.present)
         return BucketPayload(
-            bucket=key[1],
+            bucket=bucket,
             dtype=spec.dtype,
             elements=spec.elements,
             present=present_bits(partial.present),
@@ -294,6 +296,50 @@ class GradientStaging:
             num_samples=sum(samples.get(replica, 0) for replica in range(block.first, block.end)),
             codec=self.encoders.name,
         )
+
+
+def fill_bucket(
+    plan: Plan,
+    bucket: BucketSpec,
+    target: torch.Tensor,
+    gradients: Mapping[int, torch.Tensor],
+    copy: Copy | None = None,
+) -> tuple[bool, ...]:
+    """Write gradients (by tensor number, any device) into a flat CPU bucket; returns which slices are present.
+
+    copy: how; None = copy_each.
+
+    Slices without a gradient become zero: they travel, but count as absent.
+    """
+    present = tuple(piece.tensor in gradients for piece in bucket.slices)
+    sources, targets = [], []
+    for piece, there in zip(bucket.slices, present, strict=True):
+        view = target[piece.offset : piece.end]
+        if there:
+            source = gradients[piece.tensor].reshape(-1)[span_of(plan, piece)]
+            if source.data_ptr() != view.data_ptr() or source.device != view.device:
+                sources.append(source)
+                targets.append(view)
+        else:
+            view.zero_()
+    (copy or copy_each)(targets, sources)
+    return present
+
+
+def tensor_piece(plan: Plan, bucket: BucketSpec, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    """The piece of one contiguous CPU gradient that is the bucket, flat, in its own memory; None where it is not so."""
+    piece = bucket.slices[0]
+    if len(bucket.slices) != 1 or piece.offset or piece.elements != bucket.elements:
+        return None
+    gradient = gradients.get(piece.tensor)
+    if gradient is None or gradient.device.type != "cpu" or not gradient.is_contiguous():
+        return None
+    return gradient.detach().reshape(-1)[span_of(plan, piece)]
+
+
+def present_bits(present: Sequence[bool]) -> bytes:
+    """Bitmap for the wire; empty = all."""
+    return b"" if all(present) else pack_bits(present)
 
 
 def initial_contribution(coding: Coding, shard: int, values: Sequence[torch.Tensor]) -> Contribution:

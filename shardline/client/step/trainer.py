@@ -4,49 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
 from shardline.cadence import Outgoing
-from shardline.client.exchange.live import LivePayloads, drop_all
+from shardline.client.exchange.live import LivePayloads
 from shardline.client.exchange.outcomes import Restart, ShardTask, StepFigures
-from shardline.client.exchange.running import Running
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.exchange.traffic import Traffic
 from shardline.client.step.course import Course
 from shardline.client.step.expected import Expected
 from shardline.client.step.finite import NonFinite, loss_names
-from shardline.client.step.payloads import PushTools, filled_payloads
+from shardline.client.step.open_step import OpenStep, PushTools
 from shardline.client.step.sending import Sending
 from shardline.client.step.staging import initial_contribution
 from shardline.client.step.weights import Weights
-from shardline.core.exchange import Contribution, Payloads, Sender, Standing, Want, Whole
+from shardline.core.exchange import Payloads, Sender, Want
 from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
+from shardline.core.plan import Plan
 from shardline.core.reduce import Block
-from shardline.core.spec import TensorKind, TensorSpec
-from shardline.errors import ProtocolError, UnreachableError
+from shardline.core.spec import TensorKind
+from shardline.errors import UnreachableError
 from shardline.topology import Route
 
 PATIENCE = 5.0
 """A call waits for gradients as many times longer than the longest computation so far."""
 LONGEST_WAIT_S = 600.0
 """What a server holds a pull at most."""
-
-
-@dataclass(kw_only=True)
-class OpenStep:
-    """The step that is being contributed to."""
-
-    pushes: dict[int, list[Contribution]] = field(default_factory=dict)
-    """By shard, made once: retries send the same."""
-    target: int | None = None
-    """What to pull after them; None = the latest."""
-    running: Running | None = None
-    sent: bool = False
-    """send() was called."""
 
 
 class Trainer:
@@ -76,15 +63,11 @@ class Trainer:
         self.meter = Traffic(weights.sinks)
         self._sender = sender
         self._route = route
-        self._tools = tools
         self._staging = tools.staging
         self.encoders = tools.staging.encoders
         self._sending = sending
         self._nonfinite = NonFinite(view.job.consistency.nan_policy, tools.staging, exchange.observer)
-        self._tensor_of = {spec.name: number for number, spec in enumerate(self.plan.tensors)}
-        self._first = True
-        """The first step after a (re)start: parts of a block may be counted already."""
-        self._open = OpenStep()
+        self.open = OpenStep(course, tools, sending)
         self._start_s = self._computed_s = self._began_s = 0.0
         self._longest_s = 0.0
         """Longest computation of a step so far."""
@@ -94,21 +77,12 @@ class Trainer:
         """See WorkerHalf.step."""
         return self.half.step
 
-    def lane(self, shard: int) -> str:
-        """Name of the lane by which a shard's bytes travel at present."""
-        return self.exchange.lanes[shard].name
-
-    @property
-    def traffic(self) -> tuple[int, int, int, int]:
-        """Bytes so far: pushed raw, pushed wire, pulled raw, pulled wire."""
-        return self.meter.total
-
     def gradient_view(self, name: str) -> torch.Tensor | None:
         """Memory that the shard reads, to compute this tensor's gradient in; None where there is none (left)."""
         # What another replica of this worker has computed there is not sent yet.
         if self._staging.has_gradients:
             return None
-        return self.weights.residence.gradient(self._tensor_of[name])
+        return self.weights.residence.gradient(self.plan.index[name])
 
     # Starting
 
@@ -128,22 +102,20 @@ class Trainer:
         """
         self._sender = replace(self._sender, timeline=timeline)
         self.weights.forget()
-        self._first = True
-        self._close_step()
+        self.open.close()
+        self.open.first = True
         owned = sorted(replicas)
         asked = self.half.asks_for(owned)
-        standings = {shard: self._standing(shard, asked) for shard in sorted(self.exchange.lanes)}
+        standings = {}
+        for shard in sorted(self.exchange.lanes):
+            standing = standings[shard] = self.exchange.progress(self._sender, shard, asked)
+            if standing.outcome is not Outcome.SERVED:
+                raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
         todo = self.half.located(standings, owned)
         self.encoders.locate(self.half.awaited(standings, owned))
         self._pull()
         self.course.restart()
         return todo
-
-    def _standing(self, shard: int, replicas: Sequence[int]) -> Standing:
-        standing = self.exchange.progress(self._sender, shard, replicas)
-        if standing.outcome is not Outcome.SERVED:
-            raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
-        return standing
 
     def _pull(self) -> None:
         """Get the parameters that the worker stands at."""
@@ -153,69 +125,32 @@ class Trainer:
         self.weights.begin_pull(hold=False)
         self.exchange.start(self._sender, tasks, self.weights.arrivals.end).wait()
         self.half.arrived(self.weights.settle(step))
-        self._close_step()
-
-    def _close_step(self) -> None:
-        """The open step's pushes are acknowledged or given up: free what they held. Raises as LivePayloads.drop()."""
-        self._sending.end_step()
-        drop_all(push.payloads for pushes in self._open.pushes.values() for push in pushes)
-        self._open = OpenStep()
-        self._staging.clear()
+        self.open.close()
 
     def give_up(self) -> None:
         """End what is under way; what arrived of it is of no use. arm() the exchange before the next one.
 
         Raises UnreachableError where it doesn't end.
         """
-        if self._open.running is not None:
+        if self.open.running is not None:
             self.weights.arrivals.end()
             self.exchange.give_up()
         self.weights.untouched()
-        self._close_step()
+        self.open.close()
 
     # Where the open step stands
 
     @property
-    def starting(self) -> bool:
-        """Whether the open step is the first one after a (re)start."""
-        return self._first
-
-    @property
-    def pending(self) -> bool:
-        """Whether send() was called for a step that settle() has not ended."""
-        return self._open.sent
-
-    @property
-    def pending_failed(self) -> bool:
-        """Whether what is pending has failed: settle() would raise."""
-        return self._open.sent and self._open.running is not None and self._open.running.failed
-
-    @property
-    def exchanging(self) -> bool:
-        """Whether pushes and pulls are under way."""
-        return self._open.running is not None
-
-    @property
-    def leaves_early(self) -> bool:
-        """Whether gradients of the open step are awaited, or have left, during the backward pass."""
-        return self._sending.early
-
-    @property
-    def uses(self) -> dict[int, None] | None:
-        """See Sending.uses; None but in the first step."""
-        return self._sending.uses if self._first else None
-
-    @property
     def waiting(self) -> bool:
         """Whether wait_for() may have anything to do."""
-        return self._open.sent and self.weights.incomplete
+        return self.open.sent and self.weights.incomplete
 
     # A step
 
     def begin(self, replica: int = 0) -> None:
         """Before each replica's forward pass: the model holds what this replica computes with."""
         self._began_s = time.monotonic()
-        self.weights.enter_pass(pending=self._open.sent, running=self._open.running)
+        self.weights.enter_pass(pending=self.open.sent, running=self.open.running)
         self.course.local.enter(replica, self.course.ticks.tick)
 
     def wait_for(self, tensors: Iterable[int]) -> None:
@@ -223,11 +158,11 @@ class Trainer:
 
         Raises what ended the exchange where it did not bring them; settle() raises it again.
         """
-        self.weights.wait_for(tensors, self._open.running)
+        self.weights.wait_for(tensors, self.open.running)
 
     def settle(self) -> StepFigures | None:
         """Wait until everything that is pending has come; None where nothing was. Raises as finish() does."""
-        return self._complete() if self._open.sent else None
+        return self._complete() if self.open.sent else None
 
     def expect(self, expected: Expected) -> None:
         """Right before the last backward pass of a replica: let its gradients leave as they are computed, if they may.
@@ -237,24 +172,23 @@ class Trainer:
         """
         self.check_stepped()
         self.disarm()
-        self._sending.expect(expected, first=self._first, begin=self.begin_early)
+        self._sending.expect(expected, first=self.open.first, begin=self.begin_early)
 
     def check_stepped(self) -> None:
         """Every backward pass that sent something was followed by its step. Raises JobError after giving it up."""
-        if self._sending.begun and not self._open.sent:
+        if self._sending.begun and not self.open.sent:
             error = self._sending.not_stepped(self.step)
             self.give_up()
             raise error
 
     def disarm(self) -> None:
         """Expect no backward pass any more; what has begun to leave stays as it is."""
-        if not self._open.sent:
+        if not self.open.sent:
             self._sending.disarm()
 
     def begin_early(self, block: Block, payloads: Mapping[int, Payloads]) -> None:
         """The first bucket is ready. Called by a hook, during the backward pass."""
-        self._open.pushes = {shard: [self._push(shard, items, block)] for shard, items in payloads.items()}
-        self._open.target = self.half.target
+        self.open.push_early(block, payloads)
         self._start(hold=True, compute_s=self._longest_s)
 
     def contribute(
@@ -276,7 +210,7 @@ class Trainer:
         """
         self._longest_s = max(self._longest_s, time.monotonic() - self._began_s if self._began_s else 0.0)
         ticks = self.course.ticks
-        buffers = self._changed_buffers(replica) if ticks.last else {}
+        buffers = self.weights.changed_buffers() if ticks.last and self.half.brings_buffers(replica) else {}
         made = self.course.local.take(
             replica,
             ticks.tick,
@@ -294,23 +228,17 @@ class Trainer:
         if offered is not None:
             self._add(replica, offered)
 
-    def _changed_buffers(self, replica: int) -> dict[str, torch.Tensor]:
-        if not self.half.brings_buffers(replica):
-            return {}
-        changed = self.weights.layout.changed_buffers()
-        return {self.plan.tensors[number].name: values for number, values in changed.items()}
-
     def _add(self, replica: int, outgoing: Outgoing) -> None:
         """Take what is to be pushed as this replica's. Raises as contribute()."""
-        values = self._numbered(outgoing.values, TensorKind.PARAM)
-        buffers = self._numbered(outgoing.buffers, TensorKind.BUFFER)
+        values = _numbered(self.plan, outgoing.values, TensorKind.PARAM)
+        buffers = _numbered(self.plan, outgoing.buffers, TensorKind.BUFFER)
         bad = loss_names(outgoing.loss)
         if self._sending.early:
             self._nonfinite.judge(self.step, replica, bad, early=True)
             self._sending.close(values, buffers, outgoing.hyper)
             return
         # Rounding a sum is not summing rounded parts: a lossy codec would make the bits depend on who runs what.
-        presum = self.course.mode.sums_in_tree and not self._first and self.encoders.coding.codec.exact
+        presum = self.course.mode.sums_in_tree and not self.open.first and self.encoders.coding.codec.exact
         self._staging.extras.samples[replica] = outgoing.samples
         if outgoing.hyper and replica == 0:
             self._staging.extras.hyper = outgoing.hyper
@@ -318,23 +246,7 @@ class Trainer:
             bad += self._staging.add(self.half.slot(replica), values, buffers, presum=presum, keep=outgoing.keep)
         self._nonfinite.judge(self.step, replica, bad)
 
-    def _numbered(self, values: Mapping[str, torch.Tensor], kind: TensorKind) -> dict[int, torch.Tensor]:
-        numbers = {self._tensor_of[name]: tensor for name, tensor in values.items()}
-        return {number: tensor for number, tensor in numbers.items() if self.plan.tensors[number].kind is kind}
-
-    def kept_buffers(self) -> dict[str, torch.Tensor]:
-        """Copies of the buffers that were added to the open step, by name."""
-        found = self._staging.buffers()
-        return {spec.name: found[number].view(spec.shape) for number, spec in self._specs(found)}
-
-    def _specs(self, numbers: Iterable[int]) -> Iterable[tuple[int, TensorSpec]]:
-        return ((number, self.plan.tensors[number]) for number in numbers)
-
     # Handing over
-
-    def end_tick(self) -> None:
-        """The open tick ends, and the cadence sends nothing yet."""
-        self.course.ticks.advance()
 
     def finish(self) -> StepFigures:
         """Send what was contributed, get the next parameters. Raises Restart, Stopped or Interrupted."""
@@ -344,45 +256,19 @@ class Trainer:
     def send(self) -> None:
         """finish() without waiting: wait_for() and settle() say when the parameters of the next `step` have come."""
         self._send()
-        self._open.sent = True
+        self.open.sent = True
         self.half.advance()
 
     def _send(self) -> None:
         self._computed_s = time.monotonic()
-        if not self._open.pushes:
-            self._make_pushes()
+        if not self.open.pushes:
+            for replica, outgoing in self._route.collect(self.step).items():
+                self._add(replica, outgoing)
+            self.open.make_pushes()
         self.weights.restore()
-        if self._open.running is None:
+        if self.open.running is None:
             self._start(hold=False)
         self.weights.release()
-
-    def _make_pushes(self) -> None:
-        """The pushes of gradients that were all computed before any left."""
-        for replica, outgoing in self._route.collect(self.step).items():
-            self._add(replica, outgoing)
-        blocks = self._staging.blocks()
-        mode = self.course.mode
-        skip = bool(self._staging.extras.nonfinite) and mode.clips_at_worker
-        if mode.whole_pushes and len(blocks) > 1:
-            raise ProtocolError("asynchronous mode takes one contribution per step")
-        for shard in range(len(self.plan.shards)):
-            ranks = self._sending.ranks(shard)
-            self._open.pushes[shard] = [
-                self._push(
-                    shard,
-                    Whole() if skip else filled_payloads(self._tools, shard, block, ranks),
-                    block,
-                    skip=skip,
-                )
-                for block in blocks
-            ]
-        self._open.target = self.half.target
-
-    def _push(self, shard: int, payloads: Payloads, block: Block, *, skip: bool = False) -> Contribution:
-        stamp = self.half.stamp(shard)
-        self.encoders.begin(shard, stamp.number)
-        push = self._staging.contribution(block, payloads)
-        return replace(push, step=stamp.step, seq=stamp.seq, base_min=stamp.base, base_max=stamp.base, skip=skip)
 
     def _start(self, *, hold: bool, compute_s: float = 0.0) -> None:
         """Begin the exchange of the open step with all shards. compute_s: how long gradients may take to come."""
@@ -391,12 +277,12 @@ class Trainer:
         wait_s = min(LONGEST_WAIT_S, timeouts.server_wait_s + compute_s)
         by_step = self.course.mode.pulls_by_step
         tasks = {}
-        for shard, pushes in self._open.pushes.items():
+        for shard, pushes in self.open.pushes.items():
             for push in pushes:
                 if isinstance(push.payloads, LivePayloads):
                     push.payloads.be_patient(patience_s or timeouts.rpc_s)
             want = Want(
-                step=self._open.target,
+                step=self.open.target,
                 have_step=self.weights.have if by_step else self.weights.sinks[shard].base_step,
                 buckets=self._sending.pull_order(shard, hold=hold),
                 wait_s=wait_s,
@@ -404,29 +290,29 @@ class Trainer:
             tasks[shard] = ShardTask(shard=shard, contributions=pushes, want=want, patience_s=patience_s)
         self._start_s = time.monotonic()
         self.weights.begin_pull(hold=hold)
-        self._open.running = self.exchange.start(self._sender, tasks, self.weights.arrivals.end)
+        self.open.running = self.exchange.start(self._sender, tasks, self.weights.arrivals.end)
 
     def _complete(self) -> StepFigures:
         """Wait for the running exchange, close the step. One that has failed before is made again, with the same."""
-        if self._open.running is None:
+        if self.open.running is None:
             self._start(hold=False)
-        running = self._open.running
+        running = self.open.running
         assert running is not None
         try:
             outcomes = running.wait()
             seconds = running.ended_s - self._start_s
             self.weights.await_all(running)
         finally:
-            self._open.running = None
-        for shard, pushes in self._open.pushes.items():
+            self.open.running = None
+        for shard, pushes in self.open.pushes.items():
             self.meter.pushed(shard, pushes, on_wire=not self.exchange.lanes[shard].by_reference)
         self._sending.learn()
-        following = self.step if self._open.sent else self.step + 1
-        dropped = any(push.skip for pushes in self._open.pushes.values() for push in pushes)
-        base = self.weights.settle(self._open.target)
+        following = self.step if self.open.sent else self.step + 1
+        dropped = any(push.skip for pushes in self.open.pushes.values() for push in pushes)
+        base = self.weights.settle(self.open.target)
         skipped = self.half.closed(following, outcomes, base, dropped=dropped)
-        self._close_step()
-        self._first = False
+        self.open.close()
+        self.open.first = False
         self.encoders.settle(skipped=skipped)
         self.course.next_step()
         return StepFigures(seconds=seconds, computed_s=self._computed_s, outcomes=outcomes, skipped=skipped)
@@ -438,6 +324,11 @@ class Trainer:
         self.exchange.close()
         self.weights.residence.release()
         with contextlib.suppress(UnreachableError):
-            self._close_step()
+            self.open.close()
         self._staging.close()
         self._route.close()
+
+
+def _numbered(plan: Plan, values: Mapping[str, torch.Tensor], kind: TensorKind) -> dict[int, torch.Tensor]:
+    numbers = {plan.index[name]: tensor for name, tensor in values.items()}
+    return {number: tensor for number, tensor in numbers.items() if plan.tensors[number].kind is kind}

@@ -101,6 +101,10 @@ class Weights:
 
     # Buffers
 
+    def changed_buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers that forward passes have changed since theta_t was here, by name."""
+        return {self._plan.tensors[number].name: values for number, values in self.layout.changed_buffers().items()}
+
     def enter_pass(self, *, pending: bool, running: Running | None) -> None:
         """Before each replica's forward pass: buffers are those of theta_t, whatever replica ran before.
 

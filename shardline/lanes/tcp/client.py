@@ -14,8 +14,8 @@ import threading
 from collections.abc import Sequence
 
 from shardline.cluster import parse_address
-from shardline.config import Timeouts
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Sender, Sink, Want
+from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import LaneUnavailable
 from shardline.lanes.calls import NotAdmittedError, ShardCalls

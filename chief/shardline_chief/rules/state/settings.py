@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from shardline import consistency
-from shardline.config import Timeouts
 from shardline.core.spec import JobSpec
+from shardline.core.timeouts import Timeouts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,140 @@
+"""The open step of a worker: its pushes, made of the gradients that were contributed, and how far they have come."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardline.client.exchange.device import HostPath
+from shardline.client.exchange.live import LivePayloads, drop_all
+from shardline.client.exchange.priority import SendQueue, default_credit
+from shardline.client.exchange.running import Running
+from shardline.client.step.course import Course
+from shardline.client.step.sending import Sending
+from shardline.client.step.staging import GradientStaging
+from shardline.core.exchange import Contribution, Payloads, Whole
+from shardline.core.plan import Plan
+from shardline.core.reduce import Block
+from shardline.errors import ProtocolError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushTools:
+    """What every push of a worker is made with."""
+
+    plan: Plan
+    staging: GradientStaging
+    interrupted: Callable[[], Exception | None]
+    """See LivePayloads."""
+    credit_bytes: int = 0
+    """See SendQueue; 0 = derived from the buckets."""
+    gpu: HostPath | None = None
+    """Where the gradients are on a GPU."""
+
+
+def filled_payloads(tools: PushTools, shard: int, block: Block, ranks: Sequence[int]) -> LivePayloads:
+    """A block's push to one shard, all of whose buckets are in staging; each is encoded when it is sent.
+
+    ranks: see SendQueue.
+    """
+    spec, staging = tools.plan.shards[shard], tools.staging
+    # Nothing more can overtake, so a few large batches do: the shard begins with the first while others are encoded.
+    # Where all bytes are in their place one is enough. Of many workers' pushes the shard then takes one after another,
+    # where with small batches its threads met at the same buckets again and again.
+    in_place = staging.in_place(shard)
+    window = tools.credit_bytes or (spec.nbytes if in_place else max(default_credit(spec), spec.nbytes // 4))
+    payloads = LivePayloads(
+        SendQueue(ranks, [bucket.nbytes for bucket in spec.buckets], window),
+        functools.partial(staging.payload, block, shard),
+        nbytes=spec.nbytes,
+        in_place=in_place,
+        interrupted=tools.interrupted,
+    )
+    empty = [bucket for bucket in range(len(spec.buckets)) if staging.is_empty((shard, bucket), block)]
+    for bucket in range(len(spec.buckets)):
+        if bucket not in empty:
+            payloads.offer(bucket)
+    payloads.close(empty)
+    return payloads
+
+
+class OpenStep:
+    """The step that is being contributed to. Used by the computing thread."""
+
+    def __init__(self, course: Course, tools: PushTools, sending: Sending) -> None:
+        self._course = course
+        self._tools = tools
+        self._staging = tools.staging
+        self._sending = sending
+        self.first = True
+        """The first step after a (re)start: parts of a block may be counted already."""
+        self.pushes: dict[int, list[Contribution]] = {}
+        """By shard, made once: retries send the same."""
+        self.target: int | None = None
+        """What to pull after them; None = the latest."""
+        self.running: Running | None = None
+        """Pushes and pulls that are under way."""
+        self.sent = False
+        """send() was called, and settle() has not ended the step."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether what is sent has failed: settle() would raise."""
+        return self.sent and self.running is not None and self.running.failed
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether gradients are awaited, or have left, during the backward pass."""
+        return self._sending.early
+
+    @property
+    def uses(self) -> dict[int, None] | None:
+        """See Sending.uses; None but in the first step."""
+        return self._sending.uses if self.first else None
+
+    def kept_buffers(self) -> dict[str, torch.Tensor]:
+        """Copies of the buffers that were contributed, by name."""
+        tensors = self._tools.plan.tensors
+        found = self._staging.buffers().items()
+        return {tensors[number].name: values.view(tensors[number].shape) for number, values in found}
+
+    def make_pushes(self) -> None:
+        """The pushes of gradients that were all computed before any left."""
+        blocks = self._staging.blocks()
+        mode = self._course.mode
+        skip = bool(self._staging.extras.nonfinite) and mode.clips_at_worker
+        if mode.whole_pushes and len(blocks) > 1:
+            raise ProtocolError("asynchronous mode takes one contribution per step")
+        for shard in range(len(self._tools.plan.shards)):
+            ranks = self._sending.ranks(shard)
+            self.pushes[shard] = [
+                self._push(
+                    shard,
+                    Whole() if skip else filled_payloads(self._tools, shard, block, ranks),
+                    block,
+                    skip=skip,
+                )
+                for block in blocks
+            ]
+        self.target = self._course.half.target
+
+    def push_early(self, block: Block, payloads: Mapping[int, Payloads]) -> None:
+        """The pushes of gradients that leave as they are computed."""
+        self.pushes = {shard: [self._push(shard, items, block)] for shard, items in payloads.items()}
+        self.target = self._course.half.target
+
+    def _push(self, shard: int, payloads: Payloads, block: Block, *, skip: bool = False) -> Contribution:
+        stamp = self._course.half.stamp(shard)
+        self._staging.encoders.begin(shard, stamp.number)
+        push = self._staging.contribution(block, payloads)
+        return replace(push, step=stamp.step, seq=stamp.seq, base_min=stamp.base, base_max=stamp.base, skip=skip)
+
+    def close(self) -> None:
+        """The pushes are acknowledged or given up: free what they held. Raises as LivePayloads.drop()."""
+        self._sending.end_step()
+        drop_all(push.payloads for pushes in self.pushes.values() for push in pushes)
+        self.pushes, self.target, self.running, self.sent = {}, None, None, False
+        self._staging.clear()

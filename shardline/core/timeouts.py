@@ -1,0 +1,52 @@
+"""How long everything may take: one number of the user's, and what derives from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardline.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """All durations, in seconds: how long joining may take at the start, and what derives from --timeout T."""
+
+    total_s: float = 60.0
+    join_s: float = 600.0
+    """How long a task tries to join its cluster, and a chief that starts waits for its tasks; apart from T, since tasks
+    are started by hand, one after another, and a busy machine needs minutes to import torch."""
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--timeout", self.total_s), ("--join-timeout", self.join_s)):
+            if not 1.0 <= value <= 86_400.0:
+                raise UsageError(f"{flag} is {value}; it must be between 1 and 86400 seconds")
+
+    @property
+    def rpc_s(self) -> float:
+        """Deadline of one control call."""
+        return self.total_s / 3
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Interval between heartbeats."""
+        return self.total_s / 60
+
+    @property
+    def suspect_s(self) -> float:
+        """Silence after which a task is suspected."""
+        return self.total_s / 10
+
+    @property
+    def dead_s(self) -> float:
+        """Silence after which a task is dead."""
+        return self.total_s / 3
+
+    @property
+    def lost_s(self) -> float:
+        """How long the cluster waits for a lost task, a task for a lost chief, and the end for the last score."""
+        return self.total_s
+
+    @property
+    def server_wait_s(self) -> float:
+        """How long a server holds a pull before it answers WAITING."""
+        return self.total_s / 12

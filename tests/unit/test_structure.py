@@ -1,0 +1,154 @@
+"""The shape of the code: no circles, small folders, short functions and classes. Signs of an order, not its aim."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.unit.test_import_contract import ROOT, imports_of, package_of, sources
+
+MODULES = 15
+ARGUMENTS = 8
+FUNCTION_LINES = 60
+CLASS_LINES = 300
+METHODS = 25
+MEDIAN_LINES = 7
+
+CROWDED = {
+    "shardline/core": (21, "values of the domain, each small and without a helper; all others import them"),
+}
+"""Folders of more modules than MODULES, with how many, and why."""
+ALLOWED: dict[str, tuple[int, int, str]] = {
+    "shardline/checkpoint/reader.py:Checkpoint": (
+        327,
+        28,
+        "public: what a person asks of a checkpoint, one short method each",
+    ),
+    "shardline/cli/launcher.py:LocalCluster": (
+        327,
+        29,
+        "processes of one cluster: starting, watching and ending share all",
+    ),
+    "shardline/client/api/session.py:Session": (373, 38, "public: all that a training script may call"),
+    "shardline/client/api/step_finder.py:StepFinder": (
+        332,
+        24,
+        "one loop over the orders; each turn looks at the whole state",
+    ),
+    "shardline/rpc/link.py:ChiefLink": (459, 34, "the tie to the chief: one method per call of its service"),
+    "shardline/server/push_receiver.py:PushReceiver": (
+        468,
+        28,
+        "the grammar of one stream, by chunks and by references",
+    ),
+    "services/shardline_ps/servicer.py:ParameterServer": (360, 25, "one method per call of the service"),
+    "services/shardline_ps/store.py:ParameterStore": (
+        424,
+        34,
+        "a server's shards, and Backend for push and pull over them",
+    ),
+}
+"""Classes beyond CLASS_LINES or METHODS: file:class, lines and methods at most, and why. Numbers only fall."""
+MANY_ARGUMENTS: dict[str, tuple[int, str]] = {
+    "shardline/rpc/link.py:ChiefLink": (13, "what a task says of itself when it joins, each a field of the message"),
+}
+"""Constructors beyond ARGUMENTS, with how many, and why."""
+LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
+"""Functions beyond FUNCTION_LINES, with how many lines, and why."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for path in sources():
+        yield name_of(path), ast.parse(path.read_text())
+
+
+def lines(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    for file, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                yield f"{file}:{node.name}", node
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef, list[Function]]]:
+    for file, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                yield f"{file}:{node.name}", node, [part for part in node.body if isinstance(part, Function)]
+
+
+def arguments(function: Function) -> int:
+    """All that a call may give; neither self nor *args."""
+    found = function.args
+    return len(found.posonlyargs) + len(found.args) + len(found.kwonlyargs) - 1
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports within functions count, those for type checkers don't."""
+    needs: dict[str, set[str]] = {}
+    for path in sources():
+        own = ".".join(filter(None, (package_of(path), path.stem if path.stem != "__init__" else "")))
+        found = imports_of(path.read_text(), name_of(path), package_of(path))
+        needs[own] = {item.module for item in found if not item.typing}
+    for name, modules in needs.items():
+        # `from package import module` needs the module; what a package itself imports counts where names come from it.
+        named = modules & needs.keys() - {name}
+        packages = {module for module in named if any(other.startswith(module + ".") for other in named)}
+        needs[name] = named - packages
+    while free := [name for name, modules in needs.items() if not modules & needs.keys()]:
+        for name in free:
+            del needs[name]
+    assert not needs, f"these import each other: {sorted(needs)}"
+
+
+def test_folders_are_small() -> None:
+    beside = Counter(str(path.parent.relative_to(ROOT)) for path in sources() if path.stem != "__init__")
+    crowded = {folder: count for folder, count in beside.items() if count > MODULES}
+    assert crowded == {folder: count for folder, (count, _) in CROWDED.items()}
+
+
+def test_constructors_take_few_arguments() -> None:
+    many = {}
+    for name, _, methods in classes():
+        for method in methods:
+            if method.name == "__init__" and arguments(method) > ARGUMENTS:
+                many[name] = arguments(method)
+    assert many == {name: count for name, (count, _) in MANY_ARGUMENTS.items()}
+
+
+def test_functions_are_short() -> None:
+    long = {name: lines(node) for name, node in functions() if lines(node) > FUNCTION_LINES}
+    assert long == {name: count for name, (count, _) in LONG_FUNCTIONS.items()}
+
+
+def test_half_of_the_functions_are_very_short() -> None:
+    assert statistics.median(lines(node) for _, node in functions()) <= MEDIAN_LINES
+
+
+def test_classes_are_small() -> None:
+    large = {
+        name: (lines(node), len(methods))
+        for name, node, methods in classes()
+        if lines(node) > CLASS_LINES or len(methods) > METHODS
+    }
+    known = {name: (most_lines, most) for name, (most_lines, most, _) in ALLOWED.items()}
+    assert large.keys() == known.keys(), "a class is new here, or fits now: take it out of the list"
+    grown = {name: size for name, size in large.items() if size[0] > known[name][0] or size[1] > known[name][1]}
+    assert not grown, f"larger than the list says: {grown}"
+
+
+def test_what_is_allowed_says_why() -> None:
+    reasons = [entry[-1] for table in (CROWDED, ALLOWED, MANY_ARGUMENTS, LONG_FUNCTIONS) for entry in table.values()]
+    assert all(len(str(reason)) > 20 for reason in reasons)
