@@ -20,7 +20,7 @@ from shardline.cli.options import JOB_ARGS, plugin
 from shardline.cli.roles import COMMANDS
 from shardline.cli.top import top
 from shardline.cli.train import train
-from shardline.printable import printable_lines
+from shardline.host.printable import printable_lines
 
 
 def exit_codes() -> str:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shardline.cli.terminal import PlainConsole
 from shardline.core.status import ChiefStatus
-from shardline.printable import printable
+from shardline.host.printable import printable
 
 LINE_EVERY_S = 3.0
 MIN_BAR, MAX_BAR = 8, 24

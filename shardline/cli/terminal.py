@@ -8,7 +8,7 @@ from rich.console import Console, JustifyMethod, OverflowMethod
 from rich.style import Style
 from rich.text import Text
 
-from shardline.printable import printable
+from shardline.host.printable import printable
 
 
 class PlainConsole(Console):

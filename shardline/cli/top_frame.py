@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardline.host.printable import printable
 from shardline.observability.view import ClusterView, EventView, ShardView, TaskView
-from shardline.printable import printable
 
 POINTS = 240
 """Of a curve; older ones are forgotten."""

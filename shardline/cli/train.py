@@ -29,8 +29,8 @@ from shardline.cli.news import News
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
 from shardline.host import files
+from shardline.host.printable import printable
 from shardline.host.run_lock import ever_begun
-from shardline.printable import printable
 from shardline.security import Security
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TextIO
 
 from shardline.errors import UsageError
+from shardline.host.printable import printable, printable_lines
 from shardline.observability.lossy import lossy_text
-from shardline.printable import printable, printable_lines
 
 LOGGERS = ("shardline", "shardline_ps", "shardline_worker", "shardline_chief", "shardline_evaluator")
 """Package loggers that setup() configures; the roles' packages are named, not imported."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from shardline.errors import InternalError, ProtocolError, ShardlineError, UnreachableError, UsageError
-from shardline.printable import printable
+from shardline.host.printable import printable
 
 log = logging.getLogger("shardline.rpc")
 F = TypeVar("F", bound=Callable[..., Any])

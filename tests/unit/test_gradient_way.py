@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.cluster import Cluster
-from tests.support.jobs import make_job
 from torch import nn
 
 from shardline.job import Job
+from tests.support.cluster import Cluster
+from tests.support.jobs import make_job
 
 ROOT = Path(__file__).parents[2]
 MOST = {"there": 12, "back": 10}

@@ -93,11 +93,11 @@ OUTER = (
 )
 LAYERS = (
     ("errors", "rpc.v1"),
-    ("core", "host", "printable", "data"),
+    ("core", "host", "data"),
     ("plugins", "schedule", "cluster", "security", "storage", "wire"),
     ("seams",),
     ("cadence", "codecs", "consistency", "update", "methods"),
-    ("topology", "checkpoint", "model"),
+    ("topology", "checkpoint", "model", "fit"),
     ("job", "rpc"),
     ("lanes", "testing", "certs"),
     ("server", "config"),

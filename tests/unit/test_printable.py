@@ -19,9 +19,9 @@ from shardline.cli.top_frame import Curves, frame
 from shardline.cli.train import report
 from shardline.core.status import ChiefStatus, EventStatus, TaskStatus
 from shardline.errors import ProtocolError
+from shardline.host.printable import printable, printable_lines
 from shardline.observability.log import HumanFormatter
 from shardline.observability.view import cluster_view
-from shardline.printable import printable, printable_lines
 from shardline.rpc.errors import from_status
 
 EVIL = "[bold red]a[/]\x1b]0;title\x07b\x1b[2J\x9b31mc\rd\u202ee\x00[/nothing]<script>\ud800"
