@@ -338,7 +338,7 @@ def test_what_is_refused_changes_nothing(case: Case) -> None:
         for gradient in (like[:-1], like.double()):
             with pytest.raises(ProtocolError, match="gradient of a bucket"):
                 bucket.rule.apply(bucket.values, gradient, clock=3)
-        with pytest.raises(ProtocolError, match="'no_such_number' is no number"):
+        with pytest.raises(ProtocolError, match="'no_such_number' is not a setting"):
             bucket.rule.check_hyper({"no_such_number": 0.5})
         assert torch.equal(bucket.values, values)
     assert_same_states(servers.states, states)

@@ -108,5 +108,5 @@ def test_down_leaves_nothing_but_the_volumes_and_up_goes_on_from_them(done: Stac
     kept = ("checkpoints", "logs", "prometheus", "state")
     assert sorted(done.left("volume")) == [f"{done.project}_{name}" for name in kept]
     done.up("chief", "ps")
-    done.wait_line("chief", "done before: /out/checkpoints/step-00000500 holds all 500 steps")
+    done.wait_line("chief", "nothing to do: /out/checkpoints/step-00000500 already holds all 500 steps")
     assert set(done.exit_codes("chief", "ps").values()) == {0}

@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused_and_the_others_go_on(start: Callable[..., 
             assert time.monotonic() < deadline_s
             threading.Event().wait(0.01)
         wrong = services.connect(1)
-        with pytest.raises(MismatchError, match=r"worker/1 has another job.* \(5,\) here, \(3,\) in the job"):
+        with pytest.raises(MismatchError, match=r"worker/1 has a different job.* \(5,\) here, \(3,\) in the job"):
             train(1, wrong, width=5)
         wrong.shutdown()
         return train(1, services.connect(1))

@@ -324,7 +324,7 @@ def test_resume_of_a_finished_job_is_not_waited_with_for_longer_than_the_time_to
     cluster.tick(2)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 0
-    assert cluster.finish.reason.startswith("done before: /out/checkpoints/step-00000040 holds all 40 steps")
+    assert cluster.finish.reason.startswith("nothing to do: /out/checkpoints/step-00000040 already holds all 40 steps")
 
 
 def test_resume_from_a_foreign_checkpoint_ends_with_its_sentence() -> None:

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from shardline.checkpoint import Cut
-from shardline.client.step import trainer
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
@@ -31,7 +30,7 @@ from shardline.host.process import Termination
 from shardline.rpc.v1 import chief_pb2
 from shardline.security import Security
 from shardline_chief import service
-from shardline_chief.io import control
+from shardline_chief.io import control, training_process
 from shardline_chief.io.journal import Journal
 from shardline_chief.rules.replay import Remembered, replay
 from tests.support.chief_process import TIMEOUTS, Chief, make_job
@@ -288,9 +287,9 @@ def test_settings_of_the_trainer_process_survive_the_way_there(tmp_path: Path) -
         overlap=False,
         run_dir=tmp_path,
     )
-    text = trainer.to_json(config)
+    text = training_process.to_json(config)
     assert "not-to-be-passed-on" not in text
-    back = trainer.from_json(text)
+    back = training_process.from_json(text)
     assert back.security.check("not-to-be-passed-on")
     assert (back.security, back.lane, back.overlap, back.run_dir) == (config.security, "tcp", False, tmp_path)
     assert (back.job, back.out, back.timeouts, back.overrides) == (

@@ -140,7 +140,7 @@ def test_chief_without_a_port_is_refused_unless_a_launcher_waits_for_it(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["worker", "--device", "tpu"], "'tpu' is no device"),
+        (["worker", "--device", "tpu"], "'tpu' is not a device"),
         (["worker", "--gpu-memory-fraction", "1.5"], "1.5 is not a fraction"),
         (["worker", "--set", "batch_size"], "is not FIELD=VALUE"),
         (["worker", "--steps", "0"], "0 is not in the range"),

@@ -86,7 +86,7 @@ def test_bad_address_is_refused_with_its_text_and_place(text: object, says: str)
 
 @pytest.mark.parametrize("text", ["ps", "ps/", "ps/x", "ps/-1", "/0", "server/0", "ps/0/1", "ps/²", "ps/" + "1" * 5000])
 def test_bad_task_name_is_refused(text: str) -> None:
-    with pytest.raises(ClusterSpecError, match="is no task"):
+    with pytest.raises(ClusterSpecError, match="is not a task"):
         parse_task(text)
 
 

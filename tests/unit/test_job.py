@@ -263,7 +263,7 @@ def test_score_evaluates_without_gradients_and_leaves_modes_alone() -> None:
     assert make_job().score(model) == {}
     for bad, sentence in [
         (lambda m: 3, "returned 3; it must return a dict"),
-        (lambda m: {"a": "b"}, "no number"),
+        (lambda m: {"a": "b"}, "not a number"),
         (lambda m: 1 / 0, r"evaluate\(model\) raised ZeroDivisionError"),
     ]:
         with pytest.raises(JobError, match=sentence):

@@ -200,7 +200,7 @@ def test_calls_made_on_a_loop_work_over_mutual_tls_with_the_token(mutual: RpcSer
 def test_stranger_to_a_tls_server_is_refused_and_told_why(
     mutual: RpcServer, files: Files, make: Callable[[Files], Security], says: str
 ) -> None:
-    with pytest.raises(UnreachableError, match=rf"ps/0 at {mutual.address} can't be asked \(Echo\): {says}"):
+    with pytest.raises(UnreachableError, match=rf"ps/0 at {mutual.address} can't be called \(Echo\): {says}"):
         ask(mutual.address, make(files))
 
 
@@ -242,7 +242,7 @@ def test_task_that_may_not_join_for_its_certificate_says_so(mutual: RpcServer, f
         mutual.address, Timeouts(total_s=1.0, join_s=1.0), role="worker", index=0, security=files.mutual(files.stranger)
     )
     try:
-        with pytest.raises(UnreachableError, match=r"can't be asked \(Join\): it refused this side's certificate"):
+        with pytest.raises(UnreachableError, match=r"can't be called \(Join\): it refused this side's certificate"):
             link.join()
     finally:
         link.close()

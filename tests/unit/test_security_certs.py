@@ -113,7 +113,7 @@ def test_ca_that_is_there_signs_more_and_nothing_is_written_over(
     first = make_certificates(tmp_path, {"one": "one"}, days=1)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert main(["certs", str(tmp_path), "--host", "two", "--host", "one"]) == UsageError.exit_code
-    assert f"{tmp_path}/one.pem is there already; nothing was made" in capsys.readouterr().err
+    assert f"{tmp_path}/one.pem is there already; nothing was written" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
     second = make_certificates(tmp_path, {"two": "two"}, days=400)
