@@ -135,7 +135,10 @@ CONFIGURATIONS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         },
         "argument of a rule has no value this version knows",
     ),
-    "unknown consistency": (lambda: {"consistency": plan_pb2.ConsistencySpec(mode="vibes")}, "consistency is 'vibes'"),
+    "unknown consistency": (
+        lambda: {"consistency": plan_pb2.ConsistencySpec(mode="vibes")},
+        "consistency 'vibes' does not exist",
+    ),
     "negative clipping": (lambda: {"consistency": plan_pb2.ConsistencySpec(clip_norm=-1.0)}, "clip_norm is -1.0"),
     "clipping that is no number": (
         lambda: {"consistency": plan_pb2.ConsistencySpec(clip_norm=NAN)},

@@ -60,7 +60,9 @@ def test_another_life_of_the_worker_opens_sockets_of_its_own(bench: TcpBench) ->
 
 def test_a_worker_of_another_plan_is_told_so_and_not_that_there_is_no_such_lane(bench: TcpBench) -> None:
     other = dataclasses.replace(SENDER, plan_id="feed")
-    with pytest.raises(LaneUnavailable, match=r"shard 0 takes nothing of worker/0: the plan is .* by feed") as caught:
+    with pytest.raises(
+        LaneUnavailable, match=r"shard 0 takes nothing of worker/0: the plan is .* follows plan feed"
+    ) as caught:
         bench.exchange(want=Want(step=0), sender=other)
     assert "opens no tcp lane" not in str(caught.value)
 

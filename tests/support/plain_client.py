@@ -87,8 +87,11 @@ class PlainClient:
             "rule": plan_pb2.RuleSpec(name="SGD", groups=[plan_pb2.ParamGroup(arguments={"lr": number})]),
             "consistency": plan_pb2.ConsistencySpec(mode="sync"),
         }
-        if "replicas" in changes:
-            changes["settings"] = {"replicas": plan_pb2.Argument(integer=changes.pop("replicas"))}
+        if {"replicas", "codec"} & changes.keys():
+            kinds = {"replicas": "integer", "codec": "text"}
+            changes["settings"] = {
+                name: plan_pb2.Argument(**{kind: changes.pop(name)}) for name, kind in kinds.items() if name in changes
+            }
         return parameter_server_pb2.ConfigureRequest(**{**settings, **changes})
 
     def start(self, **changes: Any) -> None:

@@ -147,7 +147,7 @@ def test_a_frame_cut_anywhere_never_reads_as_more_than_it_holds(frame: PushFrame
         (b"\x0b", "wire type 3"),
         (b"\x0a\x02\x1a\x7f", "claims"),
         (b"\xff" * 11, "endless"),
-        (b"\x08\x01", "no message"),
+        (b"\x08\x01", "is not a message"),
         (b"\x0a\x00\x0a\x00", "two of push"),
         (b"\x02\x00", "field number 0"),
         (b"\x0d\x01", "cut short"),
