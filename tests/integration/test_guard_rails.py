@@ -54,7 +54,7 @@ def gradient(value: float) -> Gradient:
 def test_a_hyper_parameter_the_rule_lacks_is_refused_before_anything_counts() -> None:
     shard = half_precision_shard([])
     shard.contribute(0, 0, Block(1, 1), gradient(1.0))
-    with pytest.raises(ProtocolError, match="'speed' is no number of SGD"):
+    with pytest.raises(ProtocolError, match="'speed' is not a setting of SGD"):
         shard.contribute(0, 0, Block(0, 1), gradient(1.0), hyper={0: {"speed": 2.0}})
     assert shard.mode.waiting_for() == [0]
     assert shard.contribute(0, 0, Block(0, 1), gradient(1.0), hyper={0: {"lr": 0.5}}).outcome is Outcome.COUNTED

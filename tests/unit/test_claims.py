@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardline.client.step.payloads import PushTools, filled_payloads
-from shardline.client.step.staging import Allocate, no_memory
+from shardline.client.step.staging import Allocate, GradientStaging, no_memory
 from shardline.codecs import coding_of
 from shardline.codecs.push import PushEncoders
 from shardline.consistency.server import Push
@@ -30,7 +30,6 @@ from shardline.server.buffers import Buffers
 from shardline.server.conversation import is_soon_whole
 from shardline.server.inline_apply import QUICK_BYTES
 from shardline.server.slots import Slot, opened
-from shardline.server.staging import Staging
 from shardline.wire.protobuf import PushFrameView
 from shardline_ps.shard.shard import Shard
 from tests.support.builders import make_shard
@@ -93,7 +92,7 @@ def test_a_repetition_with_other_bits_is_told_by_what_its_sender_says_of_them() 
     shard = flat_shard(replicas=2)
     shard.contribute(0, 0, Block(0, 1), Gradient(torch.ones(ELEMENTS), (True,), fingerprint=5))
     again = shard.contribute(0, 0, Block(0, 1), Gradient(torch.zeros(ELEMENTS), (True,), fingerprint=6))
-    assert again.outcome is Outcome.DUPLICATE and "other bits" in again.reason
+    assert again.outcome is Outcome.DUPLICATE and "different bits" in again.reason
     assert shard.tally.duplicate_mismatches == 1
 
 
@@ -131,9 +130,9 @@ def test_a_bound_holds_for_the_bytes_that_were_sent_and_not_for_what_a_codec_mak
 
 def staged(
     gradients: Sequence[torch.Tensor], *, replicas: int, presum: bool = False, allocate: Allocate = no_memory
-) -> tuple[Plan, Staging]:
+) -> tuple[Plan, GradientStaging]:
     plan = make_plan((TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),), 1)
-    staging = Staging(plan, replicas, PushEncoders(coding_of("raw", plan).push), allocate)
+    staging = GradientStaging(plan, replicas, PushEncoders(coding_of("raw", plan).push), allocate)
     for replica, gradient in enumerate(gradients):
         staging.add(replica, {0: gradient}, {}, presum=presum)
     return plan, staging
@@ -183,7 +182,7 @@ def test_gradients_that_are_in_their_place_go_in_one_batch(in_place: bool) -> No
     assert len(sizes) > 4
     memory = [memoryview(bytearray(size)) for size in sizes]
     allocate: Allocate = (lambda shard, bucket, nbytes: memory[bucket]) if in_place else no_memory
-    staging = Staging(plan, 1, PushEncoders(coding_of("raw", plan).push), allocate)
+    staging = GradientStaging(plan, 1, PushEncoders(coding_of("raw", plan).push), allocate)
     staging.add(0, {0: torch.ones(rows * 1024)}, {}, presum=False)
     tools = PushTools(plan=plan, staging=staging, interrupted=lambda: None)
     payloads = filled_payloads(tools, 0, Block(0, 1), range(len(sizes)))

@@ -123,8 +123,8 @@ def one_bucket(name: str = "AdamW", **arguments: Any) -> tuple[BucketRule, Plan]
 @pytest.mark.parametrize(
     ("hyper", "words"),
     [
-        ({"momentum": 0.9}, "'momentum' is no number of AdamW that can change; those are lr, betas.0"),
-        ({"amsgrad": 1.0}, "'amsgrad' is no number"),
+        ({"momentum": 0.9}, "'momentum' is not a setting of AdamW that can change; those are lr, betas.0"),
+        ({"amsgrad": 1.0}, "'amsgrad' is not a setting"),
         ({"lr": math.inf}, "lr of AdamW is inf"),
     ],
 )
