@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from shardline.model import named_values
 from shardline.seams import doc_line
 from shardline.testing import reference
 from tests.conformance.toys import toy_cadence, toy_local_steps
-from tests.e2e.support import expected_sha256, summary_of, train, write_job
 from tests.support.cluster import Cluster, ClusterState, assert_same_end
 from tests.support.jobs import Rich, make_job, mlp
 from tests.support.services import Services, backward, make_model
@@ -313,16 +311,3 @@ def test_what_a_cadence_can_not_do_is_refused() -> None:
     with pytest.raises(JobError, match="choose from every-step"):
         make_job(cadence="now-and-then")
     assert toy_local_steps.Local.name in CADENCES
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(400)
-def test_a_cadence_from_outside_of_the_package_trains_with_real_processes(tmp_path: Path) -> None:
-    ends = []
-    for workers in (1, 2):
-        job, out = write_job(tmp_path / "job.py", replicas=2, steps=4), tmp_path / f"out{workers}"
-        flags = ("--plugin", toy_cadence.__file__, "--cadence", "every:steps=3", "--workers", str(workers), "--ps", "2")
-        assert train(job, out, *flags).code == 0
-        ends.append(summary_of(out)["sha256"])
-    # The same bits whoever computes, and not those of a job that sends every pass.
-    assert ends[0] == ends[1] != expected_sha256(job)

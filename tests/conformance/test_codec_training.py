@@ -13,6 +13,7 @@ from shardline.codecs.coding import pulled, pushed
 from shardline.testing import reference
 from tests.conformance.toys import toy_codec
 from tests.support.cluster import Cluster, Worker
+from tests.support.covering import covering
 from tests.support.jobs import Rich, Wide, make_job
 
 LANES = ("grpc", "tcp", "shm")
@@ -28,8 +29,7 @@ def same(ours: Params, theirs: Params) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@EACH
-@pytest.mark.parametrize("model", [Rich, Wide])
+@pytest.mark.parametrize(("codec", "model"), covering(NAMES, [Rich, Wide]))
 def test_the_bits_are_those_of_one_worker_on_every_lane(codec: str, model: Any) -> None:
     job = make_job("adam", model=model, steps=5, codec=codec)
     ends: list[Params] = []
@@ -41,8 +41,7 @@ def test_the_bits_are_those_of_one_worker_on_every_lane(codec: str, model: Any) 
     assert all(same(end, ends[0]) for end in ends[1:])
 
 
-@EACH
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize(("codec", "lane"), covering(NAMES, LANES))
 def test_the_same_holds_asynchronously(codec: str, lane: str) -> None:
     job = make_job("adam", model=Wide, steps=4, consistency="async", codec=codec)
     ends: list[Params] = []

@@ -16,16 +16,15 @@ from shardline.consistency.server import Observers, Push, StepWanted
 from shardline.core.contributions import none_present
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Decision, Outcome
-from shardline.core.plan import make_plan
 from shardline.core.records import Begin
 from shardline.core.reduce import Block
-from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorKind, TensorSpec
+from shardline.core.spec import ConsistencySpec, TensorKind, TensorSpec
 from shardline.seams import settings_of
 from shardline.update import rule
-from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
 from shardline_ps.standby.record_log import RecordLog, copied_image
 from shardline_ps.standby.standby import Standby
+from tests.support.builders import make_settings
 
 TENSORS = (
     TensorSpec(name="w", shape=(3,), dtype="float32"),
@@ -51,14 +50,8 @@ class Job:
         self.mode = consistency.of(spec)
         self.complete: list[int] = []
         observers = Observers(on_complete=self.complete.append)
-        settings = ShardSettings(
-            plan=make_plan(TENSORS, 1),
-            rule=rule("SGD", ({"lr": 0.5, "momentum": 0.5},)),
-            schedule=ScheduleSpec(),
-            consistency=spec,
-            replicas=self.mode.contributors(2),
-            cut_every=0,
-        )
+        momentum = rule("SGD", ({"lr": 0.5, "momentum": 0.5},))
+        settings = make_settings(TENSORS, rule=momentum, consistency=spec, replicas=self.mode.contributors(2))
         self.shard = Shard(0, settings, observers=observers) if shard is None else shard
         self.shard.storage.observers = observers
         self.shard.mode.members_changed(["worker/0", "worker/1"])

@@ -40,6 +40,7 @@ from shardline.update.base import Need, Takes
 from shardline_ps.control.configuration import optimizer_bytes
 from shardline_ps.shard.bucket import Bucket
 from tests.support.checkpoints import cut_of
+from tests.support.covering import covering
 
 CPU = torch.device("cpu")
 SHAPES = {"big": (301, 67), "bias": (33,), "scale": (), "nothing": (0, 3), "fc": (130, 51), "late": (17, 5)}
@@ -259,8 +260,7 @@ def test_the_memory_sum_printed_at_start_is_what_training_comes_to(case: Case) -
     assert held == planned if not whole else held <= planned <= held + 2 * padding
 
 
-@every_rule
-@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize(("case", "shards"), covering(CASES, [1, 2, 3]), ids=str)
 def test_a_cut_goes_on_with_equal_bits_on_any_number_of_servers(tmp_path: Path, case: Case, shards: int) -> None:
     straight = Servers(case, 2)
     straight.train(range(5))

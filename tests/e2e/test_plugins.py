@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.support import summary_of, train, write_job
+from tests.e2e.support import expected_sha256, summary_of, train, write_job
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
 TOYS = Path(__file__).parents[1] / "conformance" / "toys"
 PLUGINS = [
@@ -44,3 +44,15 @@ def test_a_rule_of_a_plugin_trains(tmp_path: Path) -> None:
 def test_a_consistency_of_a_plugin_trains(tmp_path: Path) -> None:
     # Of 6 pushes every 3 are an update.
     assert trained(tmp_path, consistency="every:count=3")["versions"] == [2, 2]
+
+
+def test_a_cadence_of_a_plugin_trains_and_the_bits_are_the_same_whoever_computes(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job.py", replicas=2, steps=4)
+    plugin = ("--plugin", str(TOYS / "toy_cadence.py"), "--cadence", "every:steps=3")
+    ends = []
+    for workers in (1, 2):
+        out = tmp_path / f"out{workers}"
+        assert train(job, out, *plugin, "--workers", str(workers), "--ps", "2").code == 0
+        ends.append(summary_of(out)["sha256"])
+    # Not those of a job that sends every pass.
+    assert ends[0] == ends[1] != expected_sha256(job)

@@ -22,7 +22,6 @@ from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.image import BucketImage
 from shardline.core.orders import Phase
-from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
 from shardline.core.tensor_bytes import tensor_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.host.process import Termination
@@ -42,6 +41,7 @@ from shardline.rpc.v1 import parameter_server_pb2_grpc as ps_grpc
 from shardline_chief import service
 from shardline_chief.io.journal import Journal
 from shardline_ps.service import PsProcess
+from tests.support.builders import make_job_spec
 from tests.support.checkpoints import cut_of
 from tests.support.plain_client import PlainClient
 
@@ -332,11 +332,6 @@ class StandbyHost(Host):
         self.process.close()
 
 
-def _job() -> JobSpec:
-    tensors = (TensorSpec(name="weight", shape=(3, 2), dtype="float32"),)
-    return JobSpec(name="job", tensors=tensors, rule=RuleSpec(name="SGD", groups=({"lr": 0.1},)), steps=10)
-
-
 class ChiefHost(Host):
     """A chief whose job is under way, with one ps, one worker and a checkpoint."""
 
@@ -347,10 +342,10 @@ class ChiefHost(Host):
         out = Path(self._folder.name)
         cluster = ClusterSpec({"chief": ("127.0.0.1:0",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
         config = RoleConfig(role="chief", index=0, cluster=cluster, out=out, timeouts=CHIEF_TIMEOUTS)
-        CheckpointStore(out / "checkpoints", keep=2).commit(cut_of(_job(), step=4, shards=1))
+        CheckpointStore(out / "checkpoints", keep=2).commit(cut_of(make_job_spec(), step=4, shards=1))
         self._journal = Journal(out / "chief")
         settings = dataclasses.replace(service._settings(config), term=self._journal.begin_term(), chief_uuid="u")
-        self.process = service.ChiefProcess(config, out, self._journal, _job(), None, settings)
+        self.process = service.ChiefProcess(config, out, self._journal, make_job_spec(), None, settings)
         self.server, self._control = self.process._server, self.process._control
         self._thread = threading.Thread(target=lambda: self.process.run(Termination()), name="chief", daemon=True)
         self._thread.start()
@@ -358,7 +353,7 @@ class ChiefHost(Host):
         self.address = self.server.address
         self._ps = _ps(0)
         self._ps_link = self._join("ps", address=self._ps.server.address, ps_status=self._ps.servicer.status)
-        self._worker_link = self._join("worker", job=_job())
+        self._worker_link = self._join("worker", job=make_job_spec())
         wait_until(lambda: self._worker_link.orders.init, "the worker is told to send the first values")
         self._initialize()
         wait_until(lambda: self._phase() is Phase.RUNNING, "training begins")
@@ -410,7 +405,7 @@ class ChiefHost(Host):
         task = {"task": "worker/0", "incarnation": self._worker_link.incarnation}
         secret = {"secret": self._worker_link.secret}
         hello = common_pb2.Hello(protocol_minor=1, machine={"torch": "2"}, lanes=[common_pb2.LANE_GRPC])
-        job = job_to_proto(_job())
+        job = job_to_proto(make_job_spec())
         report = chief_pb2.StepReport(step=1, loss=0.5, samples=4, compute_s=0.1)
         beat = chief_pb2.Beat(
             **task, **secret, step=0, steps=[report], figures={"examples_total": 4.0}, suspects=["ps/0"]

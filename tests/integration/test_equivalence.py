@@ -16,6 +16,7 @@ from shardline.errors import NonFiniteError
 from shardline.job import Job
 from shardline.testing import ReferenceResult, reference
 from tests.support.cluster import Cluster, assert_same_end, split_evenly
+from tests.support.covering import covering
 from tests.support.jobs import OPTIMIZERS, Rich, Wide, data, make_job, mlp, mse
 
 SMALL_BUCKETS = 256
@@ -27,9 +28,7 @@ def rich_end(optimizer: str) -> ReferenceResult:
     return reference(make_job(optimizer, model=Rich))
 
 
-@pytest.mark.parametrize("ps", [1, 2, 3])
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "workers", "ps"), covering(OPTIMIZERS, [1, 2, 3], [1, 2, 3]))
 def test_any_number_of_workers_and_ps_ends_in_the_bits_of_the_reference(optimizer: str, workers: int, ps: int) -> None:
     with Cluster(make_job(optimizer, model=Rich), ps=ps, bucket_bytes=SMALL_BUCKETS * ps) as cluster:
         assert len(cluster.plan.shards) == ps
@@ -136,9 +135,9 @@ def data_with_a_nan() -> TensorDataset:
     return TensorDataset(torch.where(torch.arange(96)[:, None] == 41, torch.nan, x), y)
 
 
-@pytest.mark.parametrize(("workers", "ps"), [(1, 1), (2, 3), (3, 2)])
-@pytest.mark.parametrize("clip_norm", [0.0, 0.2])
-def test_a_nan_in_one_replica_skips_the_step_on_every_shard(workers: int, ps: int, clip_norm: float) -> None:
+@pytest.mark.parametrize(("cluster_size", "clip_norm"), covering([(1, 1), (2, 3), (3, 2)], [0.0, 0.2]))
+def test_a_nan_in_one_replica_skips_the_step_on_every_shard(cluster_size: tuple[int, int], clip_norm: float) -> None:
+    workers, ps = cluster_size
     # 96 samples make 8 steps of 3 x 4: the NaN is met exactly once.
     job = make_job("adam", model=Rich, dataset=data_with_a_nan, nan_policy="skip", clip_norm=clip_norm, steps=8)
     expected = reference(job)

@@ -23,7 +23,7 @@ from shardline.core.orders import Phase
 from shardline.core.outcome import Outcome
 from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
-from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
+from shardline.core.spec import ConsistencySpec, TensorSpec
 from shardline.core.timeouts import Timeouts
 from shardline.errors import NonFiniteError, ProtocolError
 from shardline.lanes.base import Lane
@@ -31,26 +31,20 @@ from shardline.rpc import link as link_module
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
-from shardline.update import rule
-from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
+from tests.support.builders import make_shard
 from tests.support.cluster import Orders
 
 TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float16"),)
 
 
-def make_shard(failures: list[Exception], **consistency: Any) -> Shard:
-    settings = ShardSettings(
-        plan=make_plan(TENSORS, 1),
-        rule=rule("SGD", groups=({"lr": 1.0},)),
-        schedule=ScheduleSpec(),
-        consistency=ConsistencySpec(**consistency),
-        replicas=2 if consistency.get("mode", "sync") == "sync" else 1,
-        cut_every=0,
+def half_precision_shard(failures: list[Exception], mode: str = "sync") -> Shard:
+    return make_shard(
+        TENSORS,
+        consistency=ConsistencySpec(mode=mode),
+        replicas=2 if mode == "sync" else 1,
+        observers=Observers(on_failure=failures.append),
     )
-    shard = Shard(0, settings, observers=Observers(on_failure=failures.append))
-    shard.initialize(0, torch.zeros(64, dtype=torch.float16))
-    return shard
 
 
 def gradient(value: float) -> Gradient:
@@ -58,7 +52,7 @@ def gradient(value: float) -> Gradient:
 
 
 def test_a_hyper_parameter_the_rule_lacks_is_refused_before_anything_counts() -> None:
-    shard = make_shard([])
+    shard = half_precision_shard([])
     shard.contribute(0, 0, Block(1, 1), gradient(1.0))
     with pytest.raises(ProtocolError, match="'speed' is not a setting of SGD"):
         shard.contribute(0, 0, Block(0, 1), gradient(1.0), hyper={0: {"speed": 2.0}})
@@ -68,7 +62,7 @@ def test_a_hyper_parameter_the_rule_lacks_is_refused_before_anything_counts() ->
 
 
 def test_an_asynchronous_push_with_a_wrong_hyper_parameter_keeps_its_number() -> None:
-    shard = make_shard([], mode="async")
+    shard = half_precision_shard([], mode="async")
     first = Push(task="worker/0", incarnation=1, seq=1, base_version=0)
     with pytest.raises(ProtocolError, match="'speed'"):
         shard.push(first, {0: gradient(1.0)}, hyper={0: {"speed": 2.0}})
@@ -79,7 +73,7 @@ def test_an_asynchronous_push_with_a_wrong_hyper_parameter_keeps_its_number() ->
 
 def test_finite_gradients_with_an_infinite_sum_are_never_applied_under_stop() -> None:
     failures: list[Exception] = []
-    shard = make_shard(failures)
+    shard = half_precision_shard(failures)
     shard.contribute(0, 0, Block(0, 1), gradient(4e4))
     with pytest.raises(NonFiniteError, match="the sum of 2 replicas' gradients of 'w'"):
         shard.contribute(0, 0, Block(1, 1), gradient(4e4))
@@ -89,7 +83,7 @@ def test_finite_gradients_with_an_infinite_sum_are_never_applied_under_stop() ->
 
 
 def test_a_learning_rate_of_a_dropped_step_is_not_used_for_the_next() -> None:
-    shard = make_shard([])
+    shard = half_precision_shard([])
     shard.contribute(0, 0, Block(0, 1), gradient(1.0), hyper={0: {"lr": 9.0}})
     shard.drop_contributions()
     shard.contribute(0, 0, Block(0, 1), gradient(1.0))

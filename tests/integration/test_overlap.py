@@ -27,6 +27,7 @@ from tests.integration.test_asynchronous import plain_torch
 from tests.integration.test_deaths import received
 from tests.integration.test_equivalence import data_with_a_nan
 from tests.support.cluster import COMPUTE, Cluster, assert_same_end, split_evenly
+from tests.support.covering import covering
 from tests.support.jobs import Rich, Wide, make_job
 from tests.support.overlap import Layers, LosingLane, Middle, OverlapWorker
 from tests.support.waiting import wait_for
@@ -49,9 +50,7 @@ def train(cluster: Cluster, ownership: list[list[int]], **settings: Any) -> list
     return workers
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.05], ids=["eager", "voted"])
-@pytest.mark.parametrize("ps", [1, 2, 3])
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(("workers", "ps", "clip_norm"), covering([1, 2, 3], [1, 2, 3], [0.0, 0.05]))
 def test_any_number_of_workers_and_ps_ends_in_the_bits_of_the_reference(
     workers: int, ps: int, clip_norm: float
 ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.core.orders import Orders, Phase
-from shardline.core.spec import ConsistencySpec, JobSpec, RuleSpec, TensorSpec
+from shardline.core.spec import ConsistencySpec, JobSpec, TensorSpec
 from shardline.core.status import HeldCut, PsStatus, ShardStatus, StandbyStatus
 from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, ProtocolError, ShardlineError, UnreachableError, UsageError
@@ -39,25 +39,25 @@ from shardline_chief.rules.actions import (
 from shardline_chief.rules.messages import Beat, Join, JoinAnswer
 from shardline_chief.rules.program import Program
 from shardline_chief.rules.state.settings import Settings
+from tests.support.builders import make_job_spec
 
 T = 60.0
 JOIN = 3 * T
 
 
 def make_job(**changes: Any) -> JobSpec:
+    """A job of a hundred steps with tensors for two servers."""
     mode = changes.pop("mode", "sync")
     fields: dict[str, Any] = {
-        "name": "job",
         "tensors": (
             TensorSpec(name="weight", shape=(64, 4), dtype="float32"),
             TensorSpec(name="bias", shape=(64,), dtype="float32"),
         ),
-        "rule": RuleSpec(name="SGD", groups=({"lr": 0.1},)),
         "consistency": ConsistencySpec(mode=mode),
         "replicas": 1 if mode == "async" else 4,
         "steps": 100,
     }
-    return JobSpec(**{**fields, **changes})
+    return make_job_spec(**{**fields, **changes})
 
 
 @dataclass

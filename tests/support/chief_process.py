@@ -9,20 +9,15 @@ from pathlib import Path
 
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
-from shardline.core.spec import JobSpec, RuleSpec, TensorSpec
 from shardline.host.process import Termination
 from shardline.rpc.client import ChiefClient
 from shardline.rpc.link import ChiefLink
 from shardline.security import PLAIN, Security
 from shardline_chief import service
 from shardline_chief.io.journal import Journal
+from tests.support.builders import make_job_spec
 
 TIMEOUTS = Timeouts(total_s=6.0)
-
-
-def make_job() -> JobSpec:
-    tensors = (TensorSpec(name="weight", shape=(3, 2), dtype="float32"),)
-    return JobSpec(name="job", tensors=tensors, rule=RuleSpec(name="SGD", groups=({"lr": 0.1},)), steps=10)
 
 
 class Chief:
@@ -34,7 +29,7 @@ class Chief:
         self.config = RoleConfig(role="chief", index=0, cluster=cluster, out=out, timeouts=TIMEOUTS, security=security)
         self.journal = Journal(out / "chief")
         settings = dataclasses.replace(service._settings(self.config), term=self.journal.begin_term(), chief_uuid="u")
-        self.process = service.ChiefProcess(self.config, out, self.journal, make_job(), None, settings)
+        self.process = service.ChiefProcess(self.config, out, self.journal, make_job_spec(), None, settings)
         self.code: int | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

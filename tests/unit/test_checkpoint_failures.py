@@ -65,7 +65,10 @@ def test_kill_at_every_operation_leaves_a_whole_checkpoint_and_the_commit_can_be
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(errno.ENOSPC, "No space left on device (ENOSPC)"), (errno.EROFS, "Read-only file system (EROFS)")],
+    [
+        (errno.ENOSPC, "No space left on device (ENOSPC)"),
+        pytest.param(errno.EROFS, "Read-only file system (EROFS)", marks=pytest.mark.long),
+    ],
 )
 def test_failing_disk_at_every_operation_is_one_sentence_and_loses_nothing(
     tmp_path: Path, number: int, text: str, caplog: pytest.LogCaptureFixture

@@ -33,7 +33,8 @@ from shardline_chief import service
 from shardline_chief.io import control, training_process
 from shardline_chief.io.journal import Journal
 from shardline_chief.rules.replay import Remembered, replay
-from tests.support.chief_process import TIMEOUTS, Chief, make_job
+from tests.support.builders import make_job_spec
+from tests.support.chief_process import TIMEOUTS, Chief
 
 
 @pytest.fixture
@@ -176,11 +177,11 @@ def test_tasks_hear_of_the_end_before_the_parameters_are_hashed(
 
 
 def test_a_process_that_was_replaced_is_told_that_it_is_fenced(chief: Chief) -> None:
-    old = chief.link("worker", job=make_job())
+    old = chief.link("worker", job=make_job_spec())
     old.join()
     assert old.wait(lambda orders: orders.version > 0, timeout_s=5.0)
     # The same process joins once more, as after a long pause: its first life is over.
-    new = chief.link("worker", job=make_job())
+    new = chief.link("worker", job=make_job_spec())
     new._stable_id = old._stable_id
     new.join()
     with pytest.raises(FencedError):
@@ -192,7 +193,7 @@ def test_a_process_that_was_replaced_is_told_that_it_is_fenced(chief: Chief) -> 
 
 
 def test_a_broken_stream_makes_the_task_suspect_at_once(chief: Chief) -> None:
-    link = chief.link("worker", job=make_job())
+    link = chief.link("worker", job=make_job_spec())
     link.join()
     assert link.wait(lambda orders: orders.version > 0, timeout_s=5.0)
     link.close()
@@ -209,7 +210,7 @@ def test_steps_that_ended_just_before_the_farewell_are_told_with_it(
     monkeypatch.setattr(
         chief.process._reporter, "report", lambda task, reports: told.extend(item.step for item in reports)
     )
-    link = chief.link("worker", job=make_job())
+    link = chief.link("worker", job=make_job_spec())
     link.join()
     assert link.wait(lambda orders: orders.version > 0, timeout_s=5.0)
     for step in range(3):
@@ -220,7 +221,7 @@ def test_steps_that_ended_just_before_the_farewell_are_told_with_it(
 
 
 def test_another_job_is_refused_over_the_wire_with_the_difference(chief: Chief) -> None:
-    link = chief.link("worker", job=dataclasses.replace(make_job(), seed=9))
+    link = chief.link("worker", job=dataclasses.replace(make_job_spec(), seed=9))
     with pytest.raises(MismatchError, match="seed: 9 here, 0 in the job"):
         link.join()
     link.close()
@@ -236,7 +237,7 @@ def test_questions_before_the_job_is_set_up_are_refused_with_a_status(chief: Chi
 
 
 def test_parameters_of_a_committed_checkpoint_come_whole_and_exact(chief: Chief) -> None:
-    job = make_job()
+    job = make_job_spec()
     plan = make_plan(job.tensors, 1)
     (bucket,) = plan.shards[0].buckets
     value = torch.arange(bucket.elements, dtype=torch.float32)
@@ -333,7 +334,7 @@ def test_a_chief_that_was_killed_before_it_had_closed_says_good_bye_once_more(tm
     with Journal(tmp_path / "chief") as journal:
         journal.begin_term()
         journal.write("chief", uuid="u", resume=None, takes_over=None)
-        journal.write("job", spec=job_to_json(make_job()))
+        journal.write("job", spec=job_to_json(make_job_spec()))
         journal.write("ended", exit_code=4, reason="ps/0 is gone")
     assert run_in_thread(config) == 4
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -348,12 +349,12 @@ def test_another_job_than_the_one_that_has_not_ended_is_refused_with_the_differe
     cluster = ClusterSpec({"chief": ("127.0.0.1:0",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
     config = RoleConfig(role="chief", index=0, cluster=cluster, out=tmp_path, timeouts=TIMEOUTS)
     settings = service._settings(config)
-    known = Remembered(term=1, job=dataclasses.replace(make_job(), steps=20), timeline=1 << 32 | 1)
+    known = Remembered(term=1, job=dataclasses.replace(make_job_spec(), steps=20), timeline=1 << 32 | 1)
     with pytest.raises(UsageError, match=r"has not ended, and this one differs \(steps: 10 here, 20 in the job\)"):
-        service._unfinished(config, tmp_path, known, make_job(), settings)
+        service._unfinished(config, tmp_path, known, make_job_spec(), settings)
     assert service._unfinished(config, tmp_path, known, None, settings) is known
     again = dataclasses.replace(config, resume=True)
-    assert service._unfinished(again, tmp_path, known, make_job(), settings) is None
+    assert service._unfinished(again, tmp_path, known, make_job_spec(), settings) is None
 
 
 def run_in_thread(config: RoleConfig) -> int:

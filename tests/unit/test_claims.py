@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shardline.client.step.open_step import PushTools, filled_payloads
-from shardline.client.step.staging import Allocate, no_memory
+from shardline.client.step.payloads import PushTools, filled_payloads
+from shardline.client.step.staging import Allocate, GradientStaging, no_memory
 from shardline.codecs import coding_of
 from shardline.codecs.push import PushEncoders
 from shardline.consistency.server import Push
@@ -20,7 +21,7 @@ from shardline.core.identity import Identity
 from shardline.core.outcome import Outcome
 from shardline.core.plan import Plan, make_plan
 from shardline.core.reduce import Block
-from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
+from shardline.core.spec import ConsistencySpec, TensorSpec
 from shardline.core.tensor_bytes import digest, fingerprint, tensor_bytes
 from shardline.errors import JobError, NonFiniteError
 from shardline.rpc.messages import data
@@ -30,28 +31,17 @@ from shardline.server.buffers import Buffers
 from shardline.server.conversation import is_soon_whole
 from shardline.server.inline_apply import QUICK_BYTES
 from shardline.server.slots import Slot, opened
-from shardline.server.staging import Staging
-from shardline.update import rule
 from shardline.wire.protobuf import PushFrameView
-from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
+from tests.support.builders import make_shard
 
 ELEMENTS = 64
 LARGEST = torch.finfo(torch.float32).max
 
 
-def make_shard(*, replicas: int = 1, mode: str = "sync", nan_policy: str = "stop") -> Shard:
-    settings = ShardSettings(
-        plan=make_plan((TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),), 1),
-        rule=rule("SGD", ({"lr": 1.0},)),
-        schedule=ScheduleSpec(),
-        consistency=ConsistencySpec(mode=mode, nan_policy=nan_policy),
-        replicas=replicas,
-        cut_every=0,
-    )
-    shard = Shard(0, settings)
-    shard.initialize(0, torch.zeros(ELEMENTS))
-    return shard
+def flat_shard(*, replicas: int = 1, mode: str = "sync", nan_policy: str = "stop") -> Shard:
+    tensors = (TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),)
+    return make_shard(tensors, replicas=replicas, consistency=ConsistencySpec(mode=mode, nan_policy=nan_policy))
 
 
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -74,7 +64,7 @@ def test_a_gradient_is_looked_through_where_its_sender_has_not_said_how_large_it
     bound: float, looked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = looks(monkeypatch)
-    shard = make_shard()
+    shard = flat_shard()
     decision = shard.contribute(0, 0, Block(0, 1), Gradient(torch.ones(ELEMENTS), (True,), bound=bound))
     assert decision.outcome is Outcome.COUNTED
     assert bool(seen) is looked
@@ -82,7 +72,7 @@ def test_a_gradient_is_looked_through_where_its_sender_has_not_said_how_large_it
 
 
 def test_a_sum_that_may_leave_the_dtype_is_looked_through_though_its_parts_are_believed() -> None:
-    shard = make_shard(replicas=2)
+    shard = flat_shard(replicas=2)
     believed = Gradient(torch.full((ELEMENTS,), LARGEST * 0.45), (True,), bound=LARGEST * 0.45)
     shard.contribute(0, 0, Block(0, 1), believed)
     other = Gradient(torch.full((ELEMENTS,), LARGEST * 0.9), (True,))
@@ -93,17 +83,17 @@ def test_a_sum_that_may_leave_the_dtype_is_looked_through_though_its_parts_are_b
 
 def test_an_asynchronous_push_that_is_known_to_be_finite_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = looks(monkeypatch)
-    shard = make_shard(mode="async")
+    shard = flat_shard(mode="async")
     parts = {0: Gradient(torch.ones(ELEMENTS), (True,), bound=1.0)}
     decision, _ = shard.push(Push(task="worker/0", incarnation=1, seq=1, base_version=0), parts)
     assert decision.outcome is Outcome.APPLIED and not seen
 
 
 def test_a_repetition_with_other_bits_is_told_by_what_its_sender_says_of_them() -> None:
-    shard = make_shard(replicas=2)
+    shard = flat_shard(replicas=2)
     shard.contribute(0, 0, Block(0, 1), Gradient(torch.ones(ELEMENTS), (True,), fingerprint=5))
     again = shard.contribute(0, 0, Block(0, 1), Gradient(torch.zeros(ELEMENTS), (True,), fingerprint=6))
-    assert again.outcome is Outcome.DUPLICATE and "other bits" in again.reason
+    assert again.outcome is Outcome.DUPLICATE and "different bits" in again.reason
     assert shard.tally.duplicate_mismatches == 1
 
 
@@ -141,9 +131,9 @@ def test_a_bound_holds_for_the_bytes_that_were_sent_and_not_for_what_a_codec_mak
 
 def staged(
     gradients: Sequence[torch.Tensor], *, replicas: int, presum: bool = False, allocate: Allocate = no_memory
-) -> tuple[Plan, Staging]:
+) -> tuple[Plan, GradientStaging]:
     plan = make_plan((TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),), 1)
-    staging = Staging(plan, replicas, PushEncoders(coding_of("raw", plan).push), allocate)
+    staging = GradientStaging(plan, replicas, PushEncoders(coding_of("raw", plan).push), allocate)
     for replica, gradient in enumerate(gradients):
         staging.add(replica, {0: gradient}, {}, presum=presum)
     return plan, staging
@@ -193,7 +183,7 @@ def test_gradients_that_are_in_their_place_go_in_one_batch(in_place: bool) -> No
     assert len(sizes) > 4
     memory = [memoryview(bytearray(size)) for size in sizes]
     allocate: Allocate = (lambda shard, bucket, nbytes: memory[bucket]) if in_place else no_memory
-    staging = Staging(plan, 1, PushEncoders(coding_of("raw", plan).push), allocate)
+    staging = GradientStaging(plan, 1, PushEncoders(coding_of("raw", plan).push), allocate)
     staging.add(0, {0: torch.ones(rows * 1024)}, {}, presum=False)
     tools = PushTools(plan=plan, staging=staging, interrupted=lambda: None)
     payloads = filled_payloads(tools, 0, Block(0, 1), range(len(sizes)))

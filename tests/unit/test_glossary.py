@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.sources import ROOT, nodes_of
+
 PRODUCT = ("shardline", "services", "chief", "worker", "evaluator")
 STANDBY = ROOT / "services/shardline_ps/standby"
 OF_THE_WIRE = {"Replicate"}
@@ -34,14 +35,10 @@ def sources() -> list[Path]:
 
 
 @functools.cache
-def nodes(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(path.read_text())))
-
-
-def names(path: Path) -> set[str]:
+def names(path: Path) -> frozenset[str]:
     """Names of a module's classes and functions, and its own."""
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return {path.stem} | {node.name for node in nodes(path) if isinstance(node, kinds)}
+    return frozenset({path.stem}) | {node.name for node in nodes_of(path) if isinstance(node, kinds)}
 
 
 @functools.cache
@@ -50,7 +47,7 @@ def identifiers() -> frozenset[str]:
     found: set[str] = set()
     for path in sources():
         found |= names(path)
-        for node in nodes(path):
+        for node in nodes_of(path):
             if isinstance(node, ast.Name):
                 found.add(node.id)
             elif isinstance(node, ast.Attribute):

@@ -19,7 +19,7 @@ from shardline.client.step.layout import homes, keys_of
 from shardline.core.plan import make_plan
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.model import model_tensors
-from shardline.update import rule
+from tests.support.builders import make_job_spec
 
 
 class Tied(nn.Module):
@@ -219,15 +219,7 @@ def test_every_bucket_of_a_tensor_is_its_home() -> None:
 
 
 def job(*, replicas: int = 4, codec: str = "raw", **terms: Any) -> JobSpec:
-    model = nn.Linear(2, 2)
-    return JobSpec(
-        name="test",
-        tensors=model_tensors(model),
-        rule=rule("SGD", groups=({"lr": 0.1},)),
-        consistency=ConsistencySpec(**terms),
-        replicas=replicas,
-        codec=codec,
-    )
+    return make_job_spec(consistency=ConsistencySpec(**terms), replicas=replicas, codec=codec)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,12 @@ from shardline.consistency.server import Push
 from shardline.core.contributions import Contributions, Partial, mean, scaled
 from shardline.core.gradients import Gradient
 from shardline.core.outcome import Outcome
-from shardline.core.plan import make_plan
 from shardline.core.reduce import Block, cover, magnitude, stays_finite
-from shardline.core.spec import DTYPES, ConsistencySpec, ScheduleSpec, TensorSpec
+from shardline.core.spec import DTYPES, ConsistencySpec, TensorSpec
 from shardline.errors import NonFiniteError
 from shardline.update import ALLOWED, rule, wants_whole
-from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
+from tests.support.builders import make_shard
 
 NAMES = {"w": (37, 5), "v": (100,), "u": (3, 3)}
 
@@ -54,7 +53,7 @@ class Strange:
         os.close(self._file)
 
 
-def make_shard(
+def shard_of_three(
     replicas: int, *, name: str = "SGD", dtype: str = "float32", mode: str = "sync", clip: float = 0
 ) -> Shard:
     matrices = {key: shape for key, shape in NAMES.items() if len(shape) == 2}
@@ -63,18 +62,13 @@ def make_shard(
         TensorSpec(name=key, shape=s, dtype=dtype, whole=wants_whole(rule(name), s)) for key, s in shapes.items()
     ]
     arguments = {"lr": 0.1, "momentum": 0.5} if name == "SGD" else {"lr": 0.1}
-    configuration = ShardSettings(
-        plan=make_plan(tensors, 1),
+    return make_shard(
+        tensors,
+        value=1.0,
         rule=rule(name, (arguments,)),
-        schedule=ScheduleSpec(),
         consistency=ConsistencySpec(mode=mode, clip_norm=clip),
         replicas=replicas,
-        cut_every=0,
     )
-    shard = Shard(0, configuration)
-    for bucket in shard.buckets:
-        shard.initialize(bucket.number, torch.ones(bucket.spec.elements, dtype=DTYPES[dtype]))
-    return shard
 
 
 def gradient_of(shard: Shard, seed: int) -> torch.Tensor:
@@ -100,7 +94,10 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 def test_borrowed_gradients_give_the_bits_of_owned_ones(
     replicas: int, dtype: str, name: str, chance: random.Random
 ) -> None:
-    owned, borrowing = make_shard(replicas, name=name, dtype=dtype), make_shard(replicas, name=name, dtype=dtype)
+    owned, borrowing = (
+        shard_of_three(replicas, name=name, dtype=dtype),
+        shard_of_three(replicas, name=name, dtype=dtype),
+    )
     lent = []
     for step in range(3):
         owners = [chance.randrange(3) for _ in range(replicas)]
@@ -130,7 +127,7 @@ def test_borrowed_gradients_give_the_bits_of_owned_ones(
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_no_rule_writes_to_the_gradient_or_keeps_it(name: str) -> None:
-    shard = make_shard(1, name=name)
+    shard = shard_of_three(1, name=name)
     for step in range(3):
         strange = Strange(gradient_of(shard, step), 4)
         present = (True,) * len(shard.buckets[0].spec.slices)
@@ -142,7 +139,7 @@ def test_no_rule_writes_to_the_gradient_or_keeps_it(name: str) -> None:
 def test_clipping_scales_a_copy() -> None:
     results = []
     for borrowed in (False, True):
-        shard = make_shard(1, clip=0.25)
+        shard = shard_of_three(1, clip=0.25)
         strange = Strange(gradient_of(shard, 1), 1)
         values = strange.values if borrowed else strange.values.clone()
         shard.contribute(0, 0, Block(0, 1), Gradient(values, (True,) * 3, borrowed=borrowed))
@@ -158,7 +155,7 @@ def test_clipping_scales_a_copy() -> None:
 def test_an_asynchronous_push_scales_a_copy() -> None:
     results = []
     for borrowed in (False, True):
-        shard = make_shard(1, mode="async")
+        shard = shard_of_three(1, mode="async")
         strange = Strange(gradient_of(shard, 1), 3)
         values = strange.values if borrowed else strange.values.clone()
         parts = {0: Gradient(values, (True,) * 3, borrowed=borrowed)}
@@ -178,7 +175,7 @@ def lend(shard: Shard, replica: int) -> Strange:
 
 
 def test_dropped_contributions_let_go_of_what_they_borrowed() -> None:
-    shard = make_shard(3)
+    shard = shard_of_three(3)
     lent = [lend(shard, 0), lend(shard, 2)]
     assert all(strange.alive() is not None for strange in lent)
     assert shard.drop_contributions() == 2
@@ -186,7 +183,7 @@ def test_dropped_contributions_let_go_of_what_they_borrowed() -> None:
 
 
 def test_a_vote_that_a_new_timeline_overtakes_lets_go_of_what_it_borrowed() -> None:
-    shard = make_shard(1, clip=1.0)
+    shard = shard_of_three(1, clip=1.0)
     strange = lend(shard, 0)
     voted = shard.mode.vote(0)
     assert voted is not None and strange.alive() is not None
@@ -197,7 +194,7 @@ def test_a_vote_that_a_new_timeline_overtakes_lets_go_of_what_it_borrowed() -> N
 
 
 def test_a_refused_contribution_is_not_kept() -> None:
-    shard = make_shard(2)
+    shard = shard_of_three(2)
     values = gradient_of(shard, 0)
     values[0] = float("nan")
     strange = Strange(values, 2)
@@ -209,7 +206,7 @@ def test_a_refused_contribution_is_not_kept() -> None:
 
 
 def test_sums_count_as_held_whoever_owns_their_memory() -> None:
-    shard = make_shard(3)
+    shard = shard_of_three(3)
     spec, sums = shard.buckets[0].spec, shard.buckets[0].contributions
     for replica, held, mask in ((0, spec.nbytes, 0b001), (1, spec.nbytes, 0b011), (2, 0, 0)):
         strange = lend(shard, replica)
@@ -219,7 +216,7 @@ def test_sums_count_as_held_whoever_owns_their_memory() -> None:
 
 
 def test_a_sum_goes_where_it_may_be_written() -> None:
-    spec = make_shard(1).buckets[0].spec
+    spec = shard_of_three(1).buckets[0].spec
     a, b = torch.ones(spec.elements), torch.full((spec.elements,), 2.0)
 
     def total(left: bool, right: bool) -> torch.Tensor:
@@ -283,8 +280,8 @@ def overflowing(shard: Shard, numbers: Sequence[float]) -> None:
 
 def test_a_sum_that_overflows_is_found_though_each_gradient_is_finite() -> None:
     with pytest.raises(NonFiniteError, match="the sum of 2 replicas' gradients"):
-        overflowing(make_shard(2, dtype="float16"), [60000.0, 60000.0])
-    shard = make_shard(2, dtype="float16")
+        overflowing(shard_of_three(2, dtype="float16"), [60000.0, 60000.0])
+    shard = shard_of_three(2, dtype="float16")
     overflowing(shard, [60000.0, -60000.0])
     assert shard.step_min == 1
 

@@ -27,8 +27,8 @@ from shardline.server.signals import Signal
 from shardline.storage.publication import PlainPublication, num_areas
 from shardline.update import bucket_rule, rule
 from shardline_ps.shard.bucket import Bucket
-from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
+from tests.support.builders import make_shard
 
 TENSORS = (
     TensorSpec(name="w", shape=(3,), dtype="float32"),
@@ -66,20 +66,9 @@ def gradient(*numbers: float, present: tuple[bool, bool] = (True, True)) -> Part
     return Partial(flat(*numbers), present)
 
 
-def make_shard(*, replicas: int = 1, mode: str = "sync", observers: Observers | None = None, **more: Any) -> Shard:
-    consistency = ConsistencySpec(mode=mode, **more)
-    settings = ShardSettings(
-        plan=plan(),
-        rule=SGD,
-        schedule=ScheduleSpec(),
-        consistency=consistency,
-        replicas=replicas,
-        cut_every=0,
-    )
-    shard = Shard(0, settings, observers=observers)
-    for number, bucket in enumerate(shard.buckets):
-        shard.initialize(number, torch.zeros(bucket.spec.elements))
-    return shard
+def shard_of_kinds(*, replicas: int = 1, observers: Observers | None = None, **terms: Any) -> Shard:
+    """With a bucket of each kind of tensor."""
+    return make_shard(TENSORS, rule=SGD, consistency=ConsistencySpec(**terms), replicas=replicas, observers=observers)
 
 
 def whole(shard: Shard, step: int, *numbers: float, replica: int = 0, **more: Any) -> list[Decision]:
@@ -218,7 +207,7 @@ def encoded(shard: Shard, number: int, step: int | None, have: int | None = None
 
 
 def test_a_pull_of_an_exact_step_is_served_from_either_buffer() -> None:
-    shard = make_shard()
+    shard = shard_of_kinds()
     assert encoded(shard, PARAM, 1) is Outcome.WAITING
     for step in range(3):
         whole(shard, step, 1.0)
@@ -231,11 +220,11 @@ def test_a_pull_of_an_exact_step_is_served_from_either_buffer() -> None:
 
 
 def test_the_step_before_first_values_or_a_restore_is_never_served() -> None:
-    shard = make_shard()
+    shard = shard_of_kinds()
     whole(shard, 0, 1.0)
     whole(shard, 1, 1.0)
     images = [bucket.image() for bucket in shard.buckets]
-    other = make_shard()
+    other = shard_of_kinds()
     other.restore(images)
     assert encoded(shard, PARAM, 1) is not Outcome.OVERTAKEN
     for number in (PARAM, FROZEN, STATS):
@@ -250,7 +239,7 @@ def test_the_step_before_first_values_or_a_restore_is_never_served() -> None:
     [(3, 3, True), (3, 2, True), (3, 1, True), (3, 0, False), (2, 1, True), (2, 0, False), (3, None, False)],
 )
 def test_a_holder_of_equal_values_needs_no_bytes(step: int, have: int | None, unchanged: bool) -> None:
-    shard = make_shard()
+    shard = shard_of_kinds()
     whole(shard, 0, 1.0)
     for open_step in (1, 2):
         for number in range(3):
@@ -262,7 +251,7 @@ def test_a_holder_of_equal_values_needs_no_bytes(step: int, have: int | None, un
 
 
 def test_a_change_in_the_last_step_is_sent_to_holders_of_the_step_before() -> None:
-    shard = make_shard()
+    shard = shard_of_kinds()
     whole(shard, 0, 1.0)
     whole(shard, 1, 1.0)
     for step, have, unchanged in ((2, 1, False), (1, 0, False), (2, 2, True), (1, 1, False)):
@@ -273,7 +262,7 @@ def test_a_change_in_the_last_step_is_sent_to_holders_of_the_step_before() -> No
 
 
 def test_an_asynchronous_shard_serves_exactly_the_present_step() -> None:
-    shard = make_shard(mode="async")
+    shard = shard_of_kinds(mode="async")
     for seq in (1, 2):
         shard.push(Push(task="w", incarnation=1, seq=seq, base_version=0), {PARAM: Gradient(flat(1.0), (True, True))})
     assert encoded(shard, PARAM, 1) is Outcome.OVERTAKEN
@@ -286,7 +275,7 @@ def test_an_asynchronous_shard_serves_exactly_the_present_step() -> None:
 
 
 def test_a_guard_is_asked_under_the_lock_and_its_answer_stands() -> None:
-    shard = make_shard()
+    shard = shard_of_kinds()
 
     def guard() -> Decision | None:
         assert [bucket.lock.locked() for bucket in shard.buckets].count(True) == 1
@@ -297,7 +286,7 @@ def test_a_guard_is_asked_under_the_lock_and_its_answer_stands() -> None:
 
 
 def test_a_guarded_asynchronous_push_takes_no_number() -> None:
-    shard = make_shard(mode="async")
+    shard = shard_of_kinds(mode="async")
     gone = Decision(Outcome.FENCED, "gone")
     parts = {PARAM: Gradient(flat(1.0), (True, True))}
     assert shard.push(Push(task="w", incarnation=1, seq=1, base_version=0), parts, guard=lambda: gone) == (gone, 0)
@@ -307,7 +296,7 @@ def test_a_guarded_asynchronous_push_takes_no_number() -> None:
 
 def test_a_vote_on_contributions_that_were_dropped_is_none() -> None:
     complete: list[int] = []
-    shard = make_shard(nan_policy="skip", observers=Observers(on_complete=complete.append))
+    shard = shard_of_kinds(nan_policy="skip", observers=Observers(on_complete=complete.append))
     whole(shard, 0, 1.0)
     assert complete == [0]
     assert shard.drop_contributions() == 1
@@ -323,7 +312,7 @@ def test_a_vote_on_contributions_that_were_dropped_is_none() -> None:
 
 
 def test_a_verdict_of_before_a_rollback_changes_nothing() -> None:
-    shard = make_shard(clip_norm=1.0)
+    shard = shard_of_kinds(clip_norm=1.0)
     whole(shard, 0, 1.0)
     voted = shard.mode.vote(0)
     assert voted is not None
@@ -333,7 +322,7 @@ def test_a_verdict_of_before_a_rollback_changes_nothing() -> None:
 
 
 def test_a_verdict_of_before_a_restore_is_not_known_after_it() -> None:
-    shard = make_shard(clip_norm=1.0)
+    shard = shard_of_kinds(clip_norm=1.0)
     image = [bucket.image() for bucket in shard.buckets]
     whole(shard, 0, 1.0)
     voted = shard.mode.vote(0)
@@ -354,7 +343,7 @@ def test_a_step_that_is_closed_late_leaves_the_verdict_of_the_next_one_known() -
             assert shard.mode.vote(1) is not None
             shard.mode.last_verdict = Applied(step=1, scale=0.5, skip=False)
 
-    shard = make_shard(clip_norm=1.0, observers=Observers(on_publish=next_step))
+    shard = shard_of_kinds(clip_norm=1.0, observers=Observers(on_publish=next_step))
     made.append(shard)
     whole(shard, 0, 1.0)
     first = shard.mode.vote(0)
@@ -365,7 +354,7 @@ def test_a_step_that_is_closed_late_leaves_the_verdict_of_the_next_one_known() -
 
 
 def test_nan_flags_count_only_with_the_contribution_they_came_with() -> None:
-    shard = make_shard(replicas=2, nan_policy="skip")
+    shard = shard_of_kinds(replicas=2, nan_policy="skip")
     whole(shard, 1, 1.0, nonfinite=["w"])
     whole(shard, 0, 1.0, replica=7, nonfinite=["w"])
     whole(shard, 0, 1.0, replica=0)
@@ -376,7 +365,7 @@ def test_nan_flags_count_only_with_the_contribution_they_came_with() -> None:
 
 
 def test_a_nan_that_only_arises_in_the_sum_is_voted_on() -> None:
-    shard = make_shard(replicas=2, nan_policy="skip")
+    shard = shard_of_kinds(replicas=2, nan_policy="skip")
     whole(shard, 0, float("inf"), replica=0)
     whole(shard, 0, -float("inf"), replica=1)
     voted = shard.mode.vote(0)
@@ -384,14 +373,14 @@ def test_a_nan_that_only_arises_in_the_sum_is_voted_on() -> None:
 
 
 def test_a_nan_under_the_policy_stop_leaves_the_bucket_as_it_was() -> None:
-    shard = make_shard(replicas=2)
+    shard = shard_of_kinds(replicas=2)
     with pytest.raises(NonFiniteError, match="gradient of 'w' from replicas 0 has NaN or infinity"):
         whole(shard, 0, float("nan"))
     assert shard.mode.waiting_for() == [0, 1]
 
 
 def test_a_late_cut_request_restores_the_stop_step_of_before() -> None:
-    shard = make_shard()
+    shard = shard_of_kinds()
     assert shard.request_cut(5, stop=True) == (False, 0)
     for step in range(3):
         whole(shard, step, 1.0)
@@ -405,18 +394,7 @@ def test_a_late_cut_request_restores_the_stop_step_of_before() -> None:
 
 def two_buckets() -> Shard:
     tensors = [TensorSpec(name=name, shape=(64,), dtype="float32", group=group) for group, name in enumerate("ab")]
-    settings = ShardSettings(
-        plan=make_plan(tensors, 1),
-        rule=rule("SGD", ({"lr": 1.0}, {"lr": 1.0})),
-        schedule=ScheduleSpec(),
-        consistency=ConsistencySpec(),
-        replicas=2,
-        cut_every=0,
-    )
-    shard = Shard(0, settings)
-    for number in range(2):
-        shard.initialize(number, torch.zeros(64))
-    return shard
+    return make_shard(tensors, rule=rule("SGD", ({"lr": 1.0}, {"lr": 1.0})), replicas=2)
 
 
 def test_different_buckets_are_summed_and_applied_at_the_same_time() -> None:

@@ -7,13 +7,12 @@ import torch
 
 from shardline.core.gradients import Gradient
 from shardline.core.image import VALUE
-from shardline.core.plan import make_plan
 from shardline.core.reduce import Block
-from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
+from shardline.core.spec import TensorSpec
 from shardline.host.process import memory_limit, resolve_device
 from shardline.update import rule
-from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
+from tests.support.builders import make_settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,21 +20,13 @@ pytestmark = [
 ]
 
 
-def make_shard(device: str, mode: str = "sync") -> Shard:
+def shard_on(device: str) -> Shard:
     tensors = (
         TensorSpec(name="weight", shape=(300, 70), dtype="float32"),
         TensorSpec(name="bias", shape=(70,), dtype="float32"),
     )
-    settings = ShardSettings(
-        plan=make_plan(tensors, 1),
-        rule=rule("AdamW", groups=({"lr": 0.01},)),
-        schedule=ScheduleSpec(),
-        consistency=ConsistencySpec(mode=mode),
-        replicas=2 if mode == "sync" else 1,
-        cut_every=2,
-        device=torch.device(device),
-    )
-    return Shard(0, settings)
+    adamw = rule("AdamW", groups=({"lr": 0.01},))
+    return Shard(0, make_settings(tensors, rule=adamw, replicas=2, cut_every=2, device=torch.device(device)))
 
 
 def train(shard: Shard, steps: int) -> torch.Tensor:
@@ -52,13 +43,13 @@ def train(shard: Shard, steps: int) -> torch.Tensor:
 
 
 def test_a_shard_on_the_gpu_learns_what_one_on_the_cpu_learns() -> None:
-    on_gpu, on_cpu = make_shard("cuda"), make_shard("cpu")
+    on_gpu, on_cpu = shard_on("cuda"), shard_on("cpu")
     torch.testing.assert_close(train(on_gpu, 5), train(on_cpu, 5), rtol=1e-5, atol=1e-6)
     assert on_gpu.buckets[0].values.is_cuda
 
 
 def test_a_cut_from_the_gpu_restores_to_the_bit_on_the_gpu() -> None:
-    first, second = make_shard("cuda"), make_shard("cuda")
+    first, second = shard_on("cuda"), shard_on("cuda")
     train(first, 2)
     images = first.cuts.get(2)
     assert images is not None

@@ -17,6 +17,7 @@ from shardline.update import rule
 from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore, PsConfiguration
+from tests.support.builders import make_settings
 
 TENSORS = (
     TensorSpec(name="w", shape=(301, 257), dtype="float32"),
@@ -56,14 +57,8 @@ class Mapped:
 
 
 def settings(mode: str = "sync") -> ShardSettings:
-    return ShardSettings(
-        plan=plan(),
-        rule=rule("SGD", ({"lr": 0.5, "momentum": 0.5},)),
-        schedule=ScheduleSpec(),
-        consistency=ConsistencySpec(mode=mode),
-        replicas=1,
-        cut_every=0,
-    )
+    momentum = rule("SGD", ({"lr": 0.5, "momentum": 0.5},))
+    return make_settings(plan(), rule=momentum, consistency=ConsistencySpec(mode=mode))
 
 
 def train(shard: Shard) -> list[torch.Tensor]:

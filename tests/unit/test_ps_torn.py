@@ -25,26 +25,17 @@ from shardline.server.pull_sender import Encoded, pull, refer_bucket
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PullFrameView, read_reply
 from shardline_ps.shard.bucket import Bucket
-from shardline_ps.shard.settings import ShardSettings
 from shardline_ps.shard.shard import Shard
 from shardline_ps.store import ParameterStore, PsConfiguration
+from tests.support.builders import make_shard
 
 ELEMENTS = 1024
 
 
-def make_shard() -> Shard:
-    """One bucket of ones, one replica."""
-    settings = ShardSettings(
-        plan=make_plan([TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32")], 1),
-        rule=rule("SGD", ({"lr": 0.5},)),
-        schedule=ScheduleSpec(),
-        consistency=ConsistencySpec(),
-        replicas=1,
-        cut_every=0,
-    )
-    shard = Shard(0, settings)
-    shard.initialize(0, torch.ones(ELEMENTS))
-    return shard
+def shard_of_ones() -> Shard:
+    """One bucket, one replica."""
+    tensors = (TensorSpec(name="w", shape=(ELEMENTS,), dtype="float32"),)
+    return make_shard(tensors, value=1.0, rule=rule("SGD", ({"lr": 0.5},)))
 
 
 def step(shard: Shard, number: int) -> None:
@@ -80,7 +71,7 @@ class Halfway:
 
 
 def test_bytes_of_a_step_that_is_being_written_over_are_not_called_intact() -> None:
-    shard = make_shard()
+    shard = shard_of_ones()
     bucket = shard.buckets[0]
     step(shard, 0)
     early = referred(shard, 0)
@@ -103,7 +94,7 @@ def test_bytes_of_a_step_that_is_being_written_over_are_not_called_intact() -> N
 
 
 def test_bytes_that_a_restore_has_replaced_are_not_called_intact() -> None:
-    shard = make_shard()
+    shard = shard_of_ones()
     image = shard.buckets[0].image()
     for number in range(5):
         step(shard, number)
@@ -114,7 +105,7 @@ def test_bytes_that_a_restore_has_replaced_are_not_called_intact() -> None:
 
 
 def test_a_bucket_is_never_called_unchanged_between_two_of_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = make_shard()
+    shard = shard_of_ones()
     said: list[bool | Outcome] = []
 
     def look(bucket: Bucket, name: str, value: object) -> None:

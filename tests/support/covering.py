@@ -1,0 +1,24 @@
+"""Products of parameters of which `make test` tries a part and `make test-long` the rest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+
+def covering(first: Collection[Any], *others: Collection[Any]) -> list[ParameterSet]:
+    """Every combination; short are only so many that each value of `first` and each combination of the others appears.
+
+    The others' combinations are gone through once, and the values of `first` in turns with them.
+    """
+    rest = list(itertools.product(*others))
+    short = {(number % len(first), number % len(rest)) for number in range(max(len(first), len(rest)))}
+    return [
+        pytest.param(value, *combination, marks=[] if (i, j) in short else [pytest.mark.long])
+        for i, value in enumerate(first)
+        for j, combination in enumerate(rest)
+    ]
