@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.sources import ROOT, nodes_of
-
+ROOT = Path(__file__).parents[2]
 ROLES = {
     "shardline_ps": "services",
     "shardline_worker": "worker",
@@ -43,9 +41,9 @@ def type_checking_lines(tree: ast.AST) -> set[int]:
     return found
 
 
-def modules_of(nodes: Iterable[ast.AST], package: str) -> Iterator[tuple[int, str]]:
+def modules_of(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
     """(line, module) of every import; `from a import b` counts as a and as a.b."""
-    for node in nodes:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -60,20 +58,9 @@ def modules_of(nodes: Iterable[ast.AST], package: str) -> Iterator[tuple[int, st
 
 
 def imports_of(source: str, path: str, package: str) -> list[Import]:
-<<<<<<< HEAD
     tree = ast.parse(source, path)
     typing = type_checking_lines(tree)
     return [Import(path, line, module, line in typing) for line, module in modules_of(tree, package)]
-=======
-    return [Import(path, line, module) for line, module in modules_of(ast.walk(ast.parse(source, path)), package)]
-
-
-@functools.cache
-def imports_in(path: Path) -> list[Import]:
-    """All imports of a source file."""
-    relative = str(path.relative_to(ROOT))
-    return [Import(relative, line, module) for line, module in modules_of(nodes_of(path), package_of(path))]
->>>>>>> tests12
 
 
 def within(module: str, package: str) -> bool:
@@ -199,7 +186,8 @@ def test_every_source_file_is_seen() -> None:
 def test_layers_hold() -> None:
     broken = []
     for path in sources():
-        for item in imports_in(path):
+        relative = str(path.relative_to(ROOT))
+        for item in imports_of(path.read_text(), relative, package_of(path)):
             reason = refusal(item)
             if reason is not None:
                 broken.append(f"{item.path}:{item.line} imports {item.module}: {reason}")
@@ -243,10 +231,10 @@ def test_rules_refuse_what_they_are_for(path: str, source: str, says: str | None
         assert any(says in reason for reason in reasons if reason)
 
 
-def unsafe_loads(nodes: Iterable[ast.AST], path: str) -> list[str]:
+def unsafe_loads(source: str, path: str) -> list[str]:
     """Calls of a `load` of torch, or of numpy's with pickles, that could run code from a file."""
     found = []
-    for node in nodes:
+    for node in ast.walk(ast.parse(source, path)):
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
@@ -259,19 +247,15 @@ def unsafe_loads(nodes: Iterable[ast.AST], path: str) -> list[str]:
 
 
 def test_nothing_is_unpickled() -> None:
-    broken = [line for path in sources() for line in unsafe_loads(nodes_of(path), str(path.relative_to(ROOT)))]
+    broken = [line for path in sources() for line in unsafe_loads(path.read_text(), str(path.relative_to(ROOT)))]
     assert not broken, "\n".join(broken)
 
 
-def unsafe_loads_in(source: str, path: str) -> list[str]:
-    return unsafe_loads(ast.walk(ast.parse(source, path)), path)
-
-
 def test_unsafe_loads_are_seen() -> None:
-    assert unsafe_loads_in("torch.load(path)", "x.py")
-    assert unsafe_loads_in("torch.load(path, weights_only=False)", "x.py")
-    assert unsafe_loads_in("np.load(path, allow_pickle=True)", "x.py")
-    assert not unsafe_loads_in("torch.load(path, weights_only=True)", "x.py")
+    assert unsafe_loads("torch.load(path)", "x.py")
+    assert unsafe_loads("torch.load(path, weights_only=False)", "x.py")
+    assert unsafe_loads("np.load(path, allow_pickle=True)", "x.py")
+    assert not unsafe_loads("torch.load(path, weights_only=True)", "x.py")
 
 
 def test_role_folders_are_no_packages() -> None:
@@ -291,14 +275,13 @@ def test_parts_of_the_client_are_layers() -> None:
             continue
         own = Path(relative).parts[2].removesuffix(".py")
         allowed = CLIENT[: CLIENT.index(own) + 1]
-        for item in imports_in(path):
+        for item in imports_of(path.read_text(), relative, package_of(path)):
             parts = item.module.split(".")
             if parts[:2] == ["shardline", "client"] and len(parts) > 2 and parts[2] not in allowed:
                 broken.append(f"{item.path}:{item.line} imports {item.module}")
     assert not broken, "\n".join(broken)
 
 
-<<<<<<< HEAD
 def test_every_part_of_the_library_has_a_layer() -> None:
     found = {
         part_of(module_of(str(path.relative_to(ROOT))))
@@ -306,20 +289,3 @@ def test_every_part_of_the_library_has_a_layer() -> None:
         if path.relative_to(ROOT).parts[0] == "shardline"
     }
     assert found | {"rpc.v1"} == {part for parts in LAYERS for part in parts}
-=======
-def test_modules_of_the_client_form_no_circle() -> None:
-    needs: dict[str, set[str]] = {}
-    for path in sources():
-        relative = str(path.relative_to(ROOT))
-        if under(relative, "shardline/client") or relative in ("shardline/data.py", "shardline/job.py"):
-            name = relative.removesuffix(".py").replace("/", ".")
-            needs[name] = {item.module for item in imports_in(path)}
-    for name, modules in needs.items():
-        needs[name] = modules & needs.keys() - {name}
-    while free := [name for name, modules in needs.items() if not modules]:
-        for name in free:
-            del needs[name]
-        for modules in needs.values():
-            modules.difference_update(free)
-    assert not needs, f"these import each other: {needs}"
->>>>>>> tests12
