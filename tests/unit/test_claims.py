@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from shardline.client.step.open_step import PushTools, filled_payloads
-from shardline.client.step.payloads import PushTools, filled_payloads
 from shardline.client.step.staging import Allocate, GradientStaging, no_memory
 from shardline.codecs import coding_of
 from shardline.codecs.push import PushEncoders
