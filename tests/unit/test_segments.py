@@ -284,7 +284,7 @@ def test_a_refusal_and_a_server_that_hangs_up_are_told_apart(pair: tuple[socket.
     with pytest.raises(SegmentError, match="refused"):
         segments.hear_welcome(theirs)
     ours.close()
-    with pytest.raises(SegmentError, match="hung up"):
+    with pytest.raises(SegmentError, match="disconnected"):
         segments.hear_welcome(theirs)
 
 
@@ -295,7 +295,7 @@ def test_an_area_that_could_be_cut_off_is_not_mapped_by_the_worker(pair: tuple[s
     fd = unsealed(NBYTES)
     socket.send_fds(ours, [segments._WELCOME.pack(1, 2, NBYTES, 0)], [good.fd, fd])
     os.close(fd)
-    with pytest.raises(SegmentError, match="cut off"):
+    with pytest.raises(SegmentError, match="truncated"):
         segments.hear_welcome(theirs)
     gc.collect()
     assert descriptors("shardline-test") == before
