@@ -8,7 +8,7 @@ import torch
 # As in the roles' processes. pytest runs in as many processes as there are cores; more threads would only wait there.
 torch.set_num_threads(1)
 
-# A deadline for one example would measure the machine. `make test-long` tries what is drawn anew as well.
+# A deadline for one example would measure the machine. `make test-all` draws more of them, and others each time.
 hypothesis.settings.register_profile("short", deadline=None, max_examples=30, derandomize=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=300)
 hypothesis.settings.load_profile("short")

@@ -63,7 +63,7 @@ def ended_tasks(cluster: LocalCluster) -> list[Ended]:
         found.append(event)
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.5], ids=["eager", "voted"])
+@pytest.mark.parametrize("clip_norm", [0.0, pytest.param(0.5, marks=pytest.mark.long)], ids=["eager", "voted"])
 def test_workers_killed_between_two_shards_of_a_step_change_no_bit(tmp_path: Path, clip_norm: float) -> None:
     job = write_job(tmp_path / "job.py", replicas=3, steps=36, clip_norm=clip_norm, after=MID_STEP)
     out = tmp_path / "run"

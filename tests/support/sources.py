@@ -1,4 +1,4 @@
-"""The project's own sources, each of them read and parsed once in a process."""
+"""The project's own sources, each of them parsed once in a process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @functools.cache
-def tree_of(path: Path) -> ast.Module:
-    """The syntax tree of a file: not to be changed."""
-    return ast.parse(path.read_text(), path.relative_to(ROOT).as_posix())
+def nodes_in(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of a source's syntax tree, its module first: not to be changed."""
+    return tuple(ast.walk(ast.parse(source)))
 
 
-@functools.cache
 def nodes_of(path: Path) -> tuple[ast.AST, ...]:
     """All nodes of a file's syntax tree."""
-    return tuple(ast.walk(tree_of(path)))
+    return nodes_in(path.read_text())

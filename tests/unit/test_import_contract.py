@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.sources import ROOT, nodes_in
+
 ROLES = {
     "shardline_ps": "services",
     "shardline_worker": "worker",
@@ -32,18 +34,18 @@ class Import:
     """Under `if TYPE_CHECKING`: nothing is imported when it runs."""
 
 
-def type_checking_lines(tree: ast.AST) -> set[int]:
+def type_checking_lines(nodes: Iterable[ast.AST]) -> set[int]:
     """Lines under `if TYPE_CHECKING`."""
     found: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             found.update(line for part in node.body for line in range(part.lineno, (part.end_lineno or 0) + 1))
     return found
 
 
-def modules_of(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
+def modules_of(nodes: Iterable[ast.AST], package: str) -> Iterator[tuple[int, str]]:
     """(line, module) of every import; `from a import b` counts as a and as a.b."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -57,10 +59,11 @@ def modules_of(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{base}.{alias.name}"
 
 
+@functools.cache
 def imports_of(source: str, path: str, package: str) -> list[Import]:
-    tree = ast.parse(source, path)
-    typing = type_checking_lines(tree)
-    return [Import(path, line, module, line in typing) for line, module in modules_of(tree, package)]
+    nodes = nodes_in(source)
+    typing = type_checking_lines(nodes)
+    return [Import(path, line, module, line in typing) for line, module in modules_of(nodes, package)]
 
 
 def within(module: str, package: str) -> bool:
@@ -234,7 +237,7 @@ def test_rules_refuse_what_they_are_for(path: str, source: str, says: str | None
 def unsafe_loads(source: str, path: str) -> list[str]:
     """Calls of a `load` of torch, or of numpy's with pickles, that could run code from a file."""
     found = []
-    for node in ast.walk(ast.parse(source, path)):
+    for node in nodes_in(source):
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
