@@ -293,7 +293,7 @@ def test_a_wrong_token_is_refused_and_counted(server: Server) -> None:
     opening = server.open()
     with pytest.raises(bulk.RefusedError, match="token was refused"):
         server.dial(new_token())
-    until(lambda: server.offer.acceptor.refused == 1, "the count")
+    until(lambda: server.offer.acceptor.refused == len(server.told) == 1, "the count and the word of it")
     assert "wrong, was used before or came late" in str(server.told[0])
     assert server.opened[0].failure == ""
     server.dial(opening.up_token).close()

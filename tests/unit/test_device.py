@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shardline.client.exchange.device import HostPath
+from shardline.client.step.staging import GradientStaging
 from shardline.codecs import coding_of
 from shardline.codecs.push import PushEncoders
 from shardline.core.plan import make_plan
@@ -20,7 +21,6 @@ from shardline.core.spec import TensorSpec
 from shardline.errors import UsageError
 from shardline.host.process import resolve_device
 from shardline.host.segments import Segment
-from shardline.server.staging import Staging
 
 
 class Cuda:
@@ -82,7 +82,7 @@ def test_a_segment_stays_locked_until_the_step_that_is_copied_into_it_is_over(cu
     held = [Segment.create(plan.shards[0].buckets[0].nbytes, name="test")]
     host = HostPath(torch.device("cuda"))
     encoders = PushEncoders(coding_of("raw", plan).push)
-    staging = Staging(plan, 1, encoders, lambda shard, bucket, nbytes: held[0].memory, host)
+    staging = GradientStaging(plan, 1, encoders, lambda shard, bucket, nbytes: held[0].memory, host)
     assert staging._lane_memory((0, 0)) is not None
     # Its lane has broken, while another thread may be about to have the next bucket copied.
     held.clear()

@@ -18,6 +18,7 @@ from shardline.observability.native_log_filter import HELD_S, TEXTS, WINDOW_S, S
 from shardline.security import PLAIN, Security
 
 SOURCE = b"ssl_transport_security.cc:2563] "
+IMPORT = "from shardline.observability import native_log"
 
 
 def line(text: bytes, *, thread: int = 31652, severity: bytes = b"I", source: bytes = SOURCE) -> bytes:
@@ -92,7 +93,7 @@ def test_a_line_in_pieces_is_one_line_and_a_prompt_is_not_waited_for() -> None:
 
 def run(code: str, **settings: str) -> subprocess.CompletedProcess[bytes]:
     """A program whose body runs with native_log.condensed()."""
-    lines = ["import faulthandler, logging, os, subprocess, sys", "from shardline import native_log"]
+    lines = ["import faulthandler, logging, os, subprocess, sys", "from shardline.observability import native_log"]
     lines += ["with native_log.condensed():", *(f"    {text}" for text in code.splitlines())]
     return subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
@@ -134,7 +135,7 @@ def test_pythons_words_do_not_take_the_way_through_the_pipe() -> None:
 def test_children_write_there_too_and_outlive_their_parent() -> None:
     read, write = os.pipe()
     child = f"import os; os.read({read}, 1); os.write(2, b'late\\\\n')"
-    code = f"import os, subprocess, sys\nfrom shardline import native_log\nwith native_log.condensed():\n    {WRITE}\n"
+    code = f"import os, subprocess, sys\n{IMPORT}\nwith native_log.condensed():\n    {WRITE}\n"
     code += f'    subprocess.Popen([sys.executable, "-c", "{child}"], pass_fds=[{read}])\n    os._exit(3)'
     process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[read], stderr=subprocess.PIPE)
     os.close(read)
@@ -144,9 +145,7 @@ def test_children_write_there_too_and_outlive_their_parent() -> None:
 
 
 def test_a_task_without_stderr_runs() -> None:
-    code = (
-        "import os, sys\nos.close(2)\nfrom shardline import native_log\nwith native_log.condensed():\n    os._exit(5)"
-    )
+    code = "import os, sys\nos.close(2)\nfrom shardline.observability import native_log\nwith native_log.condensed():\n    os._exit(5)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 5
 
 

@@ -54,7 +54,9 @@ def job_spec(**argument: Any) -> JobSpec:
         ),
         (lambda: spec(evaluator=[]), ClusterSpecError, '"evaluator" is an empty list; give its addresses'),
         (
-            lambda: options.overrides(10, None, None, (("steps", "20"),)),
+            lambda: options.overrides(
+                {**dict.fromkeys(options.JOB_FIELDS), "steps": 10, "settings": (("steps", "20"),)}
+            ),
             UsageError,
             "the job field 'steps' is set 2 times; set it once",
         ),

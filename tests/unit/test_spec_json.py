@@ -50,7 +50,7 @@ def test_job_comes_back_equal_and_with_the_same_types() -> None:
         (("tensors", 0, "size"), 1, "job.tensors[0] has an unknown field 'size'"),
         (("tensors", 0), {"name": "x"}, "lacks the field 'shape'"),
         (("rule", "groups", 0, "lr"), {"code": "x"}, "an argument is a number"),
-        (("consistency", "mode"), "both", "consistency is 'both'"),
+        (("consistency", "nan_policy"), "both", "nan_policy is 'both'"),
     ],
 )
 def test_job_of_a_wrong_shape_is_refused_with_the_place_named(path: tuple[Any, ...], value: Any, sentence: str) -> None:
