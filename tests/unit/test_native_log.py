@@ -145,7 +145,7 @@ def test_children_write_there_too_and_outlive_their_parent() -> None:
 
 
 def test_a_task_without_stderr_runs() -> None:
-    code = "import os, sys\nos.close(2)\nfrom shardline.observability import native_log\nwith native_log.condensed():\n    os._exit(5)"
+    code = f"import os, sys\nos.close(2)\n{IMPORT}\nwith native_log.condensed():\n    os._exit(5)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 5
 
 
