@@ -195,7 +195,7 @@ class Program:
             state.suspects[beat.task] = beat.suspects
             if beat.barrier is not None:
                 self.barriers.told(beat.task, beat.barrier)
-        if beat.figures:
+        if beat.figures and member.trains and self.workers.trained(beat.incarnation):
             state.figures[beat.task, beat.incarnation] = beat.figures
         life = (beat.task, beat.incarnation)
         if beat.failure and life not in self._told_failures:

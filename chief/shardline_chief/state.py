@@ -110,6 +110,8 @@ class State:
         self.table_sent = False
         """The ps hold a table of members, so that who joins must be put in before the reply (F4)."""
         self.assignment: dict[int, str] = {}
+        self.given: dict[int, set[int]] = {}
+        """Replicas that a living task has or had, by its incarnation."""
         self.leases: Leases | None = None
         self.initializer = ""
         self.shards: dict[int, ShardStatus] = {}
