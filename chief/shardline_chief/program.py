@@ -321,6 +321,9 @@ class Program:
             return
         for change in state.members.tick(now_s):
             member = change.member
+            if member.living and member.trains and (member.task, member.incarnation) in self._told_failures:
+                # Why it goes has been said.
+                continue
             if member.living:
                 level = "info" if member.state is Life.ALIVE else "warning"
                 state.say("life", change.sentence, level, task=member.task, state=member.state.value)

@@ -375,8 +375,8 @@ class State:
     def what_remains(self) -> str:
         """Where to go on from after a loss."""
         step, path = self.newest()
-        if step < 0:
-            return "There is no checkpoint yet; start the job again."
+        if step <= 0:
+            return "No checkpoint holds a step yet; start the job again."
         return f"Go on with --resume from step {step}: {path}"
 
     def _command_failed(self, order: Order, errors: Mapping[str, ShardlineError], now_s: float) -> None:
