@@ -32,29 +32,45 @@ class RunLock:
     def take(cls, folder: Path) -> RunLock:
         """Take the lock of `folder`, OUT/chief, which is made where it is not there.
 
-        Raises UsageError where another run holds it, or its disk has no room for the beginning of a run: of an earlier
-        run nothing is changed then, and a new folder holds an empty lock and nothing else. Also where the folder can't
-        be written at all.
+        Raises UsageError where another run holds it, its disk has no room for the beginning of a run, or the folder
+        can't be written at all; nothing is changed then.
         """
+        made = [path for path in (folder / NAME, folder, *folder.parents) if not os.path.lexists(path)]
         try:
-            lock = cls(_opened(folder))
-            try:
-                fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _find_room(folder)
-                lock.sign()
-            except BlockingIOError:
-                holder = os.pread(lock.fd, 32, 0).decode(errors="replace").strip() or "unknown"
-                lock.close()
-                raise UsageError(
-                    f"{folder.parent} is in use by another run (process {holder}); wait for its end, stop it, or "
-                    "choose another --out"
-                ) from None
-            except OSError:
-                lock.close()
-                raise
+            while True:
+                lock = cls(_opened(folder))
+                try:
+                    fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if not lock.stands(folder / NAME):
+                        lock.close()
+                        continue
+                    _find_room(folder)
+                    lock.sign()
+                    return lock
+                except BlockingIOError:
+                    holder = os.pread(lock.fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                    lock.close()
+                    raise UsageError(
+                        f"{folder.parent} is in use by another run (process {holder}); wait for its end, stop it, or "
+                        "choose another --out"
+                    ) from None
+                except OSError:
+                    if folder / NAME in made:
+                        # Before it is let go: nobody else holds it.
+                        (folder / NAME).unlink()
+                    lock.close()
+                    raise
         except OSError as error:
+            for path in made:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
             raise unwritable(folder.parent, error) from error
-        return lock
+
+    def stands(self, path: Path) -> bool:
+        """Whether the file that is locked is the one at `path`: who was refused may have removed it meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self.fd), os.stat(path))
+        return False
 
     def sign(self) -> None:
         """Leave this process's id for those who find the lock taken. Raises OSError."""

@@ -53,7 +53,7 @@ from shardline_chief.checkpointer import Checkpointer, ResumePoint, parameters_d
 from shardline_chief.commands import Commander
 from shardline_chief.journal import Journal
 from shardline_chief.membership import State as Life
-from shardline_chief.messages import TRAINERS, Beat, Join, JoinAnswer
+from shardline_chief.messages import Beat, Join, JoinAnswer
 from shardline_chief.program import Program
 from shardline_chief.reporter import Reporter
 from shardline_chief.summary import overview, summary, write_json
@@ -301,8 +301,8 @@ class Control:
         if alive:
             self._metrics.counter("shardline_heartbeats_total", peer=peer).inc()
             self._heard.add(key)
-        if beat.steps and self.program.state.members.current(*key, TRAINERS):
-            self._reporter.report(beat.task, beat.steps)
+        if steps := self.program.workers.reported(beat):
+            self._reporter.report(beat.task, steps)
         if self._channels.get(key) is channel:
             return
         if not alive:

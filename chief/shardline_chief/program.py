@@ -195,7 +195,7 @@ class Program:
             state.suspects[beat.task] = beat.suspects
             if beat.barrier is not None:
                 self.barriers.told(beat.task, beat.barrier)
-        if beat.figures:
+        if beat.figures and member.trains and self.workers.trained(beat.incarnation):
             state.figures[beat.task, beat.incarnation] = beat.figures
         life = (beat.task, beat.incarnation)
         if beat.failure and life not in self._told_failures:
@@ -321,6 +321,9 @@ class Program:
             return
         for change in state.members.tick(now_s):
             member = change.member
+            if member.living and member.trains and (member.task, member.incarnation) in self._told_failures:
+                # Why it goes has been said.
+                continue
             if member.living:
                 level = "info" if member.state is Life.ALIVE else "warning"
                 state.say("life", change.sentence, level, task=member.task, state=member.state.value)

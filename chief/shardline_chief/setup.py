@@ -506,8 +506,11 @@ def reassign(state: State) -> list[str]:
         state.assignment = {int(task.rpartition("/")[2]): task for task in tasks}
     else:
         state.assignment = assign(before, tasks, state.job.replicas)
+    lives = {member.task: member.incarnation for member in state.trainers()}
+    state.given = {life: state.given.get(life, set()) for life in lives.values()}
     gained: dict[str, list[int]] = {}
     for replica, task in sorted(state.assignment.items()):
+        state.given[lives[task]].add(replica)
         if before.get(replica) != task:
             gained.setdefault(task, []).append(replica)
     return [f"{_replicas(numbers)} to {task}" for task, numbers in gained.items()]

@@ -110,6 +110,8 @@ class State:
         self.table_sent = False
         """The ps hold a table of members, so that who joins must be put in before the reply (F4)."""
         self.assignment: dict[int, str] = {}
+        self.given: dict[int, set[int]] = {}
+        """Replicas that a living task has or had, by its incarnation."""
         self.leases: Leases | None = None
         self.initializer = ""
         self.shards: dict[int, ShardStatus] = {}
@@ -373,8 +375,8 @@ class State:
     def what_remains(self) -> str:
         """Where to go on from after a loss."""
         step, path = self.newest()
-        if step < 0:
-            return "There is no checkpoint yet; start the job again."
+        if step <= 0:
+            return "No checkpoint holds a step yet; start the job again."
         return f"Go on with --resume from step {step}: {path}"
 
     def _command_failed(self, order: Order, errors: Mapping[str, ShardlineError], now_s: float) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from shardline.errors import JobError, TaskLostError
-from shardline.rpc.link import Phase
+from shardline.rpc.link import Phase, StepReport
 from shardline_chief.actions import CommandResult
 from shardline_chief.ending import Ending
 from shardline_chief.membership import Member
+from shardline_chief.messages import TRAINERS, Beat
 from shardline_chief.recovery import Recovery
 from shardline_chief.running import Running
 from shardline_chief.setup import Setup, reassign
@@ -65,8 +66,35 @@ class Workers:
     def _witnesses(self) -> list[Member]:
         """Whose word on the servers counts. Spares exchange nothing with them, and a stranger could be many spares."""
         state = self.state
-        holders = set(state.assignment.values())
-        return [member for member in state.trainers() if not state.sync or member.task in holders]
+        trainers = state.trainers()
+        if state.sync:
+            holders = set(state.assignment.values())
+            return [member for member in trainers if member.task in holders]
+        if state.leases is None:
+            return trainers
+        holding = state.leases.holders
+        return [member for member in trainers if member.incarnation in holding]
+
+    def trained(self, incarnation: int) -> bool:
+        """Whether this life of a task that trains has been given anything to train on."""
+        state = self.state
+        if state.sync:
+            return bool(state.given.get(incarnation))
+        return state.leases is None or state.leases.was_given(incarnation)
+
+    def reported(self, beat: Beat) -> tuple[StepReport, ...]:
+        """The steps that a beat tells of, but for replicas and batches that its sender was never given."""
+        state = self.state
+        if not state.members.current(beat.task, beat.incarnation, TRAINERS):
+            return ()
+        leases = state.leases
+        if state.returning or (not state.sync and leases is None):
+            # Who trains what is known again soon; a script chooses its batches.
+            return beat.steps
+        if leases is not None:
+            return tuple(report for report in beat.steps if leases.was_given(beat.incarnation, report.step))
+        given = state.given.get(beat.incarnation, ())
+        return tuple(report for report in beat.steps if report.replica in given)
 
     def lost(self, member: Member, sentence: str, now_s: float, *, level: str = "warning") -> None:
         """A task that trains is gone: fence it on every ps, then give its work to the living."""

@@ -302,7 +302,8 @@ class Session:
         The body runs again for a step that has to be repeated, so a loop over this survives whatever happens to the
         cluster. In asynchronous jobs from a file the numbers are those of batches the chief has leased to this worker.
 
-        Raises JobError where the body has overlap, called backward() and left step() out.
+        Raises JobError, of which the chief is told, where the body has overlap, called backward() and left step() out,
+        or leaves it out for so long that other replicas have waited --timeout for it.
         """
         self._steps.iterating = True
         self._own_loop.knows_the_step()
@@ -322,6 +323,9 @@ class Session:
                 self._contributed.clear()
                 self._expect_by_itself()
                 yield number
+        except JobError as error:
+            self.fail(error)
+            raise
         finally:
             self._steps.iterating = False
             if self._place.current is not None:

@@ -11,6 +11,7 @@ from shardline.client.exchange import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.leases import Leases
 from shardline.client.pipeline import Pipeline
 from shardline.client.trainer import Trainer
+from shardline.client.unstepped import Unstepped, waiting_replicas
 from shardline.client.workplace import Workplace
 from shardline.config import Timeouts
 from shardline.errors import RolledBackError, UnreachableError, UsageError
@@ -46,6 +47,7 @@ class StepFinder:
         self.closed_by: StepFigures | None = None
         """Set by go_on() where the open step needs no exchange any more: all shards have its contribution."""
         self.leases = Leases()
+        self.unstepped = Unstepped(timeouts.total_s)
         self._finished = False
         self._repeated = 0
         """Asynchronous mode: batches that were sent and had to be computed again."""
@@ -85,17 +87,18 @@ class StepFinder:
     def next(self) -> int | None:
         """Number of the next step or batch, None when there is none; waits while there may be one later.
 
-        Raises JobError where the step before was begun and not ended: see Trainer.check_stepped.
+        Raises JobError where the step before was begun and not ended, see Trainer.check_stepped, or where others wait
+        for it, see Unstepped.
         """
         while True:
             link = self.link
             if self._pipeline.rewind():
                 self.stale = True
+                self.unstepped.reset()
             self._trainer.check_stepped()
             number = self._next_while_sending()
             if number is not None:
-                link.set_step(number)
-                return number
+                return self._begin(number)
             if not self._pipeline.settle():
                 continue
             # Before the orders are read: an interruption by newer ones must not be forgotten.
@@ -122,8 +125,15 @@ class StepFinder:
             else:
                 number = self._next_lease(orders)
             if number is not None:
-                link.set_step(number)
-                return number
+                return self._begin(number)
+
+    def _begin(self, number: int) -> int:
+        """A pass through the loop's body begins."""
+        self.link.set_step(number)
+        now_s = time.monotonic()
+        if self.unstepped.begin(number, now_s):
+            self.unstepped.waited_for(number, waiting_replicas(self._trainer, self.assigned), now_s)
+        return number
 
     def _is_another_history(self, orders: Orders) -> bool:
         return self._place.view is not None and orders.timeline != self._place.view.timeline
@@ -180,6 +190,7 @@ class StepFinder:
             self._wait_for_change(orders)
             return False
         self.stale = False
+        self.unstepped.reset()
         self._place.located()
         self._tell_figures()
         self.link.set_step(self._trainer.step)
@@ -233,7 +244,7 @@ class StepFinder:
 
     def _next_while_sending(self) -> int | None:
         """Number of the step to begin although the one before is not closed; None where nothing or all has to wait."""
-        if not self._pipeline.healthy:
+        if not self._pipeline.healthy or self.unstepped.passes:
             return None
         orders = self._orders_or_none()
         if orders is None or orders.phase not in (Phase.RUNNING, Phase.STOPPING) or self._is_another_history(orders):
@@ -339,6 +350,7 @@ class StepFinder:
 
     def advance(self) -> None:
         """A step has been sent: what comes is the next one's."""
+        self.unstepped.reset()
         self.todo = set(self.assigned) if self._trainer.is_sync else {0}
         if self.leases.held:
             self.leases.batch += 1

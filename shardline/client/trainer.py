@@ -193,20 +193,20 @@ class Trainer:
         Nothing may be under way: see give_up().
         """
         self._sender = replace(self._sender, timeline=timeline)
-        self._have = None
-        self._first = True
+        self._have, self._first = None, True
         self._close_step()
         owned = sorted(replicas)
         if not self.is_sync:
             self._pull_latest()
             return set(owned)
-        standings = [self._standing(shard, owned) for shard in sorted(self._lanes)]
+        standings = [self.standing(shard, owned) for shard in sorted(self._lanes)]
         steps = {replica: min(standing.replicas[replica] for standing in standings) for replica in owned}
         self.step = min(steps.values())
         self._pull(self.step)
         return {replica for replica, step in steps.items() if step == self.step}
 
-    def _standing(self, shard: int, replicas: Sequence[int]) -> Standing:
+    def standing(self, shard: int, replicas: Sequence[int]) -> Standing:
+        """What a shard has counted of these replicas. Raises Restart, Interrupted, UnreachableError."""
         standing = self.exchange.progress(self._sender, shard, replicas)
         if standing.outcome is not Outcome.SERVED:
             raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
@@ -217,7 +217,7 @@ class Trainer:
         self._arrived(step)
 
     def _pull_latest(self) -> None:
-        self.acknowledged = {shard: self._standing(shard, []).last_seq for shard in sorted(self._lanes)}
+        self.acknowledged = {shard: self.standing(shard, []).last_seq for shard in sorted(self._lanes)}
         self._pull_all(Want(step=None, wait_s=self._timeouts.server_wait_s))
         self._arrived(None)
 

@@ -27,9 +27,11 @@ from shardline.cli.launcher import (
     task_command,
     task_environment,
 )
-from shardline.cli.train import run
+from shardline.cli.terminal import PlainConsole
+from shardline.cli.train import _Hopeless, _Run, run
 from shardline.config import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError
+from shardline.rpc.status import ChiefStatus, TaskStatus
 from shardline.security import Security
 
 # Stand-ins for the roles. The chief obeys lines sent to its address ("exit 4"); the others end when it does, as real
@@ -66,6 +68,8 @@ def other(config):
     if config.task in settings:
         print(f"shardline: {config.task} has had enough", file=sys.stderr, flush=True)
         return settings[config.task]
+    if config.task == settings.get("stays"):
+        signal.pause()
     host, port = config.cluster.chief.split(":")
     try:
         with socket.create_connection((host, int(port))) as connection:
@@ -116,6 +120,11 @@ def next_end(cluster: LocalCluster, timeout_s: float = 10.0) -> Ended:
     event = cluster.events.get(timeout=timeout_s)
     assert isinstance(event, Ended)
     return event
+
+
+def status(phase: str, *, step: int, joined: tuple[str, ...]) -> ChiefStatus:
+    rows = tuple(TaskStatus(task=task, state="alive", incarnation=1) for task in joined)
+    return ChiefStatus(job="job", phase=phase, step=step, tasks=rows)
 
 
 def is_gone(pid: int) -> bool:
@@ -418,6 +427,49 @@ def test_train_ends_at_once_with_the_words_of_workers_that_can_not_start(tmp_pat
     assert finished.returncode == 2, finished.stderr
     assert "has had enough; nobody is left to train" in finished.stderr.splitlines()[-2]
     assert children(tmp_path) == {}
+
+
+def test_a_failure_is_shown_first_and_who_never_joined_is_not_waited_for(
+    tmp_path: Path, fake_roles: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_file(tmp_path, stays="evaluator/0")
+    options = launch(tmp_path, job=job, workers=1, evaluators=1, timeouts=Timeouts(total_s=600.0))
+    shown: list[str] = []
+    with LocalCluster(options) as cluster:
+        tell_chief(cluster, "exit 4")
+        assert cluster.wait(timeout_s=20) == 4
+        kill = cluster.kill
+
+        def killed(task: str, *, restart: bool = True) -> None:
+            shown.append(capsys.readouterr().err)
+            assert task == "evaluator/0"
+            kill(task, restart=restart)
+
+        monkeypatch.setattr(cluster, "kill", killed)
+        train = _Run(cluster, PlainConsole(stderr=True))
+        train._last = status("running", step=3, joined=("chief/0", "ps/0", "worker/0"))
+        began_s = time.monotonic()
+        assert train._finish(4, None) == 4
+        assert time.monotonic() - began_s < options.timeouts.dead_s / 4
+    assert len(shown) == 1 and "shardline: the chief ended with exit code 4" in shown[0]
+    assert "still there after the chief's end" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", [-1, 0, 20])
+def test_a_run_that_can_not_go_on_names_a_checkpoint_only_where_it_holds_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int
+) -> None:
+    options = launch(tmp_path)
+    options.out.mkdir()
+    (options.out / "summary.json").write_text(json.dumps({"checkpoint_step": step}))
+    cluster = LocalCluster(options)
+    train = _Run(cluster, PlainConsole(stderr=True))
+    train._last = status("ended", step=step, joined=())
+    end = Ended("worker/0", 0, False, "")
+    assert train._fail_for(_Hopeless(end, 0.0, "nobody is left to train")) == 4
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.endswith("nobody is left to train" + (". Go on with --resume from step 20" if step == 20 else ""))
+    cluster.stop()
 
 
 def test_as_long_as_one_worker_is_there_somebody_trains(tmp_path: Path, fake_roles: Path) -> None:
