@@ -276,7 +276,8 @@ class LocalCluster:
                     old.unlink()
             for task in self.tasks():
                 # Before any process is there: a log that can't be written ends the start, not the job.
-                os.close(files.append_fd(self.log_path(task)))
+                with contextlib.suppress(FileNotFoundError):
+                    os.close(files.update_fd(self.log_path(task)))
         except OSError as error:
             raise unwritable(self.options.out, error) from None
         ready_read, ready_write = os.pipe()
