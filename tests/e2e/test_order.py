@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,5 +36,6 @@ def test_tasks_that_are_there_long_before_their_chief_wait_for_it_and_say_so(tmp
             "chief/0": 0,
             "ps/0": 0,
         }
-        assert f"{missing}, 9 min 5" in cluster.commands["chief/0"].finish().err
+        # On a busy machine the others may have needed more than a second to join, too.
+        assert re.search(rf"{re.escape(missing)}(, [^\n]*)?, 9 min 5", cluster.commands["chief/0"].finish().err)
     assert summary_of(out)["sha256"] == expected_sha256(job)
