@@ -22,6 +22,8 @@ from tests.support.cluster import Cluster
 from tests.support.jobs import make_job
 
 ROOT = Path(__file__).parents[2]
+PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("shardline", "services", "worker"))
+"""Whose functions are looked at; an environment with libraries may lie beside them."""
 MOST = {"there": 12, "back": 10}
 LANES = ("grpc", "tcp", "shm")
 SEAMS = ("shardline/cadence/", "shardline/topology/", "shardline/codecs/", "shardline/update/")
@@ -121,7 +123,7 @@ class Trace:
 
     def profile(self, frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
-        if not self.on or event not in ("call", "return") or not code.co_filename.startswith(str(ROOT)):
+        if not self.on or event not in ("call", "return") or not code.co_filename.startswith(PRODUCT):
             return
         file = str(Path(code.co_filename).relative_to(ROOT))
         if file.startswith("tests/") or "/v1/" in file:
