@@ -276,7 +276,6 @@ class LocalCluster:
                 for old in (self.options.out / "logs").glob("*.log"):
                     old.unlink()
             for task in self.tasks():
-                # Before any process is there: a log that can't be written ends the start, not the job.
                 with contextlib.suppress(FileNotFoundError):
                     os.close(files.update_fd(self.log_path(task)))
         except OSError as error:
