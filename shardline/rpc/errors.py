@@ -28,11 +28,16 @@ async def _abort(servicer: Any, method: str, context: grpc.aio.ServicerContext[A
         # What we did not foresee is our defect: the caller gets no internals, the log gets everything.
         log.error("unexpected error in a call from %s", context.peer(), exc_info=error)
     # gRPC keeps what ended a call for a while; with its frames it would keep all that the call worked on.
-    error.__traceback__ = error.__context__ = error.__cause__ = None
+    drop_frames(error)
     if isinstance(error, ShardlineError):
         await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error)[:SENTENCE])
     await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__} in this call; see the log of the task asked")
     raise AssertionError("abort always raises")
+
+
+def drop_frames(error: BaseException) -> None:
+    """Make an error let go of the frames it passed and of the errors before it, and so of all that those work on."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def unary(method: Callable[[Any, Any, Any], Awaitable[Any]]) -> Callable[[Any, Any, Any], Awaitable[Any]]:

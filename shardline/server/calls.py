@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -96,8 +96,16 @@ class OpenCalls:
             call.end(f"the call was ended: {reason}")
 
 
-async def all_ended(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for every task, then raise the first error: none is left behind to end unseen."""
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
+async def all_ended(tasks: list[asyncio.Task[None]]) -> None:
+    """Wait for every task, then raise the first error: none is left behind to end unseen. Empties the list."""
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    error = next((result for result in results if isinstance(result, BaseException)), None)
+    # The error will hold this frame and its callers'. If they held the error too, only the garbage collector could free
+    # what they work on.
+    tasks.clear()
+    del results
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error

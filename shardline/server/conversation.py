@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from shardline.core.outcome import Outcome
-from shardline.errors import ProtocolError
+from shardline.errors import ProtocolError, ShardlineError
 from shardline.lanes.attachments import Attachments
+from shardline.rpc.errors import drop_frames
 from shardline.rpc.v1 import data_pb2
 from shardline.server.admission import admit_data, attachment_of
 from shardline.server.backend import Backend, HostedShard
@@ -89,7 +90,14 @@ class PushPullTalk:
             async with asyncio.TaskGroup() as group:
                 await self._read(request, group)
         except* Exception as errors:
-            await self._replies.end(first_error(errors))
+            error = first_error(errors)
+            if isinstance(error, ShardlineError):
+                # The call may be cancelled before anybody takes it out of the queue. A task group's frame and its error
+                # hold each other.
+                drop_frames(error)
+                drop_frames(errors)
+            await self._replies.end(error)
+            del error
         else:
             await self._replies.end(None)
 

@@ -273,7 +273,7 @@ async def _pull(
             never = _never(shard, want, number, encoded)
             if never is not None:
                 signal.disarm(waiter)
-                raise never
+                raise _UnservedError(shard, *never)
             left_s = deadline_s - time.monotonic()
             gathers = attachment is not None and attachment.borrowed
             if left_s > 0 and gathers and await signal.wait(waiter, left_s):
@@ -311,13 +311,12 @@ def _finder(
     return functools.partial(_encode, backend, shard, want, coding, into)
 
 
-def _never(shard: HostedShard, want: StepWanted, number: int, found: Outcome) -> _UnservedError | None:
+def _never(shard: HostedShard, want: StepWanted, number: int, found: Outcome) -> tuple[Outcome, str] | None:
     """Why it is no use to wait for a bucket; None where it may come."""
     if found is not Outcome.WAITING:
-        reason = f"step {want.step} of bucket {number} is gone; the bucket is at {shard.buckets[number].step}"
-        return _UnservedError(shard, found, reason)
+        return found, f"step {want.step} of bucket {number} is gone; the bucket is at {shard.buckets[number].step}"
     if shard.stop_step is not None and want.step is not None and want.step > shard.stop_step:
-        return _UnservedError(shard, Outcome.STOPPED, f"the job stops at step {shard.stop_step}")
+        return Outcome.STOPPED, f"the job stops at step {shard.stop_step}"
     return None
 
 

@@ -239,6 +239,8 @@ class RecordLog:
         finally:
             with self._lock:
                 self._waiting.pop(future, None)
+            # An error in it holds the frames of the waiting call, this one too; the cycle would keep the shard alive.
+            del future
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
