@@ -192,6 +192,20 @@ class UpdateRule(Resident, ABC):
         )
 
 
+@dataclass(slots=True)
+class Update:
+    """One update of a bucket, as BucketRule.apply() gets it, checked."""
+
+    values: Tensor
+    gradient: Tensor
+    source: Tensor | None
+    present: tuple[bool, ...] | None
+    """Per slice; None = all."""
+    arguments: Mapping[str, Any]
+    """Of the group, as torch names them, with the rate of this update."""
+    context: PushContext
+
+
 class BucketRule(ABC):
     """A rule and its state for one bucket of parameters. Used by one thread at a time; buckets are independent."""
 
@@ -206,7 +220,6 @@ class BucketRule(ABC):
         rule.check_tensors(site.spec, held)
         self.states = rule.states(site.spec, site.group, site.dtype, site.device)
 
-    @abstractmethod
     def apply(
         self,
         values: Tensor,
@@ -230,6 +243,16 @@ class BucketRule(ABC):
         schedule isn't applied. context: who pushed, and from what.
         Raises ProtocolError for a wrong length, dtype or hyper; nothing is changed then.
         """
+        self.check_flat(values=values, gradient=gradient, source=source)
+        pattern, arguments = self.pattern(present), self.arguments(clock, hyper)
+        if pattern is not None and not any(pattern):
+            return False
+        self.carry_out(Update(values, gradient, source, pattern, arguments, context))
+        return True
+
+    @abstractmethod
+    def carry_out(self, update: Update) -> None:
+        """Do an update that apply() has checked, in which some slice has a gradient."""
 
     @abstractmethod
     def export(self) -> RuleState:

@@ -39,13 +39,14 @@ import torch
 from torch import Tensor
 
 from shardline.core.plan import padded
-from shardline.core.push_context import TOGETHER, PushContext
+from shardline.core.push_context import PushContext
 from shardline.core.spec import DTYPES, RuleSpec, TensorKind, TensorSpec
 from shardline.errors import JobError
 from shardline.update.base import (
     BucketRule,
     RuleState,
     Site,
+    Update,
     UpdateRule,
     padding_positions,
     parse_state_key,
@@ -189,33 +190,19 @@ class ElementwiseBucketRule(BucketRule):
     def update(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> None:
         """Change run.values and the run's states in place. arguments: of the group, with the rate of this push."""
 
-    def apply(
-        self,
-        values: Tensor,
-        gradient: Tensor,
-        *,
-        clock: int,
-        source: Tensor | None = None,
-        present: Sequence[bool] | None = None,
-        hyper: Mapping[str, float] | None = None,
-        context: PushContext = TOGETHER,
-    ) -> bool:
+    def carry_out(self, update: Update) -> None:
         """See BucketRule."""
-        self.check_flat(values=values, gradient=gradient, source=source)
-        pattern = self.pattern(present)
-        arguments = self.arguments(clock, hyper)
-        if pattern is not None and not any(pattern):
-            return False
-        if source is not None:
-            values.copy_(source)
+        values, context = update.values, update.context
+        if update.source is not None:
+            values.copy_(update.source)
         with torch.no_grad():
-            for slices in list(self._runs(pattern)):
+            for slices in list(self._runs(update.present)):
                 span = slice(self.site.bucket.slices[slices.start].offset, self._ends[slices.stop - 1])
-                self.update(Run(self.kept, slices, span, values, gradient, context.task), arguments, context)
+                run = Run(self.kept, slices, span, values, update.gradient, context.task)
+                self.update(run, update.arguments, context)
                 self._begun[slices.start : slices.stop] = [True] * len(slices)
         if self._padding.numel():
             values.index_fill_(0, self._padding, 0)
-        return True
 
     def _runs(self, present: Sequence[bool] | None) -> Iterator[range]:
         """Longest runs of neighbours that are present and have equal numbers."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardline.core.push_context import TOGETHER, PushContext
+from shardline.core.push_context import PushContext
 from shardline.core.spec import Argument, RuleSpec, TensorSpec
 from shardline.update.base import (
     BucketRule,
@@ -18,6 +18,7 @@ from shardline.update.base import (
     Shape,
     Site,
     StateSpec,
+    Update,
     UpdateRule,
     padding_positions,
     without_values,
@@ -72,26 +73,12 @@ class WrappingBucketRule(BucketRule):
         anything finite.
         """
 
-    def apply(
-        self,
-        values: Tensor,
-        gradient: Tensor,
-        *,
-        clock: int,
-        source: Tensor | None = None,
-        present: Sequence[bool] | None = None,
-        hyper: Mapping[str, float] | None = None,
-        context: PushContext = TOGETHER,
-    ) -> bool:
+    def carry_out(self, update: Update) -> None:
         """See BucketRule."""
-        self.check_flat(values=values, gradient=gradient, source=source)
-        arguments = self.arguments(clock, hyper)
-        pattern = self.pattern(present)
-        if pattern is not None and not any(pattern):
-            return False
+        values = update.values if update.source is None else update.source
         with torch.no_grad():
-            gradient = self.changed(values if source is None else source, gradient, arguments, context)
-        return self.inner.apply(values, gradient, clock=clock, source=source, present=present, hyper=hyper)
+            gradient = self.changed(values, update.gradient, update.arguments, update.context)
+        self.inner.carry_out(replace(update, gradient=gradient))
 
     @property
     def workers(self) -> frozenset[str]:

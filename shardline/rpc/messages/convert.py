@@ -37,6 +37,7 @@ from shardline.rpc.limits import (
     at_most,
     short,
 )
+from shardline.rpc.messages.fields import from_message, to_message
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, plan_pb2
 
 DTYPE_TO_PROTO: Mapping[str, common_pb2.DType.ValueType] = {
@@ -115,14 +116,7 @@ def rule_from_proto(message: plan_pb2.RuleSpec) -> RuleSpec:
 
 def schedule_to_proto(schedule: ScheduleSpec) -> plan_pb2.ScheduleSpec:
     """Schedule as plain numbers."""
-    return plan_pb2.ScheduleSpec(
-        kind=schedule.kind,
-        warmup_steps=schedule.warmup_steps,
-        total_steps=schedule.total_steps,
-        step_size=schedule.step_size,
-        gamma=schedule.gamma,
-        final_factor=schedule.final_factor,
-    )
+    return to_message(plan_pb2.ScheduleSpec, schedule)
 
 
 def schedule_from_proto(message: plan_pb2.ScheduleSpec) -> ScheduleSpec:
@@ -131,14 +125,7 @@ def schedule_from_proto(message: plan_pb2.ScheduleSpec) -> ScheduleSpec:
         raise ProtocolError(
             f"schedule has gamma {message.gamma}, final_factor {message.final_factor}; both must be finite"
         )
-    return ScheduleSpec(
-        kind=message.kind or "constant",
-        warmup_steps=message.warmup_steps,
-        total_steps=message.total_steps,
-        step_size=message.step_size,
-        gamma=message.gamma,
-        final_factor=message.final_factor,
-    )
+    return from_message(ScheduleSpec, message, kind=message.kind or "constant")
 
 
 def consistency_to_proto(spec: ConsistencySpec) -> plan_pb2.ConsistencySpec:
@@ -155,15 +142,7 @@ def consistency_from_proto(message: plan_pb2.ConsistencySpec) -> ConsistencySpec
 
 def tensor_to_proto(tensor: TensorSpec) -> plan_pb2.TensorSpec:
     """One tensor of the model."""
-    return plan_pb2.TensorSpec(
-        name=tensor.name,
-        shape=tensor.shape,
-        dtype=DTYPE_TO_PROTO[tensor.dtype],
-        kind=_KIND_TO_PROTO[tensor.kind],
-        group=tensor.group,
-        whole=tensor.whole,
-        aliases=tensor.aliases,
-    )
+    return to_message(plan_pb2.TensorSpec, tensor, dtype=DTYPE_TO_PROTO[tensor.dtype], kind=_KIND_TO_PROTO[tensor.kind])
 
 
 def tensor_from_proto(message: plan_pb2.TensorSpec) -> TensorSpec:
@@ -178,15 +157,8 @@ def tensor_from_proto(message: plan_pb2.TensorSpec) -> TensorSpec:
         raise ProtocolError(f"tensor {message.name!r} has shape {tuple(message.shape)}; sizes can't be negative")
     if message.kind not in _KIND_FROM_PROTO:
         raise ProtocolError(f"tensor {message.name!r} has kind number {message.kind}, which is unknown")
-    tensor = TensorSpec(
-        name=message.name,
-        shape=tuple(message.shape),
-        dtype=dtype_from_proto(message.dtype, f"tensor {message.name!r}"),
-        kind=_KIND_FROM_PROTO[message.kind],
-        group=message.group,
-        whole=message.whole,
-        aliases=tuple(message.aliases),
-    )
+    dtype = dtype_from_proto(message.dtype, f"tensor {message.name!r}")
+    tensor = from_message(TensorSpec, message, dtype=dtype, kind=_KIND_FROM_PROTO[message.kind])
     if tensor.elements > MAX_TENSOR_ELEMENTS:
         raise ProtocolError(
             f"tensor {message.name!r} has {tensor.elements} elements; the limit is {MAX_TENSOR_ELEMENTS}"
@@ -227,16 +199,7 @@ def _bucket_to_proto(bucket: BucketSpec) -> plan_pb2.BucketSpec:
         dtype=DTYPE_TO_PROTO[bucket.dtype],
         kind=_KIND_TO_PROTO[bucket.kind],
         elements=bucket.elements,
-        slices=[
-            plan_pb2.Slice(
-                tensor=piece.tensor,
-                first_row=piece.first_row,
-                rows=piece.rows,
-                offset=piece.offset,
-                elements=piece.elements,
-            )
-            for piece in bucket.slices
-        ],
+        slices=[to_message(plan_pb2.Slice, piece) for piece in bucket.slices],
     )
 
 
@@ -249,10 +212,7 @@ def plan_from_proto(message: plan_pb2.PlanSpec) -> Plan:
         for b, bucket in enumerate(shard.buckets):
             if bucket.kind not in _KIND_FROM_PROTO:
                 raise ProtocolError(f"plan: shard {s}, bucket {b} has kind number {bucket.kind}, which is unknown")
-            slices = tuple(
-                Slice(tensor=p.tensor, first_row=p.first_row, rows=p.rows, offset=p.offset, elements=p.elements)
-                for p in bucket.slices
-            )
+            slices = tuple(from_message(Slice, piece) for piece in bucket.slices)
             buckets.append(
                 BucketSpec(
                     dtype=dtype_from_proto(bucket.dtype, f"plan: shard {s}, bucket {b}"),

@@ -16,11 +16,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shardline.core.push_context import TOGETHER, PushContext
 from shardline.core.spec import DTYPES, Argument, RuleSpec, TensorKind, TensorSpec
 from shardline.errors import JobError
 from shardline.update.arguments import ALLOWED, optimizer_class, torch_arguments
-from shardline.update.base import BucketRule, RuleState, Shape, Site, StateSpec, UpdateRule, without_values
+from shardline.update.base import BucketRule, RuleState, Shape, Site, StateSpec, Update, UpdateRule, without_values
 from shardline.update.torch_optim.runs import ElementwiseStates
 from shardline.update.torch_optim.states import packing, state_kinds
 from shardline.update.torch_optim.whole import WholeStates
@@ -88,25 +87,9 @@ class TorchBucketRule(BucketRule):
         else:
             self._states = WholeStates(cls, arguments, rule, site, self.states)
 
-    def apply(
-        self,
-        values: Tensor,
-        gradient: Tensor,
-        *,
-        clock: int,
-        source: Tensor | None = None,
-        present: Sequence[bool] | None = None,
-        hyper: Mapping[str, float] | None = None,
-        context: PushContext = TOGETHER,
-    ) -> bool:
+    def carry_out(self, update: Update) -> None:
         """See BucketRule."""
-        self.check_flat(values=values, gradient=gradient, source=source)
-        pattern = self.pattern(present)
-        arguments = self.arguments(clock, hyper)
-        if pattern is not None and not any(pattern):
-            return False
-        self._states.apply(values, gradient, pattern, arguments, source)
-        return True
+        self._states.apply(update.values, update.gradient, update.present, update.arguments, update.source)
 
     def export(self) -> RuleState:
         """See BucketRule. Element-shaped states lie in the bucket's layout, Adafactor's packed."""
