@@ -1,0 +1,37 @@
+"""Values and messages whose fields have the same names: what differs is all that a converter has to say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+ValueT = TypeVar("ValueT")
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def to_message(kind: type[MessageT], value: Any, /, **differing: Any) -> MessageT:
+    """A message with every field of a dataclass value; those in `differing` as given there.
+
+    Raises ValueError where the message has no field of a name.
+    """
+    same = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in differing}
+    return kind(**same, **differing)
+
+
+def from_message(kind: type[ValueT], message: Message, /, **differing: Any) -> ValueT:
+    """A dataclass value from the message's fields of the same names; those in `differing` as given there.
+
+    A repeated field becomes a tuple and a map a dict. Fields that hold messages must be given. Raises AttributeError
+    where the message has no field of a name.
+    """
+    names = [field.name for field in fields(kind) if field.name not in differing]  # type: ignore[arg-type]
+    return kind(**{name: _plain(getattr(message, name)) for name in names}, **differing)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    return dict(value) if isinstance(value, Mapping) else tuple(value)
