@@ -98,11 +98,13 @@ class OpenCalls:
 
 async def all_ended(tasks: list[asyncio.Task[None]]) -> None:
     """Wait for every task, then raise the first error: none is left behind to end unseen. Empties the list."""
-    results = await asyncio.gather(*tasks, return_exceptions=True)
+    # An error holds the frames that it passes, this one and its callers'. Where those held the tasks, and so the tasks'
+    # errors, only the garbage collector could free what the call worked on.
+    try:
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        tasks.clear()
     error = next((result for result in results if isinstance(result, BaseException)), None)
-    # The error will hold this frame and its callers'. If they held the error too, only the garbage collector could free
-    # what they work on.
-    tasks.clear()
     del results
     try:
         if error is not None:
