@@ -55,32 +55,6 @@ def test_an_error_of_a_task_that_is_waited_for() -> None:
     assert asyncio.run(run())() is None
 
 
-def test_a_call_that_is_cancelled_while_its_tasks_run() -> None:
-    async def run() -> weakref.ref[Shard]:
-        shard = Shard()
-        ref = weakref.ref(shard)
-
-        async def apply(held: Shard) -> None:
-            await asyncio.get_running_loop().create_future()
-
-        async def call(held: Shard) -> None:
-            running = [asyncio.create_task(apply(held))]
-            await all_ended(running)
-
-        async def cancelled() -> bool:
-            try:
-                async with asyncio.timeout(0.01):
-                    await call(shard)
-            except TimeoutError:
-                return True
-            return False
-
-        assert await cancelled()
-        return ref
-
-    assert asyncio.run(run())() is None
-
-
 def test_an_answer_that_waited_for_a_standby_whose_history_ended() -> None:
     async def run() -> weakref.ref[Shard]:
         shard = Shard()
