@@ -11,7 +11,7 @@ from shardline.consistency.voted import Voted
 from shardline.core.spec import ConsistencySpec
 from shardline.seams import Table
 
-__all__ = ["CONSISTENCIES", "RESIDENTS", "Clock", "Consistency", "of"]
+__all__ = ["CONSISTENCIES", "RESIDENTS", "Asynchronous", "Clock", "Consistency", "Eager", "of"]
 
 CONSISTENCIES: Table[Consistency] = Table("consistency", Eager, Asynchronous)
 RESIDENTS: tuple[type[Consistency], ...] = (Eager, Voted, Asynchronous)

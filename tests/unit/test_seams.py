@@ -7,6 +7,8 @@ from typing import ClassVar
 
 import pytest
 
+import shardline
+from shardline import methods
 from shardline.errors import JobError, UsageError
 from shardline.seams import Resident, Table
 
@@ -96,3 +98,11 @@ def test_a_name_is_given_once() -> None:
         table().add(Other)
     with pytest.raises(UsageError, match="frozen dataclass"):
         table().add(Loose)
+
+
+@pytest.mark.parametrize("seam", methods.SEAMS)
+def test_a_job_file_finds_every_method_as_a_class_of_its_name(seam: str) -> None:
+    by_name = {name.lower(): getattr(shardline, name) for name in shardline.__all__}
+    own = [kind for kind in methods.table(seam) if kind.__module__.startswith("shardline.")]
+    assert own
+    assert [by_name.get(kind.name.replace("-", "")) for kind in own] == own
