@@ -13,6 +13,7 @@ from shardline.errors import FencedError, JobExitError, ProtocolError, Shardline
 from shardline.host.process import Termination, resolve_device, tell_ready
 from shardline.job import Job, load_job
 from shardline.observability.metrics import Metrics
+from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline_evaluator.scoring import Score, next_step, score
@@ -44,11 +45,7 @@ def run(config: RoleConfig) -> int:
     link = ChiefLink(
         config.cluster.chief,
         config.timeouts,
-        role="evaluator",
-        index=config.index,
-        address=address,
-        metrics_address=metrics_address,
-        job=spec,
+        Applicant(role="evaluator", index=config.index, address=address, metrics_address=metrics_address, job=spec),
         security=config.security,
     )
     try:

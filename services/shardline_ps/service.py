@@ -20,6 +20,7 @@ from shardline.lanes import offered
 from shardline.lanes.attachments import Attachments, LaneOffer
 from shardline.observability.line_rate import meter_line
 from shardline.observability.metrics import Metrics
+from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.rpc.server import RpcServer
@@ -186,10 +187,7 @@ def _serve(config: RoleConfig, process: PsProcess, termination: Termination, add
     link = ChiefLink(
         config.cluster.chief,
         config.timeouts,
-        role="ps",
-        index=config.index,
-        address=address,
-        metrics_address=metrics_address,
+        Applicant(role="ps", index=config.index, address=address, metrics_address=metrics_address),
         on_orders=obey,
         cancelled=termination.event,
         ps_status=process.meter.observed(process.servicer.status),

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import logging
-import platform
 import random
 import threading
 import time
-import uuid
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import grpc
-import torch
 
-from shardline.codecs import CODECS
 from shardline.core.identity import Identity
 from shardline.core.orders import BarrierPlace, Orders, Phase, StepReport
-from shardline.core.protocol import FEATURES, PROTOCOL_MINOR
-from shardline.core.spec import JobSpec
 from shardline.core.timeouts import Timeouts
 from shardline.core.waiting import Waiting
-from shardline.errors import FencedError, InternalError, MismatchError, ShardlineError, UnreachableError
+from shardline.errors import FencedError, InternalError, ShardlineError, UnreachableError
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
+from shardline.rpc.joining import Applicant, Joining
 from shardline.rpc.messages.barrier import barrier_place_to_proto, barrier_state_from_proto
-from shardline.rpc.messages.convert import job_to_proto
-from shardline.rpc.v1 import access_pb2, chief_pb2, common_pb2, parameter_server_pb2
+from shardline.rpc.messages.fields import to_message
+from shardline.rpc.report_queue import ReportQueue
+from shardline.rpc.v1 import chief_pb2, parameter_server_pb2
 from shardline.security import PLAIN, Security
 
 log = logging.getLogger("shardline.link")
@@ -35,40 +30,8 @@ T = TypeVar("T")
 
 STREAM_S = 3600.0
 """Deadline of one heartbeat stream; the next one follows at once."""
-MAX_REPORTS = 4096
-"""Finished steps that wait for the chief, at most; of more the oldest are not told."""
 GOODBYE_S = 2.0
 """How long a task that ends waits for the chief to take its last beat."""
-
-
-def machine_fingerprint(threads: int, device: str) -> dict[str, str]:
-    """What the last bits of a gradient depend on (PROTOCOL 1.10, E)."""
-    facts = {
-        "torch": torch.__version__,
-        "cpu_vendor": cpu_vendor(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": str(threads),
-        "device": device.split(":")[0],
-    }
-    if device.startswith("cuda") and torch.cuda.is_available():
-        facts["device"] = torch.cuda.get_device_name(torch.device(device))
-    return facts
-
-
-def cpu_vendor() -> str:
-    """Vendor of the processor as Linux names it, else what Python knows."""
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
-            for line in lines:
-                if line.startswith(("vendor_id", "CPU implementer")):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-class _Away(Exception):
-    """The chief went away while it was asked."""
 
 
 class ChiefLink:
@@ -81,13 +44,8 @@ class ChiefLink:
         self,
         chief_address: str,
         timeouts: Timeouts,
+        applicant: Applicant,
         *,
-        role: str,
-        index: int | None,
-        address: str = "",
-        metrics_address: str = "",
-        job: JobSpec | None = None,
-        machine: Mapping[str, str] | None = None,
         on_orders: Callable[[Orders], None] | None = None,
         ps_status: Callable[[], parameter_server_pb2.PsStatusReply] | None = None,
         traffic: Callable[[], tuple[int, int, int, int]] | None = None,
@@ -96,17 +54,10 @@ class ChiefLink:
     ) -> None:
         self.client = ChiefClient(chief_address, timeouts, security)
         self.timeouts = timeouts
-        self.task = role if index is None else f"{role}/{index}"
+        self.task = applicant.task
         self.incarnation = 0
         self.term = 0
         self.secret = b""
-        self._role = role
-        self._index = index
-        self._address = address
-        self._metrics_address = metrics_address
-        self._job = job
-        self._machine = dict(machine or {})
-        self._stable_id = uuid.uuid4().hex
         self._on_orders = on_orders
         self._ps_status = ps_status
         self._traffic = traffic
@@ -114,9 +65,7 @@ class ChiefLink:
         self._orders = Orders()
         self._waiting: Waiting | None = None
         """What was told of the wait for other tasks."""
-        self._reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
-        self._unanswered: deque[list[StepReport]] = deque()
-        """Reports of beats that the chief may not have got, oldest beat first."""
+        self._reports = ReportQueue()
         self._step = 0
         self._leaving = False
         self._finished = False
@@ -127,8 +76,9 @@ class ChiefLink:
         self._dropped = False
         self._call: grpc.Call | None = None
         self._thread: threading.Thread | None = None
-        self._cancelled = cancelled or threading.Event()
-        self._join_wake = threading.Event()
+        self._joining = Joining(
+            self.client, timeouts, applicant, cancelled=cancelled or threading.Event(), closed=self._closed
+        )
         self._broken_s: float | None = None
         """Since when there has been no working stream; None while there is one."""
         self.lost: ShardlineError | None = None
@@ -141,61 +91,13 @@ class ChiefLink:
 
     def cancel_join(self) -> None:
         """End a running join() early; for the thread of a signal."""
-        self._cancelled.set()
-        self.client.peer.cancel()
-        self._join_wake.set()
+        self._joining.cancel()
 
     def join(self) -> bool:
-        """Join, asking again while the chief isn't there or says so, until the join deadline; tells who waits for whom.
-
-        Returns False where the process was asked to end meanwhile (`cancelled`). Raises UnreachableError,
-        MismatchError (refused for good) or FencedError.
-        """
-        start_s = time.monotonic()
-        waiting = Waiting(start_s, start_s + self.timeouts.join_s)
-        request = chief_pb2.JoinRequest(
-            hello=common_pb2.Hello(
-                protocol_minor=PROTOCOL_MINOR,
-                features=FEATURES,
-                codecs=CODECS.names,
-                lanes=[common_pb2.LANE_GRPC],
-                machine=self._machine,
-            ),
-            role=self._role,
-            index=self._index,
-            stable_id=self._stable_id,
-            address=self._address,
-            metrics_address=self._metrics_address,
-            protocol_minor=PROTOCOL_MINOR,
-        )
-        if self._job is not None:
-            request.job.CopyFrom(job_to_proto(self._job))
-        if not self.client.peer.await_name(self.timeouts.join_s):
+        """Join, and start the heartbeat; see Joining.join(). False where the process was asked to end meanwhile."""
+        reply = self._joining.join()
+        if reply is None:
             return False
-        reason = ""
-        while True:
-            left_s = waiting.deadline_s - time.monotonic()
-            if left_s <= 0 or self._closed.is_set():
-                raise UnreachableError(
-                    f"{self.task}: {self.client.peer} did not admit this task within "
-                    f"{self.timeouts.join_s:.0f} s: {reason}"
-                )
-            try:
-                reply = self._ask_to_join(request, waiting)
-            except _Away as away:
-                reason = str(away)
-            else:
-                if reply is None:
-                    return False
-                if reply.accepted:
-                    break
-                reason = reply.reason
-                if not reply.retry:
-                    raise MismatchError(f"{self.task}: the chief refused this task: {reply.reason}")
-            self._tell(waiting, reason)
-            if self._join_wake.wait(min(0.2 + 0.3 * random.random(), max(0.0, left_s))) and self._cancelled.is_set():
-                return False
-            self._join_wake.clear()
         self.task = reply.task
         self.incarnation = reply.incarnation
         self.secret = reply.secret
@@ -203,49 +105,6 @@ class ChiefLink:
         self._thread = threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True)
         self._thread.start()
         return True
-
-    def _tell(self, waiting: Waiting, why: str) -> None:
-        if sentence := waiting.sentence(time.monotonic(), str(self.client.peer), why):
-            log.info("%s", sentence)
-
-    def _ask_to_join(self, request: chief_pb2.JoinRequest, waiting: Waiting) -> chief_pb2.JoinReply | None:
-        """One Join, waiting for a chief that isn't there yet; None where the process was asked to end meanwhile."""
-        start_s = time.monotonic()
-        left_s = max(0.1, waiting.deadline_s - start_s)
-        prover = self.client.peer.prover
-        if not prover.ready:
-            # Before the call that needs it, which could not be given up while it waits for this.
-            reply = self._await(self.client.access.Challenge, access_pb2.ChallengeRequest(), left_s, waiting)
-            if reply is None:
-                return None
-            prover.answer(reply.challenge)
-            left_s = max(0.1, left_s - (time.monotonic() - start_s))
-        joined: chief_pb2.JoinReply | None = self._await(self.client.stub.Join, request, left_s, waiting)
-        return joined
-
-    def _await(self, method: Any, request: Any, left_s: float, waiting: Waiting) -> Any:
-        """The reply to one call of join(), which waits for the chief; None where the process was asked to end."""
-        start_s = time.monotonic()
-        call = method.future(request, timeout=left_s, wait_for_ready=True)
-        call.add_done_callback(lambda _: self._join_wake.set())
-        while not call.done():
-            # Bounded by the call's own deadline.
-            self._join_wake.wait(waiting.pause_s(time.monotonic()) or 1.0)
-            self._join_wake.clear()
-            if self._cancelled.is_set() and not call.done():
-                call.cancel()
-                return None
-            if not call.done() and waiting.pause_s(time.monotonic()) <= 0.0:
-                self._tell(waiting, self.client.peer.obstacle())
-        try:
-            return call.result()
-        except grpc.RpcError as error:
-            waited_s = time.monotonic() - start_s
-            failure = self.client.peer.failure(error, what="Join", waited_s=waited_s, connecting=True)
-            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE and waited_s < left_s:
-                # It was there, so it may come back; if it had admitted this process, it does so again.
-                raise _Away(str(failure)) from error
-            raise failure from error
 
     @property
     def identity(self) -> Identity:
@@ -260,7 +119,7 @@ class ChiefLink:
 
     def report(self, report: StepReport) -> None:
         """A finished step, told with the next beat."""
-        self._reports.append(report)
+        self._reports.add(report)
 
     def beat_now(self) -> None:
         """Send a beat without waiting for the interval."""
@@ -361,41 +220,7 @@ class ChiefLink:
             # Steps that ended after the beat before this one: without it their lines would lack in the logs.
             yield self._beat(ended)
 
-    def _take_reports(self, ended: threading.Event) -> list[StepReport]:
-        """Reports for the next beat; they are kept until it is answered."""
-        with self._lock:
-            if ended.is_set():
-                return []
-            taken = [self._reports.popleft() for _ in range(min(1024, len(self._reports)))]
-            self._unanswered.append(taken)
-            return taken
-
-    def _answered(self) -> None:
-        """The chief has said something: all beats but the newest, which may have crossed it, have arrived."""
-        with self._lock:
-            while len(self._unanswered) > 1:
-                self._unanswered.popleft()
-
-    def _take_back(self) -> None:
-        """The stream is over: what may not have arrived is told again, some of it maybe for the second time."""
-        with self._lock:
-            again = [report for beat in self._unanswered for report in beat]
-            self._unanswered.clear()
-            self._reports.extendleft(reversed(again[: MAX_REPORTS - len(self._reports)]))
-
     def _beat(self, ended: threading.Event) -> chief_pb2.Beat:
-        reports = [
-            chief_pb2.StepReport(
-                step=item.step,
-                replica=item.replica,
-                loss=item.loss,
-                samples=item.samples,
-                compute_s=item.compute_s,
-                exchange_s=item.exchange_s,
-                staleness=item.staleness,
-            )
-            for item in self._take_reports(ended)
-        ]
         self._tell_awaited()
         timeline, suspects = self._suspects
         beat = chief_pb2.Beat(
@@ -405,7 +230,7 @@ class ChiefLink:
             step=self._step,
             leaving=self._leaving,
             finished=self._finished,
-            steps=reports,
+            steps=[to_message(chief_pb2.StepReport, item) for item in self._reports.take(ended)],
             orders_seen=self._orders.version,
             figures=self.figures,
             suspects=suspects if timeline == self._orders.timeline else (),
@@ -486,11 +311,11 @@ class ChiefLink:
         try:
             for message in call:
                 self._broken_s = None
-                self._answered()
+                self._reports.answered()
                 self._obey(_orders_from_proto(message))
         finally:
             ended.set()
-            self._take_back()
+            self._reports.take_back()
             self._wake.set()
 
     def _obey(self, orders: Orders) -> None:

@@ -25,6 +25,7 @@ from shardline.core.orders import Phase
 from shardline.core.tensor_bytes import tensor_bytes
 from shardline.core.timeouts import Timeouts
 from shardline.host.process import Termination
+from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.messages.convert import job_to_proto
 from shardline.rpc.server import RpcServer
@@ -361,7 +362,12 @@ class ChiefHost(Host):
         self._began = self.state()
 
     def _join(self, role: str, **fields: Any) -> ChiefLink:
-        link = ChiefLink(self.address, CHIEF_TIMEOUTS, role=role, index=0, **fields)
+        link = ChiefLink(
+            self.address,
+            CHIEF_TIMEOUTS,
+            Applicant(role=role, index=0, job=fields.pop("job", None), address=fields.pop("address", "")),
+            **fields,
+        )
         assert link.join()
         return link
 

@@ -28,6 +28,7 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import NonFiniteError, ProtocolError
 from shardline.lanes.base import Lane
 from shardline.rpc import link as link_module
+from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
@@ -142,7 +143,10 @@ def test_joining_ends_when_the_process_is_asked_to_end() -> None:
         taken.bind(("127.0.0.1", 0))
         cancelled = threading.Event()
         link = ChiefLink(
-            f"127.0.0.1:{taken.getsockname()[1]}", Timeouts(total_s=600.0), role="ps", index=0, cancelled=cancelled
+            f"127.0.0.1:{taken.getsockname()[1]}",
+            Timeouts(total_s=600.0),
+            Applicant(role="ps", index=0),
+            cancelled=cancelled,
         )
         answers: list[bool] = []
         thread = threading.Thread(target=lambda: answers.append(link.join()), daemon=True)
@@ -187,7 +191,7 @@ def test_a_heartbeat_stream_that_reaches_its_deadline_is_followed_by_another(
     chief, address = quiet_chief
     # Longer than T: silence of that length must not be mistaken for the chief's death.
     monkeypatch.setattr(link_module, "STREAM_S", 1.5)
-    link = ChiefLink(address, Timeouts(total_s=1.0), role="worker", index=0)
+    link = ChiefLink(address, Timeouts(total_s=1.0), Applicant(role="worker", index=0))
     assert link.join()
     # Returns early only by raising what ends a task.
     assert not link.wait(lambda orders: orders.phase is Phase.ENDED, timeout_s=4.0)

@@ -6,11 +6,13 @@ import dataclasses
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.host.process import Termination
 from shardline.rpc.client import ChiefClient
+from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.security import PLAIN, Security
 from shardline_chief import service
@@ -44,9 +46,16 @@ class Chief:
     def _run(self) -> None:
         self.code = self.process.run(Termination())
 
-    def link(self, role: str, index: int = 0, **fields: object) -> ChiefLink:
-        fields = {"security": self.security, "address": "127.0.0.1:9", **fields}
-        return ChiefLink(self.address, TIMEOUTS, role=role, index=index, **fields)  # type: ignore[arg-type]
+    def link(self, role: str, index: int = 0, **fields: Any) -> ChiefLink:
+        """A task's tie to this chief. fields: of Applicant or of ChiefLink."""
+        own = {item.name for item in dataclasses.fields(Applicant)} & fields.keys()
+        said: dict[str, Any] = {"address": "127.0.0.1:9", **{name: fields.pop(name) for name in own}}
+        return ChiefLink(
+            self.address,
+            TIMEOUTS,
+            Applicant(role=role, index=index, **said),
+            **{"security": self.security, **fields},
+        )
 
     def wait(self) -> int | None:
         self._thread.join(10.0)

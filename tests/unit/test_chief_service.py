@@ -27,6 +27,7 @@ from shardline.core.plan import make_plan
 from shardline.core.spec_json import job_to_json
 from shardline.errors import FencedError, MismatchError, ProtocolError, UsageError
 from shardline.host.process import Termination
+from shardline.rpc.report_queue import ReportQueue
 from shardline.rpc.v1 import chief_pb2
 from shardline.security import Security
 from shardline_chief import service
@@ -177,12 +178,11 @@ def test_tasks_hear_of_the_end_before_the_parameters_are_hashed(
 
 
 def test_a_process_that_was_replaced_is_told_that_it_is_fenced(chief: Chief) -> None:
-    old = chief.link("worker", job=make_job_spec())
+    old = chief.link("worker", job=make_job_spec(), stable_id="one process")
     old.join()
     assert old.wait(lambda orders: orders.version > 0, timeout_s=5.0)
     # The same process joins once more, as after a long pause: its first life is over.
-    new = chief.link("worker", job=make_job_spec())
-    new._stable_id = old._stable_id
+    new = chief.link("worker", job=make_job_spec(), stable_id="one process")
     new.join()
     with pytest.raises(FencedError):
         old.wait(lambda orders: False, timeout_s=5.0)
@@ -309,23 +309,25 @@ def test_orders_start_at_version_zero_so_that_the_first_ones_count() -> None:
     assert Orders().version == 0
 
 
-def test_steps_that_a_chief_may_not_have_heard_of_are_told_again(chief: Chief) -> None:
-    link = chief.link("worker")
+def test_steps_that_a_chief_may_not_have_heard_of_are_told_again() -> None:
+    queue = ReportQueue()
     reports = [StepReport(step=step, replica=0, loss=0.5, samples=8) for step in range(3)]
-    broken, ended = threading.Event(), threading.Event()
+    broken, open_ = threading.Event(), threading.Event()
     for report in reports:
-        link.report(report)
-        assert [item.step for item in link._beat(broken).steps] == [report.step]
-    link._answered()
-    link._take_back()
+        queue.add(report)
+        assert queue.take(broken) == [report]
+    queue.answered()
+    broken.set()
+    queue.take_back()
+    # The stream that broke must not take what the next one can still send.
+    assert queue.take(broken) == []
     # The answer may be to the beat before the last, so the last one is told again; then nothing is left.
-    assert [item.step for item in link._beat(ended).steps] == [2]
-    ended.set()
-    link._take_back()
-    assert list(link._beat(ended).steps) == []
-    link.report(reports[0])
-    assert [item.step for item in link._beat(threading.Event()).steps] == [2, 0]
-    link.close()
+    assert queue.take(open_) == reports[2:]
+    queue.add(reports[0])
+    queue.take_back()
+    assert queue.take(open_) == [reports[2], reports[0]]
+    queue.answered()
+    assert queue.take(open_) == []
 
 
 def test_a_chief_that_was_killed_before_it_had_closed_says_good_bye_once_more(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import Lane
 from shardline.observability.metrics import Metrics
+from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.topology import Hop
 
@@ -31,7 +32,7 @@ TIMEOUTS = Timeouts(total_s=2.0)
 
 @pytest.fixture
 def link() -> Iterator[ChiefLink]:
-    made = ChiefLink("127.0.0.1:1", TIMEOUTS, role="worker", index=0)
+    made = ChiefLink("127.0.0.1:1", TIMEOUTS, Applicant(role="worker", index=0))
     yield made
     made.close()
 
@@ -62,7 +63,7 @@ class Told:
 @pytest.fixture
 def place() -> Iterator[Workplace]:
     spec = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",), "worker": ("127.0.0.1:0",)})
-    config = RoleConfig(role="worker", index=0, cluster=spec, timeouts=TIMEOUTS, lane="grpc")
+    config = RoleConfig(Applicant(role="worker", index=0), cluster=spec, timeouts=TIMEOUTS, lane="grpc")
     made = Workplace(config, Metrics("worker", "worker/0"), wait_for=lambda numbers: None, still_ordered=lambda: True)
     made.furnish({"w": torch.zeros(64)}, from_file=False, overlap=False)
     yield made

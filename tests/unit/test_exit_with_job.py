@@ -9,13 +9,14 @@ import pytest
 
 from shardline.core.orders import Orders, Phase
 from shardline.core.timeouts import Timeouts
+from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline_ps.service import _exit_code
 
 
 @pytest.fixture
 def link() -> Iterator[ChiefLink]:
-    made = ChiefLink("127.0.0.1:1", Timeouts(total_s=2.0), role="ps", index=0)
+    made = ChiefLink("127.0.0.1:1", Timeouts(total_s=2.0), Applicant(role="ps", index=0))
     yield made
     made.close()
 

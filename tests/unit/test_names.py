@@ -18,6 +18,7 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.rpc import channel, names
 from shardline.rpc.channel import Peer
+from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.names import HostName
 from shardline.rpc.place import take_place
@@ -162,7 +163,7 @@ def use(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sigterm_ends_a_task_that_waits_for_the_name_of_its_chief(monkeypatch: pytest.MonkeyPatch) -> None:
     resolver = Resolver()
     use(resolver, monkeypatch)
-    link = ChiefLink("chief.chief:2222", Timeouts(total_s=600.0), role="ps", index=0)
+    link = ChiefLink("chief.chief:2222", Timeouts(total_s=600.0), Applicant(role="ps", index=0))
     try:
         assert not ended_by(link.cancel_join, link.join, resolver)
     finally:

@@ -24,6 +24,7 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UnreachableError, UsageError
 from shardline.rpc.channel import AioPeer, Peer, open_channel
 from shardline.rpc.client import ChiefClient
+from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline.security import PLAIN, Security
@@ -239,7 +240,10 @@ def test_diagnosis_of_a_healthy_pair_finds_nothing(mutual: RpcServer, files: Fil
 
 def test_task_that_may_not_join_for_its_certificate_says_so(mutual: RpcServer, files: Files) -> None:
     link = ChiefLink(
-        mutual.address, Timeouts(total_s=1.0, join_s=1.0), role="worker", index=0, security=files.mutual(files.stranger)
+        mutual.address,
+        Timeouts(total_s=1.0, join_s=1.0),
+        Applicant(role="worker", index=0),
+        security=files.mutual(files.stranger),
     )
     try:
         with pytest.raises(UnreachableError, match=r"can't be called \(Join\): it refused this side's certificate"):

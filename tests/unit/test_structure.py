@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[int, int, str]] = {
         24,
         "one loop over the orders; each turn looks at the whole state",
     ),
-    "shardline/rpc/link.py:ChiefLink": (459, 34, "the tie to the chief: one method per call of its service"),
+    "shardline/rpc/link.py:ChiefLink": (321, 28, "the tie to the chief: what a task tells it and what it says"),
     "shardline/server/push_receiver.py:PushReceiver": (
         468,
         28,
@@ -52,9 +52,7 @@ ALLOWED: dict[str, tuple[int, int, str]] = {
     ),
 }
 """Classes beyond CLASS_LINES or METHODS: file:class, lines and methods at most, and why. Numbers only fall."""
-MANY_ARGUMENTS: dict[str, tuple[int, str]] = {
-    "shardline/rpc/link.py:ChiefLink": (13, "what a task says of itself when it joins, each a field of the message"),
-}
+MANY_ARGUMENTS: dict[str, tuple[int, str]] = {}
 """Constructors beyond ARGUMENTS, with how many, and why."""
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 """Functions beyond FUNCTION_LINES, with how many lines, and why."""

@@ -13,7 +13,9 @@ from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
 from shardline.core.spec import JobSpec
 from shardline.errors import TaskLostError
-from shardline.rpc.link import ChiefLink, machine_fingerprint
+from shardline.host.fingerprint import machine_fingerprint
+from shardline.rpc.joining import Applicant
+from shardline.rpc.link import ChiefLink
 
 log = logging.getLogger("shardline.client")
 
@@ -32,12 +34,14 @@ def link_of(
     return ChiefLink(
         config.cluster.chief,
         config.timeouts,
-        role=config.role,
-        index=config.index,
-        address=address,
-        metrics_address=metrics_address,
-        job=spec,
-        machine=machine_fingerprint(spec.threads, str(device)),
+        Applicant(
+            role=config.role,
+            index=config.index,
+            address=address,
+            metrics_address=metrics_address,
+            job=spec,
+            machine=machine_fingerprint(spec.threads, str(device)),
+        ),
         on_orders=loop.finder.ordered,
         traffic=loop.place.traffic,
         cancelled=cancelled,

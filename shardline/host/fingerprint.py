@@ -1,0 +1,33 @@
+"""What the bits of a gradient depend on besides the job: the machine that computes it."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+
+def machine_fingerprint(threads: int, device: str) -> dict[str, str]:
+    """What the last bits of a gradient depend on (PROTOCOL 1.10, E)."""
+    facts = {
+        "torch": torch.__version__,
+        "cpu_vendor": cpu_vendor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(threads),
+        "device": device.split(":")[0],
+    }
+    if device.startswith("cuda") and torch.cuda.is_available():
+        facts["device"] = torch.cuda.get_device_name(torch.device(device))
+    return facts
+
+
+def cpu_vendor() -> str:
+    """Vendor of the processor as Linux names it, else what Python knows."""
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                if line.startswith(("vendor_id", "CPU implementer")):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

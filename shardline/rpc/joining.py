@@ -1,0 +1,177 @@
+"""Joining: a task asks the chief to admit it, until it does, refuses for good, or the time for that is over."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from shardline.codecs import CODECS
+from shardline.core.protocol import FEATURES, PROTOCOL_MINOR
+from shardline.core.spec import JobSpec
+from shardline.core.timeouts import Timeouts
+from shardline.core.waiting import Waiting
+from shardline.errors import MismatchError, UnreachableError
+from shardline.rpc.client import ChiefClient
+from shardline.rpc.messages.convert import job_to_proto
+from shardline.rpc.v1 import access_pb2, chief_pb2, common_pb2
+
+log = logging.getLogger("shardline.link")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applicant:
+    """What a task says of itself when it joins."""
+
+    role: str
+    index: int | None
+    """None: the chief chooses one."""
+    address: str = ""
+    """Where it serves, "host:port"; "" = nowhere."""
+    metrics_address: str = ""
+    job: JobSpec | None = None
+    """The job as this task knows it; the chief compares."""
+    machine: Mapping[str, str] = field(default_factory=dict)
+    """What the last bits of its gradients depend on; see shardline.host.fingerprint."""
+    stable_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """The same whenever this process asks again."""
+
+    @property
+    def task(self) -> str:
+        """Its name, as far as it is known before the chief has chosen."""
+        return self.role if self.index is None else f"{self.role}/{self.index}"
+
+
+class _Away(Exception):
+    """The chief went away while it was asked."""
+
+
+class Joining:
+    """One task's attempts to join. cancelled: the process is asked to end. closed: this side has given up."""
+
+    def __init__(
+        self,
+        client: ChiefClient,
+        timeouts: Timeouts,
+        applicant: Applicant,
+        *,
+        cancelled: threading.Event,
+        closed: threading.Event,
+    ) -> None:
+        self._client = client
+        self._timeouts = timeouts
+        self._applicant = applicant
+        self._cancelled = cancelled
+        self._closed = closed
+        self._wake = threading.Event()
+
+    def cancel(self) -> None:
+        """End a running join() early; for the thread of a signal."""
+        self._cancelled.set()
+        self._client.peer.cancel()
+        self._wake.set()
+
+    def join(self) -> chief_pb2.JoinReply | None:
+        """Ask until the chief admits this task, also while it isn't there, and say meanwhile who is waited for.
+
+        None where the process was asked to end. Raises UnreachableError when the time for joining is over,
+        MismatchError where the chief refuses for good, or FencedError.
+        """
+        task, timeout_s = self._applicant.task, self._timeouts.join_s
+        start_s = time.monotonic()
+        waiting = Waiting(start_s, start_s + timeout_s)
+        request = self._request()
+        if not self._client.peer.await_name(timeout_s):
+            return None
+        reason = ""
+        while True:
+            left_s = waiting.deadline_s - time.monotonic()
+            if left_s <= 0 or self._closed.is_set():
+                raise UnreachableError(
+                    f"{task}: {self._client.peer} did not admit this task within {timeout_s:.0f} s: {reason}"
+                )
+            try:
+                reply = self._ask(request, waiting)
+            except _Away as away:
+                reason = str(away)
+            else:
+                if reply is None or reply.accepted:
+                    return reply
+                reason = reply.reason
+                if not reply.retry:
+                    raise MismatchError(f"{task}: the chief refused this task: {reply.reason}")
+            self._tell(waiting, reason)
+            if self._wake.wait(min(0.2 + 0.3 * random.random(), max(0.0, left_s))) and self._cancelled.is_set():
+                return None
+            self._wake.clear()
+
+    def _request(self) -> chief_pb2.JoinRequest:
+        applicant = self._applicant
+        request = chief_pb2.JoinRequest(
+            hello=common_pb2.Hello(
+                protocol_minor=PROTOCOL_MINOR,
+                features=FEATURES,
+                codecs=CODECS.names,
+                lanes=[common_pb2.LANE_GRPC],
+                machine=applicant.machine,
+            ),
+            role=applicant.role,
+            index=applicant.index,
+            stable_id=applicant.stable_id,
+            address=applicant.address,
+            metrics_address=applicant.metrics_address,
+            protocol_minor=PROTOCOL_MINOR,
+        )
+        if applicant.job is not None:
+            request.job.CopyFrom(job_to_proto(applicant.job))
+        return request
+
+    def _tell(self, waiting: Waiting, why: str) -> None:
+        if sentence := waiting.sentence(time.monotonic(), str(self._client.peer), why):
+            log.info("%s", sentence)
+
+    def _ask(self, request: chief_pb2.JoinRequest, waiting: Waiting) -> chief_pb2.JoinReply | None:
+        """One Join, waiting for a chief that isn't there yet; None where the process was asked to end meanwhile."""
+        start_s = time.monotonic()
+        left_s = max(0.1, waiting.deadline_s - start_s)
+        prover = self._client.peer.prover
+        if not prover.ready:
+            # Before the call that needs it, which could not be given up while it waits for this.
+            reply = self._await(self._client.access.Challenge, access_pb2.ChallengeRequest(), left_s, waiting)
+            if reply is None:
+                return None
+            prover.answer(reply.challenge)
+            left_s = max(0.1, left_s - (time.monotonic() - start_s))
+        joined: chief_pb2.JoinReply | None = self._await(self._client.stub.Join, request, left_s, waiting)
+        return joined
+
+    def _await(self, method: Any, request: Any, left_s: float, waiting: Waiting) -> Any:
+        """The reply to one call of join(), which waits for the chief; None where the process was asked to end."""
+        start_s = time.monotonic()
+        call = method.future(request, timeout=left_s, wait_for_ready=True)
+        call.add_done_callback(lambda _: self._wake.set())
+        while not call.done():
+            # Bounded by the call's own deadline.
+            self._wake.wait(waiting.pause_s(time.monotonic()) or 1.0)
+            self._wake.clear()
+            if self._cancelled.is_set() and not call.done():
+                call.cancel()
+                return None
+            if not call.done() and waiting.pause_s(time.monotonic()) <= 0.0:
+                self._tell(waiting, self._client.peer.obstacle())
+        try:
+            return call.result()
+        except grpc.RpcError as error:
+            waited_s = time.monotonic() - start_s
+            failure = self._client.peer.failure(error, what="Join", waited_s=waited_s, connecting=True)
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE and waited_s < left_s:
+                # It was there, so it may come back; if it had admitted this process, it does so again.
+                raise _Away(str(failure)) from error
+            raise failure from error
