@@ -64,6 +64,10 @@ class Heartbeats:
         if beat.figures and member.trains and given:
             state.figures.lives[beat.task, beat.incarnation] = beat.figures
 
+    def has_failed(self, member: Member) -> bool:
+        """Whether this life has said why it goes."""
+        return (member.task, member.incarnation) in self._told_failures
+
     def reported(self, beat: Beat) -> tuple[StepReport, ...]:
         """The steps that a beat tells of, without those of replicas and batches that its sender was never given."""
         state = self.state
