@@ -101,8 +101,8 @@ class CheckpointStore:
         with self._committing:
             target = self.dir / step_folder(cut.step)
             _check_cut(cut)
-            keeps = f"the checkpoint of step {cut.step} was not written and the previous one stays"
-            with explained("writing a checkpoint:", self.dir, keeps):
+            lost = f"the checkpoint of step {cut.step} was not written"
+            with explained("writing a checkpoint:", self.dir, lost):
                 if not self.dir.is_dir():
                     self.dir.mkdir(parents=True)
                     self._files.sync_folder(self.dir.parent)

@@ -285,8 +285,8 @@ class _Run:
                 code = self._loop(display)
             poller.end()
             if code is None and self._hopeless is not None:
-                self._cluster.stop()
                 code = self._fail_for(self._hopeless)
+                self._cluster.stop()
             elif code is None:
                 self._cluster.stop()
                 self._console.say("ended at once; the last checkpoint stays")
@@ -370,7 +370,7 @@ class _Run:
         if code == 0:
             code = TaskLostError.exit_code if self._begun else UsageError.exit_code
         step = (read_summary(self._cluster.options.out) or {}).get("checkpoint_step", -1) if self._begun else -1
-        rest = f". Go on with --resume from step {step}" if step >= 0 else ""
+        rest = f". Go on with --resume from step {step}" if step > 0 else ""
         _show_failure(self._cluster, f"{self._last_of(hopeless.end)}; {hopeless.why}{rest}", code)
         return code
 
@@ -415,6 +415,13 @@ class _Run:
         for text in [words] if words else self._cluster.log_tail(event.task, 5):
             display.say(f"  {event.task}: {text}")
 
+    def _end_strangers(self) -> None:
+        """After a failure: tasks that never joined would only go on asking a chief that is gone to admit them."""
+        joined = {row.task for row in self._last.tasks} if self._last is not None else set()
+        for task in self._cluster.running():
+            if task not in joined:
+                self._cluster.kill(task, restart=False)
+
     def _await_others(self) -> None:
         deadline_s = time.monotonic() + self._cluster.options.timeouts.dead_s
         while self._cluster.running():
@@ -428,16 +435,19 @@ class _Run:
 
     def _finish(self, code: int, summary: Path | None) -> int:
         """Everything after the chief's end; returns the exit code."""
-        self._await_others()
-        late = self._cluster.running()
-        self._cluster.stop()
-        if late:
-            self._console.say(f"ended {', '.join(late)}, still there after the chief's end")
+        # A failure is shown before anything is waited for.
         failed = self._ended_for if code == 0 else None
         if failed is not None:
             code = self._fail_for(failed)
         elif code != 0:
             _show_failure(self._cluster, self._last_words(), code)
+        if code != 0:
+            self._end_strangers()
+        self._await_others()
+        late = self._cluster.running()
+        self._cluster.stop()
+        if late:
+            self._console.say(f"ended {', '.join(late)}, still there after the chief's end")
         found = read_summary(self._cluster.options.out)
         if found is not None and summary is not None:
             own = summary_path(self._cluster.options.out)

@@ -32,16 +32,31 @@ class RunLock:
     def take(cls, folder: Path) -> RunLock:
         """Take the lock of `folder`, OUT/chief, which is made where it is not there.
 
-        Raises UsageError where another run holds it, or its disk has no room for the beginning of a run: of an earlier
-        run nothing is changed then, and a new folder holds an empty lock and nothing else. Also where the folder can't
-        be written at all.
+        Raises UsageError where another run holds it, its disk has no room for the beginning of a run, or the folder
+        can't be written at all; nothing is changed then.
         """
+        made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
         try:
+            return cls._of(folder)
+        except OSError as error:
+            for path in made:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            raise unwritable(folder.parent, error) from error
+
+    @classmethod
+    def _of(cls, folder: Path) -> RunLock:
+        """See take(); raises OSError where that can't be, and leaves no lock that was not there."""
+        path = folder / NAME
+        new = not os.path.lexists(path)
+        while True:
             lock = cls(_opened(folder))
             try:
                 fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _find_room(folder)
-                lock.sign()
+                if lock.stands(path):
+                    _find_room(folder)
+                    lock.sign()
+                    return lock
             except BlockingIOError:
                 holder = os.pread(lock.fd, 32, 0).decode(errors="replace").strip() or "unknown"
                 lock.close()
@@ -50,11 +65,18 @@ class RunLock:
                     "choose another --out"
                 ) from None
             except OSError:
+                if new:
+                    # Before it is let go, so that nobody else holds it.
+                    path.unlink()
                 lock.close()
                 raise
-        except OSError as error:
-            raise unwritable(folder.parent, error) from error
-        return lock
+            lock.close()
+
+    def stands(self, path: Path) -> bool:
+        """Whether the locked file is still the one at `path`: another start that failed may have removed it."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self.fd), os.stat(path))
+        return False
 
     def sign(self) -> None:
         """Leave this process's id for those who find the lock taken. Raises OSError."""

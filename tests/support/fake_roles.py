@@ -52,6 +52,8 @@ def other(config):
     if config.task in settings:
         print(f"shardline: {config.task} has had enough", file=sys.stderr, flush=True)
         return settings[config.task]
+    if config.task == settings.get("stays"):
+        signal.pause()
     host, port = config.cluster.chief.split(":")
     try:
         with socket.create_connection((host, int(port))) as connection:

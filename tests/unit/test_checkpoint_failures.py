@@ -108,7 +108,8 @@ def test_real_write_limit_ends_in_a_sentence_naming_the_file(tmp_path: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "tmp-3-2/shard-00000-of-00002.safetensors failed: File too large (EFBIG)" in str(caught.value)
-    assert "the checkpoint of step 2 was not written and the previous one stays" in str(caught.value)
+    # Which one stays is said by the chief, who knows the newest.
+    assert str(caught.value).endswith("; the checkpoint of step 2 was not written")
     assert store.list() == [1] and not list(tmp_path.glob("tmp-*"))
 
 

@@ -53,6 +53,24 @@ def test_spares_have_no_say_in_which_server_is_lost() -> None:
     assert "worker/0, worker/1 did not hear ps/1 at h:1 for 20 s (most of those that train)" in cluster.text()
 
 
+def test_asynchronous_workers_without_a_lease_have_no_say_in_which_server_is_lost() -> None:
+    cluster = Cluster(job=make_job(mode="async"), workers=2)
+    cluster.start(workers=2)
+    for index in (0, 1):
+        task = f"worker/{index}"
+        cluster.program.lease(task, cluster.lives[task], (), cluster.now_s)
+    for index in (2, 3, 4):
+        cluster.join("worker", index)
+        cluster.suspects[f"worker/{index}"] = ("ps/0",)
+    cluster.tick(T / 5)
+    assert phase(cluster) is Phase.RUNNING
+    assert not cluster.orders("ps/0").fenced
+    for index in (0, 1):
+        cluster.suspects[f"worker/{index}"] = ("ps/1",)
+    cluster.tick(T / 10 + 2)
+    assert "worker/0, worker/1 did not hear ps/1 at h:1 for 20 s (most of those that train)" in cluster.text()
+
+
 def test_server_that_is_heard_again_is_left_alone() -> None:
     cluster = Cluster(job=make_job(), workers=3)
     cluster.start(workers=3)

@@ -218,13 +218,16 @@ def test_heartbeat_of_a_fenced_life_is_not_taken() -> None:
 
 def test_with_nobody_left_to_train_the_job_waits_then_ends_with_the_checkpoint_named() -> None:
     cluster = running()
+    for ps in cluster.ps:
+        ps._cut(Cut(timeline=ps.timeline, step=10))
+    cluster.advance(10)
     silent = ("worker/0", "worker/1")
     cluster.tick(T / 3 + 1, silent=silent)
     assert cluster.finish is None
     cluster.tick(T + 10, silent=silent)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 4
-    assert "/out/step-0" in cluster.finish.reason
+    assert "Go on with --resume from step 10: /out/step-10" in cluster.finish.reason
 
 
 def test_a_worker_that_comes_in_time_takes_over_all_replicas() -> None:
@@ -489,6 +492,19 @@ def test_a_failure_while_shards_differ_is_bounded() -> None:
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 1
     assert [save.step for save in cluster.saves] == [0]
+
+
+def test_a_worker_that_has_said_why_it_goes_is_not_called_suspect_when_it_does() -> None:
+    cluster = running()
+    cluster.ps[0].advance(11)
+    cluster.ps[1].advance(10)
+    cluster.beat("worker/1", failure="it broke", failure_code=1)
+    cluster.program.stream_broken("worker/1", cluster.lives["worker/1"], cluster.now_s)
+    cluster.program.stream_broken("worker/0", cluster.lives["worker/0"], cluster.now_s)
+    cluster.settle()
+    assert "worker/1: it broke" in cluster.text()
+    assert "worker/1 is suspect" not in cluster.text()
+    assert "worker/0 is suspect" in cluster.text()
 
 
 def test_a_leaving_worker_is_fenced_and_its_replicas_move() -> None:

@@ -372,13 +372,16 @@ def test_loss_before_the_last_checkpoint_of_a_finished_job_takes_it_back() -> No
 
 def test_loss_while_the_job_stops_as_it_was_asked_to_ends_it_with_the_last_checkpoint_named() -> None:
     cluster = running()
+    for ps in cluster.ps:
+        ps._cut(Cut(timeline=ps.timeline, step=10))
+    cluster.advance(10)
     cluster.program.stop("SIGTERM", cluster.now_s)
     cluster.settle()
     cluster.kill_ps(1)
     cluster.ask("ps", 1)
     assert cluster.finish is not None
     assert cluster.finish.exit_code == 4
-    assert "--resume" in cluster.finish.reason
+    assert "Go on with --resume from step 10: /out/step-10" in cluster.finish.reason
 
 
 def test_worker_that_dies_meanwhile_leaves_its_replicas_to_the_other() -> None:

@@ -33,6 +33,7 @@ from shardline.security import Security
 from shardline_chief import service
 from shardline_chief.io import control, training_process
 from shardline_chief.io.journal import Journal
+from shardline_chief.rules.messages import Beat
 from shardline_chief.rules.replay import Remembered, replay
 from tests.support.builders import make_job_spec
 from tests.support.chief_process import TIMEOUTS, Chief
@@ -207,9 +208,12 @@ def test_steps_that_ended_just_before_the_farewell_are_told_with_it(
     chief: Chief, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
-    monkeypatch.setattr(
-        chief.process._reporter, "report", lambda task, reports: told.extend(item.step for item in reports)
-    )
+
+    def reported(beat: Beat) -> tuple[StepReport, ...]:
+        told.extend(report.step for report in beat.steps)
+        return ()
+
+    monkeypatch.setattr(chief.process._control.program.heartbeats, "reported", reported)
     link = chief.link("worker", job=make_job_spec())
     link.join()
     assert link.wait(lambda orders: orders.version > 0, timeout_s=5.0)

@@ -68,6 +68,13 @@ def test_a_job_without_its_last_checkpoint_ends_with_the_newest_one_named() -> N
     assert cluster.finish.reason.endswith("Go on with --resume from step 20: /out/step-20")
 
 
+def test_a_checkpoint_of_no_step_is_nothing_to_go_on_from() -> None:
+    cluster = running()
+    saves = cluster.program.state.saves
+    assert saves.newest() == (0, "/out/step-0")
+    assert saves.how_to_go_on() == "No checkpoint holds a step yet; start the job again."
+
+
 def test_logs_that_can_not_be_written_are_a_fault_as_long_as_that_lasts(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("in the way of the folder")
     reporter = Reporter(tmp_path / "logs", Metrics("chief", "chief/0"))

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from shardline.cli.fates import MAX_RESTARTS, may_restart
+from shardline.cli.fates import MAX_RESTARTS, Ended, may_restart
 from shardline.cli.launcher import LaunchError, LocalCluster, task_command, task_environment
-from shardline.cli.train import run
+from shardline.cli.terminal import PlainConsole
+from shardline.cli.train import _Hopeless, _Run, run
+from shardline.core.status import ChiefStatus, TaskStatus
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError
 from shardline.host import lifeline
@@ -32,6 +34,12 @@ from tests.support.fake_roles import (
     wait_for_start,
     wait_gone,
 )
+
+
+def status(phase: str, *, step: int, joined: tuple[str, ...]) -> ChiefStatus:
+    rows = tuple(TaskStatus(task=task, state="alive", incarnation=1) for task in joined)
+    return ChiefStatus(job="job", phase=phase, step=step, tasks=rows)
+
 
 # Launcher: pure parts
 
@@ -291,6 +299,49 @@ def test_train_ends_at_once_with_the_words_of_workers_that_can_not_start(tmp_pat
     assert finished.returncode == 2, finished.stderr
     assert "has had enough; nobody is left to train" in finished.stderr.splitlines()[-2]
     assert children(tmp_path) == {}
+
+
+def test_a_failure_is_shown_first_and_who_never_joined_is_not_waited_for(
+    tmp_path: Path, fake_roles: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_file(tmp_path, stays="evaluator/0")
+    options = launch(tmp_path, job=job, workers=1, evaluators=1, timeouts=Timeouts(total_s=600.0))
+    shown: list[str] = []
+    with LocalCluster(options) as cluster:
+        tell_chief(cluster, "exit 4")
+        assert cluster.wait(timeout_s=20) == 4
+        kill = cluster.kill
+
+        def killed(task: str, *, restart: bool = True) -> None:
+            shown.append(capsys.readouterr().err)
+            assert task == "evaluator/0"
+            kill(task, restart=restart)
+
+        monkeypatch.setattr(cluster, "kill", killed)
+        train = _Run(cluster, PlainConsole(stderr=True))
+        train._last = status("running", step=3, joined=("chief/0", "ps/0", "worker/0"))
+        began_s = time.monotonic()
+        assert train._finish(4, None) == 4
+        assert time.monotonic() - began_s < options.timeouts.dead_s / 4
+    assert len(shown) == 1 and "shardline: the chief ended with exit code 4" in shown[0]
+    assert "still there after the chief's end" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", [-1, 0, 20])
+def test_a_run_that_can_not_go_on_names_a_checkpoint_only_where_it_holds_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int
+) -> None:
+    options = launch(tmp_path)
+    options.out.mkdir()
+    (options.out / "summary.json").write_text(json.dumps({"checkpoint_step": step}))
+    cluster = LocalCluster(options)
+    train = _Run(cluster, PlainConsole(stderr=True))
+    train._last = status("ended", step=step, joined=())
+    end = Ended("worker/0", 0, False, "")
+    assert train._fail_for(_Hopeless(end, 0.0, "nobody is left to train")) == 4
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.endswith("nobody is left to train" + (". Go on with --resume from step 20" if step == 20 else ""))
+    cluster.stop()
 
 
 def test_as_long_as_one_worker_is_there_somebody_trains(tmp_path: Path, fake_roles: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -92,6 +93,42 @@ def test_a_disk_without_room_for_a_run_is_named_at_once_and_the_lock_is_free_aga
             RunLock.take(tmp_path / "chief")
     assert {name: value[2] for name, value in state_of(tmp_path).items()} == before
     RunLock.take(tmp_path / "chief").close()
+
+
+@pytest.mark.parametrize("there", ["", "run", "run/chief"])
+def test_a_start_without_room_leaves_nothing_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    (tmp_path / there).mkdir(parents=True, exist_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UsageError, match="No space left on device"):
+        RunLock.take(tmp_path / "run" / "chief")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_lock_that_was_removed_while_it_was_opened_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chief" / ".lock"
+    RunLock.take(path.parent).close()
+    taken = fcntl.flock
+    calls: list[int] = []
+
+    def slow(fd: int, how: int) -> None:
+        if not calls:
+            path.unlink()
+        calls.append(fd)
+        taken(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    lock = RunLock.take(path.parent)
+    assert len(calls) == 2 and lock.stands(path)
+    lock.close()
 
 
 def test_a_start_that_came_to_nothing_makes_no_run_of_its_folder(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from shardline_chief.rules.actions import (
     Finish,
     Record,
 )
-from shardline_chief.rules.messages import TRAINERS, Beat, Join, JoinAnswer
+from shardline_chief.rules.messages import Beat, Join, JoinAnswer
 from shardline_chief.rules.program import Program
 
 log = logging.getLogger("shardline_chief.io.control")
@@ -271,8 +271,8 @@ class Control:
         peer = beat.task if known else "unknown"
         if alive:
             self._metrics.counter("shardline_heartbeats_total", peer=peer).inc()
-        if beat.steps and self.program.state.tasks.members.current(*key, TRAINERS):
-            self._reporter.report(beat.task, beat.steps)
+        if steps := self.program.heartbeats.reported(beat):
+            self._reporter.report(beat.task, steps)
         if not self._streams.heard(key, channel, alive=alive):
             self._metrics.counter("shardline_fenced_messages_total", peer=peer).inc()
 

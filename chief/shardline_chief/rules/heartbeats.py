@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shardline.core.orders import Phase
+from shardline.core.orders import Phase, StepReport
 from shardline.errors import InternalError
 from shardline_chief.rules.events import EndAsked, TrainerLost
 from shardline_chief.rules.flows.barriers import Barriers
 from shardline_chief.rules.machine import Flows, Machine
-from shardline_chief.rules.messages import Beat
+from shardline_chief.rules.messages import TRAINERS, Beat
 from shardline_chief.rules.state.membership import Member
 from shardline_chief.rules.state.state import State
 
@@ -60,8 +60,23 @@ class Heartbeats:
             tasks.suspects[beat.task] = beat.suspects
             if beat.barrier is not None:
                 self._barriers.told(beat.task, beat.barrier)
-        if beat.figures:
+        given = state.chooses_batches or state.work.has_given(beat.incarnation)
+        if beat.figures and member.trains and given:
             state.figures.lives[beat.task, beat.incarnation] = beat.figures
+
+    def has_failed(self, member: Member) -> bool:
+        """Whether this life has said why it goes."""
+        return (member.task, member.incarnation) in self._told_failures
+
+    def reported(self, beat: Beat) -> tuple[StepReport, ...]:
+        """The steps that a beat tells of, without those of replicas and batches that its sender was never given."""
+        state = self.state
+        if not state.tasks.members.current(beat.task, beat.incarnation, TRAINERS):
+            return ()
+        # Of a chief that comes back: who was given what will be known again soon.
+        if state.returning or state.chooses_batches:
+            return beat.steps
+        return tuple(report for report in beat.steps if state.work.covers(beat.incarnation, report))
 
     def _failed(self, beat: Beat, member: Member, now_s: float) -> None:
         state = self.state

@@ -115,6 +115,9 @@ class Program:
             return
         for change in state.tasks.members.tick(now_s):
             member = change.member
+            if member.living and member.trains and self.heartbeats.has_failed(member):
+                # Its own words were shown; that it is silent now is no news.
+                continue
             if member.living:
                 level = "info" if member.state is Life.ALIVE else "warning"
                 state.say("life", change.sentence, level, task=member.task, state=member.state.value)

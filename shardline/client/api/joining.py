@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import torch
 
@@ -12,7 +13,7 @@ from shardline.client.exchange.outcomes import Interrupted, Restart
 from shardline.config import RoleConfig
 from shardline.core.orders import Orders, Phase
 from shardline.core.spec import JobSpec
-from shardline.errors import TaskLostError
+from shardline.errors import TaskLostError, UnreachableError
 from shardline.host.fingerprint import machine_fingerprint
 from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
@@ -76,5 +77,23 @@ def begin(link: ChiefLink, loop: StepLoop) -> None:
         else:
             initialized.add(orders.timeline)
     if place.view is not None and place.view.job.script:
-        loop.finder.locate_until_there()
+        _find_step(link, loop)
         loop.barrier.begin(loop.trainer.step, begun=False)
+
+
+def _find_step(link: ChiefLink, loop: StepLoop) -> None:
+    """A script's start: return with parameters in the model. Raises UnreachableError after --timeout."""
+    limit_s = loop.trainer.exchange.timeouts.total_s
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        loop.trainer.exchange.arm()
+        link.check()
+        orders = link.orders
+        if orders.phase is Phase.ENDED:
+            return
+        if loop.finder.relocate(orders):
+            if not loop.assigns_replicas:
+                loop.finder.todo = {0}
+            return
+        if time.monotonic() > deadline_s:
+            raise UnreachableError(f"{link.task}: could not find the job's step within {limit_s:.0f} s")

@@ -233,7 +233,7 @@ class Session:
         The body runs again for a step that has to be repeated, so a loop over this survives whatever happens to the
         cluster. In asynchronous jobs from a file the numbers are those of batches the chief has leased to this worker.
 
-        Raises JobError where the body has overlap, called backward() and left step() out.
+        Raises JobError, and tells the chief, where the body leaves optimizer.step() out: docs/scripts.md says when.
         """
         return self._loop.steps(total)
 

@@ -12,6 +12,7 @@ from shardline.client.api.workplace import Workplace
 from shardline.client.exchange.outcomes import Interrupted, Restart, StepFigures, Stopped
 from shardline.client.step.retained_contribution import RetainedContribution
 from shardline.client.step.trainer import Trainer
+from shardline.client.unstepped import Unstepped, waiting_replicas
 from shardline.consistency import Consistency
 from shardline.core.orders import LOST, REPEATED, Orders, Phase
 from shardline.core.timeouts import Timeouts
@@ -48,6 +49,7 @@ class StepFinder:
         self.closed_by: StepFigures | None = None
         """Set by go_on() where the open step needs no exchange any more: all shards have its contribution."""
         self.leases = WorkerLeases()
+        self.unstepped = Unstepped(timeouts.total_s)
         self._finished = False
         self._repeated = 0
         """Asynchronous mode: batches that were sent and had to be computed again."""
@@ -96,17 +98,18 @@ class StepFinder:
     def next(self) -> int | None:
         """Number of the next step or batch, None when there is none; waits while there may be one later.
 
-        Raises JobError where the step before was begun and not ended: see Trainer.check_stepped.
+        Raises JobError where the step before was begun and not ended, see Trainer.check_stepped, or where other
+        workers wait for it, see Unstepped.
         """
         while True:
             link = self.link
             if self._pipeline.rewind():
                 self.stale = True
+                self.unstepped.reset()
             self._trainer.check_stepped()
             number = self._next_while_sending()
             if number is not None:
-                link.set_step(number)
-                return number
+                return self._begin(number)
             if not self._pipeline.settle():
                 continue
             # Before the orders are read: an interruption by newer ones must not be forgotten.
@@ -126,15 +129,22 @@ class StepFinder:
             if self._mode.assigns_replicas:
                 number = self._next_assigned(orders)
             elif self._trainer.job.script:
-                if self.stale and not self._relocate(orders):
+                if self.stale and not self.relocate(orders):
                     continue
                 self.todo = {0}
                 number = self._trainer.step
             else:
                 number = self._next_lease(orders)
             if number is not None:
-                link.set_step(number)
-                return number
+                return self._begin(number)
+
+    def _begin(self, number: int) -> int:
+        """A pass of the loop's body begins."""
+        self.link.set_step(number)
+        now_s = time.monotonic()
+        if self.unstepped.begin(number, now_s):
+            self.unstepped.waited_for(number, waiting_replicas(self._trainer, self.assigned), now_s)
+        return number
 
     def _is_another_history(self, orders: Orders) -> bool:
         return self._place.view is not None and orders.timeline != self._place.view.timeline
@@ -157,7 +167,7 @@ class StepFinder:
             self._wait_for_change(orders)
             return None
         if self.stale or orders.replicas != self.assigned:
-            if not self._relocate(orders):
+            if not self.relocate(orders):
                 return None
         elif not self.todo:
             self.todo = set(self.assigned)
@@ -167,7 +177,7 @@ class StepFinder:
             return None
         return self._trainer.step
 
-    def _relocate(self, orders: Orders) -> bool:
+    def relocate(self, orders: Orders) -> bool:
         """Ask Progress and pull that step; False where it has to be tried again."""
         self.assigned = orders.replicas
         try:
@@ -191,6 +201,7 @@ class StepFinder:
             self._wait_for_change(orders)
             return False
         self.stale = False
+        self.unstepped.reset()
         self._tell_figures()
         self.link.set_step(self._trainer.step)
         return True
@@ -198,29 +209,11 @@ class StepFinder:
     def _tell_figures(self) -> None:
         self.link.figures = {LOST: float(self._place.lost_updates), REPEATED: float(self._repeated)}
 
-    def locate_until_there(self) -> None:
-        """A script's start: return with parameters in the model, or raise when the deadline ends."""
-        deadline_s = time.monotonic() + self._timeouts.total_s
-        while True:
-            self._trainer.exchange.arm()
-            self.link.check()
-            orders = self.link.orders
-            if orders.phase is Phase.ENDED:
-                return
-            if self._relocate(orders):
-                if not self._mode.assigns_replicas:
-                    self.todo = {0}
-                return
-            if time.monotonic() > deadline_s:
-                raise UnreachableError(
-                    f"{self.link.task}: could not find the job's step within {self._timeouts.total_s:.0f} s"
-                )
-
     def _next_lease(self, orders: Orders) -> int | None:
         if self._finished:
             self._wait_for_change(orders)
             return None
-        if self.stale and not self._relocate(orders):
+        if self.stale and not self.relocate(orders):
             return None
         if not self.leases.has_next:
             if self._leaving():
@@ -243,7 +236,7 @@ class StepFinder:
 
     def _next_while_sending(self) -> int | None:
         """Number of the step to begin although the one before is not closed; None where nothing or all has to wait."""
-        if not self._pipeline.healthy:
+        if not self._pipeline.healthy or self.unstepped.passes:
             return None
         orders = self._orders_or_none()
         if orders is None or orders.phase not in (Phase.RUNNING, Phase.STOPPING) or self._is_another_history(orders):
@@ -321,7 +314,7 @@ class StepFinder:
             if not begun or (self._mode.assigns_replicas and not orders.replicas):
                 self._wait_for_change(orders)
             else:
-                self._relocate(orders)
+                self.relocate(orders)
         trainer = self._trainer
         if retained.went_back(trainer.half):
             raise self._rolled_back(trainer.step if self._mode.consistent_cuts else self.link.orders.first_step)

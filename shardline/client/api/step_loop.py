@@ -23,7 +23,7 @@ from shardline.client.step.trainer import Trainer
 from shardline.config import RoleConfig
 from shardline.core.orders import StepReport
 from shardline.data import Watch
-from shardline.errors import RolledBackError
+from shardline.errors import JobError, RolledBackError
 from shardline.host.process import Termination
 from shardline.observability.metrics import Metrics
 
@@ -96,6 +96,10 @@ class StepLoop:
                 self.pipeline.waited_s = 0.0
                 self._expect_by_itself()
                 yield number
+        except JobError as error:
+            # Who waits for this worker's step hears why there is none, even if the script catches this.
+            self.finder.link.fail(str(error), error.exit_code)
+            raise
         finally:
             self.finder.iterating = False
             if self.place.current is not None:
@@ -159,6 +163,7 @@ class StepLoop:
     ) -> bool:
         """See Session.finish_step. gradients: asked for where nothing was contributed yet."""
         self.skipped = False
+        self.finder.unstepped.reset()
         self.own_loop.about_to_step()
         if not self._reports.contributed:
             # Kept as they are: this returns when they are acknowledged.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,7 @@ from shardline.client.step.open_step import OpenStep, PushTools
 from shardline.client.step.sending import Sending
 from shardline.client.step.staging import initial_contribution
 from shardline.client.step.weights import Weights
-from shardline.core.exchange import Payloads, Sender, Want
+from shardline.core.exchange import Payloads, Sender, Standing, Want
 from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
 from shardline.core.plan import Plan
@@ -105,17 +105,21 @@ class Trainer:
         self.open.close()
         self.open.first = True
         owned = sorted(replicas)
-        asked = self.half.asks_for(owned)
-        standings = {}
-        for shard in sorted(self.exchange.lanes):
-            standing = standings[shard] = self.exchange.progress(self._sender, shard, asked)
-            if standing.outcome is not Outcome.SERVED:
-                raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
+        standings = self.standings(self.half.asks_for(owned))
         todo = self.half.located(standings, owned)
         self.encoders.locate(self.half.awaited(standings, owned))
         self._pull()
         self.course.restart()
         return todo
+
+    def standings(self, replicas: Sequence[int]) -> dict[int, Standing]:
+        """What each shard has counted of these replicas. Raises Restart, Interrupted, UnreachableError."""
+        found = {}
+        for shard in sorted(self.exchange.lanes):
+            standing = found[shard] = self.exchange.progress(self._sender, shard, replicas)
+            if standing.outcome is not Outcome.SERVED:
+                raise Restart(f"shard {shard}: {standing.outcome.name.lower()}: {standing.reason}")
+        return found
 
     def _pull(self) -> None:
         """Get the parameters that the worker stands at."""

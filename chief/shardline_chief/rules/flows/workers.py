@@ -86,9 +86,12 @@ class Workers:
 
     def _witnesses(self) -> list[Member]:
         """Whose word on the servers counts. Spares exchange nothing with them, and a stranger could be many spares."""
-        holders = set(self.state.work.assignment.values())
-        trainers = self.state.tasks.trainers()
-        return [member for member in trainers if not self.state.mode.assigns_replicas or member.task in holders]
+        state, work = self.state, self.state.work
+        trainers = state.tasks.trainers()
+        if state.chooses_batches:
+            return trainers
+        tasks, lives = set(work.assignment.values()), work.leases.holders if work.leases is not None else set()
+        return [member for member in trainers if member.task in tasks or member.incarnation in lives]
 
     def _judge_link(self, lost: ServerLost, named: list[Member], trainers: int, now_s: float) -> None:
         """lost: what to report where it is the server's fault; named: those that do not hear the server."""

@@ -41,6 +41,6 @@ class Checkpoints:
     def how_to_go_on(self) -> str:
         """Where to go on from after a loss."""
         step, path = self.newest()
-        if step < 0:
-            return "There is no checkpoint yet; start the job again."
+        if step <= 0:
+            return "No checkpoint holds a step yet; start the job again."
         return f"Go on with --resume from step {step}: {path}"

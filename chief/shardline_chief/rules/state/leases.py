@@ -7,6 +7,7 @@ are handed out again, so each batch is trained on at least once; those that may 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from shardline.errors import CheckpointError
 
 MAX_BATCHES = 16
 """Batches of one lease: few enough that a death repeats little, enough that leasing costs nothing."""
+MOST_GIVEN = 256
+"""Newest leases of a worker that are remembered once they are done: it reports their batches with its next beats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,8 @@ class Leases:
         self._done = _merged(done)
         self._free = _gaps(self._done, steps)
         self._open: dict[int, Lease] = {}
+        self._given: dict[int, deque[Lease]] = {}
+        """By incarnation, its newest leases, open or done."""
         self._number = number
         self.repeated = repeated
         """Batches handed out again after a death or a stop; each may count twice in the parameters."""
@@ -84,8 +89,25 @@ class Leases:
         self._free[0:1] = [(first + count, end)] if first + count < end else []
         self._number += 1
         lease = Lease(number=self._number, first=first, count=count, incarnation=incarnation)
-        self._open[lease.number] = lease
+        self._hand_out(lease)
         return lease
+
+    def _hand_out(self, lease: Lease) -> None:
+        self._open[lease.number] = lease
+        self._given.setdefault(lease.incarnation, deque(maxlen=MOST_GIVEN)).append(lease)
+
+    @property
+    def holders(self) -> set[int]:
+        """Incarnations that hold a lease."""
+        return {lease.incarnation for lease in self._open.values()}
+
+    def has_given(self, incarnation: int) -> bool:
+        """Whether this incarnation holds a lease, or held one."""
+        return incarnation in self._given
+
+    def has_given_batch(self, incarnation: int, batch: int) -> bool:
+        """Whether one of this incarnation's newest leases, open or done, has this batch in it."""
+        return any(lease.first <= batch < lease.end for lease in reversed(self._given.get(incarnation, ())))
 
     def held_by(self, incarnation: int) -> Lease | None:
         """What it holds already. A worker holds one lease at a time, so if it asks, the last answer was lost."""
@@ -94,7 +116,7 @@ class Leases:
     def recall(self, lease: Lease) -> None:
         """A lease that was handed out before, by a chief whose journal is read."""
         self._number = max(self._number, lease.number)
-        self._open[lease.number] = lease
+        self._hand_out(lease)
         taken = [*self._done, *((held.first, held.end) for held in self._open.values())]
         self._free = _gaps(_merged(taken), self._steps)
 
@@ -110,6 +132,7 @@ class Leases:
     def fence(self, incarnation: int) -> Sequence[Lease]:
         """Take back what a fenced incarnation holds; returns those leases."""
         back = [lease for lease in self._open.values() if lease.incarnation == incarnation]
+        self._given.pop(incarnation, None)
         for lease in back:
             del self._open[lease.number]
             self.repeated += lease.count
@@ -119,7 +142,12 @@ class Leases:
     def anew(self) -> Leases:
         """The same batches from the beginning: none of their updates is there any more."""
         again = self.done + sum(lease.count for lease in self._open.values())
-        return Leases(self._steps, repeated=self.repeated + again, number=self._number)
+        return self._followed_by(Leases(self._steps, repeated=self.repeated + again, number=self._number))
+
+    def _followed_by(self, leases: Leases) -> Leases:
+        """Those instead of these: who was given what stays known."""
+        leases._given = self._given
+        return leases
 
     def back_to(self, cursor: Mapping[str, Any]) -> Leases:
         """As a checkpoint has them, where every shard went back to it; the open ones are handed out again.
@@ -128,7 +156,7 @@ class Leases:
         """
         found = Leases.resumed(cursor, self._steps, number=self._number)
         found.repeated += sum(lease.count for lease in self._open.values())
-        return found
+        return self._followed_by(found)
 
     def cursor(self) -> dict[str, Any]:
         """What a checkpoint keeps, JSON: the done ranges. Taken BEFORE the shards copy themselves (PROTOCOL 1.7)."""

@@ -86,6 +86,11 @@ class State:
         return self.job is not None and self.job.script
 
     @property
+    def chooses_batches(self) -> bool:
+        """Whether workers train on what they choose: an asynchronous script's are given neither replicas nor leases."""
+        return self.script and not self.mode.assigns_replicas
+
+    @property
     def stops_by_itself(self) -> bool:
         """Whether the last step is known from the start, so that servers stop there by themselves."""
         return self.mode.consistent_cuts and not self.script
@@ -140,12 +145,12 @@ class State:
             moved.append(f"{sum(lease.count for lease in leases)} batches are handed out again")
         if self.phase not in (Phase.RUNNING, Phase.STOPPING):
             return moved
-        tasks = [member.task for member in self.tasks.trainers()]
-        self.work.most_trainers = max(self.work.most_trainers, len(tasks))
+        lives = {member.task: member.incarnation for member in self.tasks.trainers()}
+        self.work.most_trainers = max(self.work.most_trainers, len(lives))
         if self.job is None or not self.mode.assigns_replicas or self.tasks.too_few():
             return moved
         # A script computes its own replica and nobody else's.
-        return moved + self.work.reassign(tasks, self.job.replicas, own=self.script)
+        return moved + self.work.reassign(lives, self.job.replicas, own=self.script)
 
     def note_loss(self, task: str, heard_s: float) -> Loss:
         """The job stands still because of this task, or did so already; returns what is known of the loss."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
+from shardline.core.orders import StepReport
 from shardline_chief.rules.state.assignment import assign
 from shardline_chief.rules.state.leases import Leases
 
@@ -14,6 +15,8 @@ class Work:
     def __init__(self) -> None:
         self.assignment: dict[int, str] = {}
         """Replica -> task."""
+        self.given: dict[int, set[int]] = {}
+        """By incarnation of a living task, the replicas that it has or had."""
         self.leases: Leases | None = None
         """Where the chief hands out batches."""
         self.initializer = ""
@@ -21,15 +24,30 @@ class Work:
         self.most_trainers = 0
         """Most tasks that trained at a time."""
 
-    def reassign(self, tasks: Sequence[str], replicas: int, *, own: bool) -> list[str]:
-        """Give the replicas to these tasks; returns a phrase for each whose replicas grew. own: each has its own."""
-        before = self.assignment
+    def has_given(self, incarnation: int) -> bool:
+        """Whether this life of a task has, or had, replicas or leases."""
+        return bool(self.given.get(incarnation)) or (self.leases is not None and self.leases.has_given(incarnation))
+
+    def covers(self, incarnation: int, report: StepReport) -> bool:
+        """Whether a step that this life of a task reports belongs to what it was given."""
+        if self.leases is not None:
+            return self.leases.has_given_batch(incarnation, report.step)
+        return report.replica in self.given.get(incarnation, ())
+
+    def reassign(self, lives: Mapping[str, int], replicas: int, *, own: bool) -> list[str]:
+        """Give the replicas to these tasks; returns a phrase for each whose replicas grew. own: each has its own.
+
+        lives: their incarnations.
+        """
+        before, tasks = self.assignment, list(lives)
         if own:
             self.assignment = {int(task.rpartition("/")[2]): task for task in tasks}
         else:
             self.assignment = assign(before, tasks, replicas)
+        self.given = {life: self.given.get(life, set()) for life in lives.values()}
         gained: dict[str, list[int]] = {}
         for replica, task in sorted(self.assignment.items()):
+            self.given[lives[task]].add(replica)
             if before.get(replica) != task:
                 gained.setdefault(task, []).append(replica)
         return [f"{_replicas(numbers)} to {task}" for task, numbers in gained.items()]
