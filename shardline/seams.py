@@ -102,6 +102,8 @@ class Table(Generic[R]):
         Raises JobError naming the seam, the name or setting that does not exist or fit, and what does.
         """
         if not isinstance(choice, str):
+            if isinstance(choice, type) and issubclass(choice, Resident):
+                raise JobError(f"{self.seam} is the class {choice.__name__}; give an object of it: {choice.__name__}()")
             if type(choice) not in self._classes.values():
                 raise JobError(f"{self.seam} is {choice!r}; choose from {', '.join(self.names)}")
             return cast(R, choice)

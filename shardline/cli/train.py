@@ -119,7 +119,7 @@ def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
         out = Path("runs") / f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     used = ever_begun(out)
     if used and not flags["resume"]:
-        raise UsageError(f"--out {out} holds an earlier run; go on with it by --resume, or use another folder")
+        raise UsageError(f"--out {out} holds an earlier run; continue it with --resume, or choose another folder")
     if flags["resume"] and not used:
         raise UsageError(f"--resume: {out} holds no earlier run")
     return LaunchOptions(

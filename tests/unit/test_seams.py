@@ -106,3 +106,8 @@ def test_a_job_file_finds_every_method_as_a_class_of_its_name(seam: str) -> None
     own = [kind for kind in methods.table(seam) if kind.__module__.startswith("shardline.")]
     assert own
     assert [by_name.get(kind.name.replace("-", "")) for kind in own] == own
+
+
+def test_a_class_instead_of_its_object_is_named() -> None:
+    with pytest.raises(JobError, match=r"toy is the class Plain; give an object of it: Plain\(\)"):
+        table().parse(Plain)  # type: ignore[arg-type]
