@@ -13,6 +13,7 @@ dies, whatever the way.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import re
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from shardline.cli.fates import MAX_RESTARTS as MAX_RESTARTS
 from shardline.cli.fates import Ended, describe_code, lacking, may_restart
@@ -38,9 +40,12 @@ from shardline.core.waiting import EVERY_S, Waiting
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError
 from shardline.host import files
 from shardline.host.allocator import ALLOCATOR
+from shardline.host.forkserver import CAN_FORK, ForkedProcess, ForkServer, can_fork
 from shardline.host.ports import CAN_HOLD, held_port
 from shardline.host.run_lock import RunLock, unwritable
 from shardline.security import PLAIN, Security
+
+log = logging.getLogger("shardline.cli.launcher")
 
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
 """What shardline.connect() takes from the environment where the script doesn't say it."""
@@ -181,11 +186,15 @@ def _shared_paths(options: LaunchOptions) -> dict[str, Path]:
     return {name: path.absolute() for name, path in paths.items() if path is not None}
 
 
+def common_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """What all tasks have in their environment."""
+    settings = {name: value for name, value in base.items() if name not in NOT_INHERITED}
+    return {**settings, **ALLOCATOR, "PYTHONUNBUFFERED": "1"}
+
+
 def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: Mapping[str, str]) -> dict[str, str]:
     """Environment of a task; the number of threads is left to the job."""
-    settings = {name: value for name, value in base.items() if name not in NOT_INHERITED}
-    settings.update(ALLOCATOR)
-    settings["PYTHONUNBUFFERED"] = "1"
+    settings = common_environment(base)
     if options.script and parse_task(task)[0] == "worker":
         settings["SHARDLINE_CLUSTER"] = str(cluster_path(options.out))
         settings["SHARDLINE_TASK"] = task
@@ -211,7 +220,7 @@ def cluster_path(out: Path) -> Path:
 
 @dataclass
 class _Child:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     watcher: threading.Thread | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     code: int | None = None
@@ -251,6 +260,7 @@ class LocalCluster:
         self._chief_port: socket.socket | None = None
         """Held, or a connection that this machine opens might have it while the chief is started again."""
         self._life_read, self._life_write = os.pipe()
+        self._fork_server: ForkServer | None = None
 
     def __enter__(self) -> LocalCluster:
         try:
@@ -280,6 +290,7 @@ class LocalCluster:
                     os.close(files.update_fd(self.log_path(task)))
         except OSError as error:
             raise unwritable(self.options.out, error) from None
+        self._fork_server = start_fork_server(common_environment(os.environ))
         ready_read, ready_write = os.pipe()
         try:
             try:
@@ -342,19 +353,32 @@ class LocalCluster:
         with self._undisturbed(), self._lock, os.fdopen(files.append_fd(self.log_path(task)), "ab") as log:
             if self._stopping:
                 return
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=task_environment(self.options, task, life_fd=life_fd, base=os.environ),
-                pass_fds=[fd for fd in (life_fd, ready_fd, lock_fd) if fd is not None],
-                start_new_session=True,
-            )
-            child = _Child(process)
+            environment = task_environment(self.options, task, life_fd=life_fd, base=os.environ)
+            kept = [fd for fd in (life_fd, ready_fd, lock_fd) if fd is not None]
+            child = _Child(self._born(command, environment, log, kept))
             self._children[task] = child
             child.watcher = threading.Thread(target=self._watch, args=(task, child), name=f"watch-{task}", daemon=True)
             child.watcher.start()
+
+    def _born(
+        self, command: list[str], environment: dict[str, str], log: BinaryIO, kept: list[int]
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        """A new process in a session of its own: forked with its imports done, or where that can't be, cold."""
+        if self._fork_server is not None and can_fork(command):
+            try:
+                return ForkedProcess(self._fork_server.start(command, environment, log.fileno(), kept))
+            except OSError:
+                self._fork_server.close()
+                self._fork_server = None
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=kept,
+            start_new_session=True,
+        )
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -536,6 +560,9 @@ class LocalCluster:
         self._wait_all(time.monotonic() + 10.0)
         left = self.running()
         with self._lock:
+            if self._fork_server is not None:
+                self._fork_server.close()
+                self._fork_server = None
             if self._chief_port is not None:
                 self._chief_port.close()
             if self.lock is not None:
@@ -552,6 +579,17 @@ class LocalCluster:
             children = list(self._children.values())
         for child in children:
             child.ended.wait(max(0.0, deadline_s - time.monotonic()))
+
+
+def start_fork_server(environment: Mapping[str, str]) -> ForkServer | None:
+    """Begin the imports that all tasks share; None where tasks can't be forked."""
+    if not CAN_FORK:
+        return None
+    try:
+        return ForkServer(environment)
+    except OSError as error:
+        log.warning("tasks are started one by one, since no process can be forked for them: %s", error)
+        return None
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

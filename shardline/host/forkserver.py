@@ -1,0 +1,265 @@
+"""Processes of one machine without their imports: one process imports what all tasks need and is forked for each.
+
+It starts no thread and opens no connection, so a fork of it is what a new interpreter is after its imports. A forked
+task becomes a child of the process that asked (which is made a "subreaper" for that), so it is waited for and
+signalled like any other child. Linux only; elsewhere, and where it fails, tasks are started by exec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import setproctitle
+
+log = logging.getLogger("shardline.host.forkserver")
+
+MODULES = ("shardline.cli.main", "shardline.rpc.names")
+ENTRY_POINTS = "shardline.roles"
+START_S = 120.0
+"""Importing torch takes a while on a busy machine."""
+ANSWER_S = 20.0
+MAX_FDS = 16
+PR_SET_NAME = 15
+PR_SET_CHILD_SUBREAPER = 36
+CAN_FORK = sys.platform == "linux"
+COMMAND = [sys.executable, "-P", "-m", "shardline"]
+"""What a task's command line begins with; only such commands can be forked."""
+
+
+class ForkedProcess:
+    """A forked task, a child of this process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def wait(self) -> int:
+        """Reap it; returns its exit code, -N = ended by signal N."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+class ForkServer:
+    """The process that is forked, as seen by the process that asks. Thread-safe."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Start it; returns at once. environment: what tasks have in common, since libraries read it as they load."""
+        self._lock = threading.Lock()
+        self._ready = False
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process: Any = self._start(theirs, environment)
+        # From now on tasks become children of this process when the one that forked them has gone.
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    def _start(self, theirs: socket.socket, environment: Mapping[str, str]) -> Any:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "shardline.host.forkserver", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            start_new_session=True,
+        )
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], output: int, kept: Sequence[int]) -> int:
+        """Fork a task; returns its process id.
+
+        command: COMMAND and the task's arguments. output: the descriptor of its standard output and error. kept:
+        descriptors that it inherits under the same numbers. Raises OSError where that can't be done.
+        """
+        request = {"command": list(command), "environment": dict(environment), "kept": list(kept)}
+        data = json.dumps(request).encode()
+        with self._lock:
+            self._await_ready()
+            self._socket.settimeout(ANSWER_S)
+            socket.send_fds(self._socket, [len(data).to_bytes(4, "big")], [output, *kept])
+            self._socket.sendall(data)
+            pid = int(_read_line(self._socket))
+        if pid <= 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return pid
+
+    def _await_ready(self) -> None:
+        if not self._ready:
+            self._socket.settimeout(START_S)
+            _read_line(self._socket)
+            self._ready = True
+
+    def close(self) -> None:
+        """End it; the tasks go on."""
+        self._socket.close()
+        self._process.wait()
+
+
+def can_fork(command: Sequence[str]) -> bool:
+    """Whether a forked process can do the same as this command."""
+    return CAN_FORK and list(command[: len(COMMAND)]) == COMMAND
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """A line; raises OSError where the other side has ended or takes too long."""
+    line = b""
+    while not line.endswith(b"\n"):
+        data = connection.recv(64)
+        if not data:
+            raise ConnectionError("the process that is forked for each task has ended")
+        line += data
+    return line
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
+
+
+# The process that is forked
+
+
+def import_all() -> None:
+    """Import what any task needs."""
+    for name in MODULES:
+        importlib.import_module(name)
+    for role in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        role.load()
+
+
+def serve(connection: socket.socket) -> Callable[[], int] | None:
+    """Fork for each request until the other side has gone: None. In a forked process: what it is to do."""
+    connection.sendall(b"\n")
+    while True:
+        head, fds, _, _ = socket.recv_fds(connection, 4, MAX_FDS)
+        if not head:
+            return None
+        request = json.loads(_read_exactly(connection, int.from_bytes(head, "big")))
+        task = _fork(request, fds, connection)
+        if task is not None:
+            return task
+        for fd in fds:
+            os.close(fd)
+
+
+def _read_exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionError("a request was cut short")
+        data += part
+    return data
+
+
+def _fork(request: Mapping[str, Any], fds: Sequence[int], connection: socket.socket) -> Callable[[], int] | None:
+    """Fork twice, so that the task has no living parent here, and answer with its process id. None in this process."""
+    read, write = os.pipe()
+    try:
+        between = os.fork()
+    except OSError as error:
+        os.close(read)
+        os.close(write)
+        connection.sendall(f"{-(error.errno or 1)}\n".encode())
+        return None
+    if between:
+        os.close(write)
+        with open(read, "rb") as answer:
+            said = answer.read(64)
+        # Only now is the task a child of the process that asked.
+        os.waitpid(between, 0)
+        connection.sendall(said)
+        return None
+    os.close(read)
+    connection.close()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        pid = -(error.errno or 1)
+    if pid:
+        os.write(write, f"{pid}\n".encode())
+        os._exit(0)
+    os.close(write)
+    return lambda: _become(request, fds)
+
+
+def _become(request: Mapping[str, Any], fds: Sequence[int]) -> int:
+    """Be the task for the rest of this process's life; returns its exit code."""
+    os.setsid()
+    command, output, kept = request["command"], fds[0], request["kept"]
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    _place(dict(zip(fds[1:], kept, strict=True)))
+    # Before the environment changes: the new title takes the memory of the one that the process began with.
+    _rename(command)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    _reseed()
+    from shardline.cli.main import main
+
+    sys.argv = ["shardline", *command[len(COMMAND) :]]
+    return main(sys.argv[1:])
+
+
+def _place(wanted: Mapping[int, int]) -> None:
+    """Give descriptors the numbers that the command names; inheritable, as subprocess leaves them."""
+    # All are moved out of the way first: one may be where another is to be.
+    above = 3 + max((*wanted.keys(), *wanted.values()), default=0)
+    moved = {}
+    for fd, number in wanted.items():
+        moved[_duplicate(fd, above)] = number
+        os.close(fd)
+    for fd, number in moved.items():
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def _duplicate(fd: int, least: int) -> int:
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, least)
+
+
+def _rename(command: Sequence[str]) -> None:
+    """Show the task's own command line and name in lists of processes."""
+    setproctitle.setproctitle(" ".join(command))
+    if "--task" in command:
+        with contextlib.suppress(OSError):
+            _prctl(PR_SET_NAME, command[command.index("--task") + 1].encode())
+
+
+def _reseed() -> None:
+    """Generators that a new interpreter would seed from the system differ between tasks here too."""
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _main() -> int:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    import_all()
+    # What is imported stays: no collection in a fork looks at it, so its pages stay shared.
+    gc.collect()
+    gc.freeze()
+    try:
+        task = serve(connection)
+    except ConnectionError:
+        return 0
+    return 0 if task is None else task()
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
