@@ -146,7 +146,7 @@ class ClusterSpec:
         return json.dumps({role: list(addresses) for role, addresses in self.tasks.items()}, indent=2) + "\n"
 
     def addresses(self, role: str) -> tuple[str, ...]:
-        """Addresses of a role by index; empty where the cluster has none."""
+        """Addresses of a role by index; empty if the cluster has none."""
         return self.tasks.get(role, ())
 
     def num(self, role: str) -> int:
@@ -267,7 +267,7 @@ def locate(
     """A task's place, from what its flags and environment say.
 
     role: what the process is, or None to take the task's. cluster: path of a cluster.json, or its JSON text; it wins
-    over tf_config. task: "ps/0"; without it TF_CONFIG's, or index 0 where the role has just one task.
+    over tf_config. task: "ps/0"; without it TF_CONFIG's, or index 0 if the role has just one task.
     """
     if cluster is None and tf_config is None:
         raise ClusterSpecError("no cluster given; use --cluster FILE, SHARDLINE_CLUSTER or TF_CONFIG")

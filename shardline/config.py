@@ -99,7 +99,7 @@ class RoleConfig:
         return found
 
     def cautions(self) -> list[str]:
-        """What a person should know of who may do what here; empty where nothing is left open."""
+        """What a person should know of who may do what here; empty if nothing is left open."""
         held, found = self.security, []
         exposed = [host for _, host, _ in self._listens() if not is_loopback(host)]
         if exposed and held.tls_cert is None:
@@ -120,7 +120,7 @@ class RoleConfig:
 
 
 def check_standbys(standbys: int, servers: int) -> None:
-    """Raise UsageError where there can't be so many standbys of each shard."""
+    """Raise UsageError if there can't be so many standbys of each shard."""
     if standbys not in (0, 1):
         raise UsageError(f"--standbys is {standbys}; a shard has no standby or one")
     if standbys and servers < 2:
@@ -131,7 +131,7 @@ def check_standbys(standbys: int, servers: int) -> None:
 
 
 def environment(name: str) -> str | None:
-    """SHARDLINE_<NAME>, or None where unset or empty."""
+    """SHARDLINE_<NAME>, or None if unset or empty."""
     return os.environ.get(f"SHARDLINE_{name.upper()}") or None
 
 
@@ -148,7 +148,7 @@ def environment_switch(name: str, *, default: bool) -> bool:
 
 
 def environment_path(name: str) -> Path | None:
-    """SHARDLINE_<NAME> as a path, or None where unset or empty."""
+    """SHARDLINE_<NAME> as a path, or None if unset or empty."""
     text = environment(name)
     return Path(text) if text else None
 

@@ -68,7 +68,7 @@ def staying(what: str) -> Iterator[None]:
 
 
 def where_raised(error: BaseException) -> str:
-    """The innermost line of a person's own code, such as " (job.py, line 41)"; empty where there is none."""
+    """The innermost line of a person's own code, such as " (job.py, line 41)"; empty if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not f.filename.startswith(_OTHERS) and "site-packages" not in f.filename]
     return f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
@@ -117,7 +117,7 @@ class DataSource(Protocol):
 
     @property
     def samples(self) -> int:
-        """Length of a map-style data set; 0 where it is iterable."""
+        """Length of a map-style data set; 0 if it is iterable."""
         ...
 
     @property
@@ -163,7 +163,7 @@ class DataOrder:
 
     Every epoch is another permutation; the samples that don't fill a whole step at its end are left out (others in each
     epoch). In asynchronous mode replicas is 1 and `step` is the number of the batch.
-    Raises JobError where the data set is too small for one step.
+    Raises JobError if the data set is too small for one step.
     """
 
     seed: int
@@ -274,7 +274,7 @@ class _Tensors:
     order: DataOrder
     tensors: tuple[torch.Tensor, ...]
     rows: npt.NDArray[np.int64] | None
-    """Row of the tensors by index of the data set; None where they are the same."""
+    """Row of the tensors by index of the data set; None if they are the same."""
 
     def batch(self, step: int, replica: int, microbatch: int) -> list[torch.Tensor]:
         indices = self.order.indices(step, replica, microbatch)
@@ -399,11 +399,11 @@ def replica_gradients(
 ) -> tuple[float, int]:
     """Compute one replica's gradients of one step into the parameters' .grad; returns (mean loss, number of samples).
 
-    .grad is the mean over the microbatches; None where a parameter took no part. The model's buffers change as the
+    .grad is the mean over the microbatches; None if a parameter took no part. The model's buffers change as the
     forward passes change them. In asynchronous mode `step` is the number of the batch and replica is 0. The one path
     by which the worker, the training chief and shardline.testing.reference compute. The loss may be NaN: what follows
     from it is the caller's rule.
-    Raises JobError where the job's loss raises, or isn't a scalar that depends on the parameters.
+    Raises JobError if the job's loss raises, or isn't a scalar that depends on the parameters.
     """
     model.zero_grad(set_to_none=True)
     device = next(model.parameters()).device

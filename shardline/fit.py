@@ -10,7 +10,7 @@ from shardline.update.base import Need, Takes
 
 
 def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
-    """Raise JobError where two methods of a job can't work together, naming both and the remedy.
+    """Raise JobError if two methods of a job can't work together, naming both and the remedy.
 
     standbys: of each shard, as the cluster is to have.
     """

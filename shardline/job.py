@@ -143,7 +143,7 @@ class Job(Settings):
     def data(self) -> Any:
         """The data set itself, made once by the factory where `dataset` is one, with the generators seeded by `seed`.
 
-        Raises JobError where the factory raises, or makes no data set.
+        Raises JobError if the factory raises, or makes no data set.
         """
         if not _is_factory(self.dataset):
             return self.dataset
@@ -178,7 +178,7 @@ class Job(Settings):
             return self.dataset()  # type: ignore[no-any-return]
 
     def data_order(self) -> DataOrder:
-        """Order of a map-style data set; JobError where it is too small for one step."""
+        """Order of a map-style data set; JobError if it is too small for one step."""
         return DataOrder(
             seed=self.seed,
             samples=self.samples,
@@ -201,7 +201,7 @@ class Job(Settings):
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The plain torch.optim object over the model's own parameters.
 
-        Raises JobError where torch refuses the arguments or the parameter groups.
+        Raises JobError if torch refuses the arguments or the parameter groups.
         """
         cls = getattr(torch.optim, self.optimizer) if isinstance(self.optimizer, str) else self.optimizer
         groups: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -246,10 +246,10 @@ class Job(Settings):
         return spec
 
     def score(self, model: nn.Module) -> dict[str, float]:
-        """What `evaluate` says of the model, as floats; {} where the job has none.
+        """What `evaluate` says of the model, as floats; {} if the job has none.
 
         Runs in evaluation mode and without gradients, and leaves every module's mode as it was.
-        Raises JobError where evaluate raises, returns no dict of numbers, or lacks best_metric.
+        Raises JobError if evaluate raises, returns no dict of numbers, or lacks best_metric.
         """
         if self.evaluate is None:
             return {}

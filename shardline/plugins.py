@@ -27,7 +27,7 @@ def named(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def add(paths: Iterable[Path], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Name further files, for this process and those that it starts. Raises UsageError where one is not there."""
+    """Name further files, for this process and those that it starts. Raises UsageError if one is not there."""
     names = dict.fromkeys(named(environ))
     for path in paths:
         if not path.is_file():

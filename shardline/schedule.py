@@ -61,7 +61,7 @@ def cosine(total_steps: int = 0, final_factor: float = 0.0, warmup_steps: int = 
 
 
 def check(spec: ScheduleSpec) -> ScheduleSpec:
-    """The same spec; raises JobError where a field is out of range. total_steps may still be 0."""
+    """The same spec; raises JobError if a field is out of range. total_steps may still be 0."""
     if spec.kind not in KINDS:
         raise JobError(f"schedule is {spec.kind!r}; it must be one of {', '.join(KINDS)}")
     for name in ("warmup_steps", "total_steps", "step_size"):
@@ -93,7 +93,7 @@ def check(spec: ScheduleSpec) -> ScheduleSpec:
 def complete(spec: ScheduleSpec, steps: int) -> ScheduleSpec:
     """The spec with total_steps filled in from the job's steps where the kind needs it and it is 0.
 
-    Raises JobError where neither says how long the training is, or the spec is out of range.
+    Raises JobError if neither says how long the training is, or the spec is out of range.
     """
     if spec.kind not in ("linear", "cosine") or spec.total_steps:
         return check(spec)

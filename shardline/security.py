@@ -52,7 +52,7 @@ SOON = datetime.timedelta(days=7)
 class Security:
     """TLS files and tokens of one process. Files are read and checked here.
 
-    Raises UsageError where a file can't be read or doesn't fit; the sentence names the flag and the file.
+    Raises UsageError if a file can't be read or doesn't fit; the sentence names the flag and the file.
     """
 
     tls_cert: Path | None = None
@@ -173,7 +173,7 @@ class Security:
     # Tokens
 
     def check(self, token: bytes | str | None) -> bool:
-        """Whether this is the job token, in time that doesn't depend on where they differ. True where none is set."""
+        """Whether this is the job token, in time that doesn't depend on where they differ. True if none is set."""
         return _same(token, self.token)
 
     def check_metadata(self, metadata: Metadata) -> bool:
@@ -181,13 +181,13 @@ class Security:
         return self.check(_bearer(metadata, TOKEN_KEY))
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call brings along; empty where there is no token."""
+        """What every call brings along; empty if there is no token."""
         return ((TOKEN_KEY, f"Bearer {self.token.decode()}"),) if self.token else ()
 
     # When nobody answers
 
     def diagnose(self, host: str, port: int, *, timeout_s: float = PROBE_S) -> str:
-        """Why TLS keeps this task from talking to a server that is there; empty where TLS isn't the reason.
+        """Why TLS keeps this task from talking to a server that is there; empty if TLS isn't the reason.
 
         gRPC says no more than "Socket closed" or "Deadline Exceeded" in most of these cases. Connects once, shakes
         hands, and waits at most timeout_s for each of the three steps.
@@ -259,7 +259,7 @@ def _bearer(metadata: Metadata, wanted: str) -> str | None:
 
 
 def _same(given: bytes | str | None, token: bytes) -> bool:
-    """Whether it is the token, in time that doesn't depend on where they differ; True where no token is set."""
+    """Whether it is the token, in time that doesn't depend on where they differ; True if no token is set."""
     if not token:
         return True
     return hmac.compare_digest(given.encode(errors="replace") if isinstance(given, str) else given or b"", token)
@@ -271,7 +271,7 @@ def key_of(secret: bytes) -> bytes:
 
 
 def holds(secret: bytes, key: bytes) -> bool:
-    """Whether this is the secret of a key (see key_of); True where there is no key."""
+    """Whether this is the secret of a key (see key_of); True if there is no key."""
     return not key or hmac.compare_digest(key_of(secret), key)
 
 
@@ -285,7 +285,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_bind(what: str, host: str, flag: str, security: Security, *, insecure: bool) -> None:
-    """Raise UsageError where something would listen in plain where other machines reach it.
+    """Raise UsageError if something would listen in plain where other machines reach it.
 
     what: "the services of ps/0". flag: what else the host can be set with, such as "--bind". insecure: told to.
     """
@@ -362,7 +362,7 @@ def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
 
 
 def _check_dates(path: Path) -> None:
-    """Raise UsageError where this task's own certificate is not valid now; warn of those above it in the file.
+    """Raise UsageError if this task's own certificate is not valid now; warn of those above it in the file.
 
     Whoever is shown it says so to its own log at most; this side would only see that it is hung up on. One above it may
     be there for peers that know no better, and the others have another way to their CA.
@@ -394,13 +394,13 @@ def _chain(path: Path) -> list[x509.Certificate]:
 
 
 def _out_of_date(path: Path) -> str:
-    """What is wrong now with the dates of this task's own certificate; empty where nothing is."""
+    """What is wrong now with the dates of this task's own certificate; empty if nothing is."""
     chain = _chain(path)
     return _wrong_dates(chain[0]) if chain else ""
 
 
 def _wrong_dates(certificate: x509.Certificate) -> str:
-    """What is wrong with the dates of a certificate now, and what to do; empty where nothing is."""
+    """What is wrong with the dates of a certificate now, and what to do; empty if nothing is."""
     now = datetime.datetime.now(datetime.UTC)
     clock = f"by this machine's clock it is {_moment(now)}"
     if now > certificate.not_valid_after_utc:

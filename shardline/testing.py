@@ -351,7 +351,7 @@ def _assign(values: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor])
 
 
 def _non_finite(contributions: list[Gradients], losses: list[float]) -> str:
-    """What is NaN or infinite, as the start of a sentence; "" where all is finite."""
+    """What is NaN or infinite, as the start of a sentence; "" if all is finite."""
     for replica, (gradients, loss) in enumerate(zip(contributions, losses, strict=True)):
         if not math.isfinite(loss):
             return f"the loss of replica {replica} is {loss}"

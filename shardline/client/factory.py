@@ -54,7 +54,7 @@ class Ties:
 
 
 def make_trainer(view: JobView, course: Course, ties: Ties, wishes: Wishes) -> Trainer:
-    """A trainer for the plan and the history of `view`. Raises UsageError where zero_copy can't be had."""
+    """A trainer for the plan and the history of `view`. Raises UsageError if zero_copy can't be had."""
     plan, job = view.plan, view.job
     layout = ModelLayout(plan, course.held.pulled)
     residence: Residence = PRIVATE

@@ -59,7 +59,7 @@ class Unstepped:
         return True
 
     def waited_for(self, step: int, others: Sequence[int], now_s: float) -> None:
-        """others: replicas that have contributed to this step. Raises JobError when they have waited too long."""
+        """others: replicas that have contributed to this step. Raises JobError if they have waited too long."""
         if not others:
             self._waiting_since_s = None
             return

@@ -162,7 +162,7 @@ class Decoder(Protocol):
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
         """1-d CPU tensor in the bucket's layout and dtype, zero where the payload says nothing.
 
-        It may share writable memory with the payload. Raises ProtocolError where the payload can't be one of this
+        It may share writable memory with the payload. Raises ProtocolError if the payload can't be one of this
         codec for this bucket; never takes more memory than payload and result.
         """
         ...
@@ -203,7 +203,7 @@ class Codec(Resident, ABC):
 
 
 def check_length(payload: Buffer, expected: int, elements: int, dtype: str) -> None:
-    """Raise ProtocolError where a payload hasn't the length that it must have."""
+    """Raise ProtocolError if a payload hasn't the length that it must have."""
     if len(payload) != expected:
         raise ProtocolError(f"payload of {len(payload)} bytes for {elements} {dtype} elements, expected {expected}")
 

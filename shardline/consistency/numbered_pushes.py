@@ -32,7 +32,7 @@ def admit_push(seq: int, *, last_seq: int, skip: bool = False) -> Decision:
 def resume(seq: int, *, last_seq: int) -> int | None:
     """Number under which a push without an answer is sent again when the history has changed: its own.
 
-    last_seq: what the shard says now. Where it holds the push already the answer is DUPLICATE. None where it has gone
+    last_seq: what the shard says now. Where it holds the push already the answer is DUPLICATE. None if it has gone
     back behind the push before: that one is lost too, and this one is computed anew.
     """
     return seq if seq <= last_seq + 1 else None

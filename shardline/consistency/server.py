@@ -28,7 +28,7 @@ from shardline.core.reduce import Block
 from shardline.errors import ProtocolError
 
 Guard = Callable[[], Decision | None]
-"""Why a message counts no more, or None where it does."""
+"""Why a message counts no more, or None if it does."""
 Hyper = Mapping[int, Mapping[str, float]]
 """Hyper-parameters that came with a contribution, by parameter group."""
 
@@ -110,7 +110,7 @@ class Update(Protocol):
         """What was decided."""
 
     def total_of(self, bucket: BucketView) -> Partial | None:
-        """What a bucket gets; None where it does not wait for this update any more. Its lock held."""
+        """What a bucket gets; None if it does not wait for this update any more. Its lock held."""
 
     def applied(self, bucket: BucketView) -> None:
         """A bucket has published it. Its lock held."""
@@ -143,7 +143,7 @@ class Storage(Protocol):
         """Sums that wait take so many bytes more or less; their buckets' own contributions count by themselves."""
 
     def check_hyper(self, bucket: BucketView, hyper: Hyper | None) -> None:
-        """Raise JobError or ProtocolError where the rule takes no such hyper-parameters."""
+        """Raise JobError or ProtocolError if the rule takes no such hyper-parameters."""
 
     def apply_bucket(self, bucket: BucketView, total: Partial) -> None:
         """Apply a step to one bucket, its lock held, and publish it: at once, or when the standby has it."""
@@ -152,7 +152,7 @@ class Storage(Protocol):
         """The same for all buckets as one; takes `order` and their locks."""
 
     def record(self, parts: Sequence[tuple[BucketView, Partial]], *, scale: float, push: AppliedPush) -> int | None:
-        """Tell the standby of a push; returns the record's number, None where nobody is told. `order` held."""
+        """Tell the standby of a push; returns the record's number, None if nobody is told. `order` held."""
 
     def apply_now(
         self, bucket: BucketView, total: Partial, *, scale: float, context: PushContext, record: int | None
@@ -267,7 +267,7 @@ class ServerHalf:
         raise NotImplementedError
 
     def last_push(self, task: str, incarnation: int = 0) -> int:
-        """Number of the last push that counted of an incarnation; 0 where there is none, or none is numbered.
+        """Number of the last push that counted of an incarnation; 0 if there is none, or none is numbered.
 
         incarnation 0: of whichever was heard last.
         """
@@ -283,7 +283,7 @@ class ServerHalf:
     """The last one that is known; its step may not be published yet."""
 
     def vote(self, step: int) -> tuple[ShardVote, Staged] | None:
-        """What the shard says of a complete step; None where there is nothing to vote on any more."""
+        """What the shard says of a complete step; None if there is nothing to vote on any more."""
         return None
 
     def waits_for(self, staged: Staged) -> bool:

@@ -79,7 +79,7 @@ class VotedSteps(ReplicaSteps):
     def vote(self, step: int) -> tuple[ShardVote, Staged] | None:
         """The mean gradient of a complete step with its square sums. Its replicas stay counted until the verdict.
 
-        None where the contributions were dropped since the step was complete (a new timeline).
+        None if the contributions were dropped since the step was complete (a new timeline).
         """
         with self.storage.lock:
             nonfinite = set(self._nonfinite.pop(step, set()))

@@ -16,7 +16,7 @@ Present = tuple[bool, ...]
 
 @dataclass
 class Partial:
-    """The sum over one block. values: flat, in the bucket's layout; None where no slice has a gradient."""
+    """The sum over one block. values: flat, in the bucket's layout; None if no slice has a gradient."""
 
     values: torch.Tensor | None
     present: Present
@@ -58,7 +58,7 @@ def _either(left: Present, right: Present) -> Present:
 
 
 def _merge_slices(left: Partial, right: Partial, bucket: BucketSpec) -> torch.Tensor:
-    """merge() where some slices are absent on one side or on both."""
+    """merge() if some slices are absent on one side or on both."""
     assert left.values is not None and right.values is not None
     target = _target(left, right)
     # Zeros: what nobody wrote (padding, slices absent on both sides) has to be finite.

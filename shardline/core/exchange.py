@@ -177,7 +177,7 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged:
-    """Result of one exchange; `end` is None where nothing was pulled.
+    """Result of one exchange; `end` is None if nothing was pulled.
 
     It ends early at the first push that is not accepted: its ack is the last one, and there is no end of the pull.
     """

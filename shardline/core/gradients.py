@@ -17,7 +17,7 @@ from shardline.errors import NonFiniteError, TensorError
 
 @dataclass(frozen=True)
 class Gradient:
-    """One bucket's part of a contribution. values: flat tensor, None where nothing is contributed."""
+    """One bucket's part of a contribution. values: flat tensor, None if nothing is contributed."""
 
     values: torch.Tensor | None
     present: Present

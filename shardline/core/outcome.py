@@ -29,7 +29,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """An outcome and why. `reason` is a sentence for a person, empty where the outcome says it all."""
+    """An outcome and why. `reason` is a sentence for a person, empty if the outcome says it all."""
 
     outcome: Outcome
     reason: str = ""

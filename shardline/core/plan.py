@@ -130,7 +130,7 @@ def quantum_rows(tensor: TensorSpec) -> int:
 
 
 def num_quanta(tensor: TensorSpec) -> int:
-    """Quanta of a tensor; 0 where it has no elements."""
+    """Quanta of a tensor; 0 if it has no elements."""
     if tensor.elements == 0:
         return 0
     return -(-tensor.rows // quantum_rows(tensor))
@@ -256,7 +256,7 @@ def _pack(held: Sequence[_Piece], tensors: Sequence[TensorSpec], bucket_bytes: i
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ProtocolError where a plan from the network doesn't hold every element exactly once, cut as make_plan cuts.
+    """Raise ProtocolError if a plan from the network doesn't hold every element exactly once, cut as make_plan cuts.
 
     Checked: names and dtypes; slices in order, aligned, within their bucket and tensor, cut at quanta only; buckets of
     one dtype, kind and group, as large as their slices; no empty shard; every row of every tensor in exactly one slice.

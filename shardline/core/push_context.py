@@ -10,11 +10,11 @@ class PushContext:
     """Who pushed, and from what. The default is an update that several workers made together."""
 
     task: str = ""
-    """Such as "worker/3"; empty where it is no single worker's."""
+    """Such as "worker/3"; empty if it is no single worker's."""
     incarnation: int = 0
     """Which life of that task."""
     base_version: int | None = None
-    """Lowest version of the values that the gradient was computed on; None where it follows from the step."""
+    """Lowest version of the values that the gradient was computed on; None if it follows from the step."""
     staleness: int = 0
     """Updates by others between that version and this one."""
     clock: int = 0

@@ -37,7 +37,7 @@ class AppliedPush:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one bucket gets. values: the gradient's bytes, padding included; None where nothing was contributed."""
+    """What one bucket gets. values: the gradient's bytes, padding included; None if nothing was contributed."""
 
     bucket: int
     step: int

@@ -90,7 +90,7 @@ def sibling(block: Block, replicas: int) -> tuple[Block, Block, Block] | None:
 def tree_sum(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """Canonical sum of one tensor per replica; None = that replica has no gradient for it.
 
-    Returns a new tensor where it added two or more, the only one there is (not a copy), or None where all are None.
+    Returns a new tensor where it added two or more, the only one there is (not a copy), or None if all are None.
     """
 
     def walk(node: Block) -> torch.Tensor | None:

@@ -78,7 +78,7 @@ class TensorSpec:
     group: int = 0
     """Parameter group of the rule; 0 for buffers and frozen parameters."""
     whole: bool = False
-    """True where the rule needs the whole matrix, so it is never cut."""
+    """True if the rule needs the whole matrix, so it is never cut."""
     aliases: tuple[str, ...] = ()
     """Other state_dict names of the same storage (tied weights)."""
 
@@ -159,7 +159,7 @@ class JobSpec(Settings):
     best_metric: str = ""
     best_is_lowest: bool = False
     samples: int = 0
-    """Length of a map-style data set; 0 where it is iterable or a script's own."""
+    """Length of a map-style data set; 0 if it is iterable or a script's own."""
     script: bool = False
     """A person's own script drives the steps."""
 

@@ -55,7 +55,7 @@ def _encode(value: Any, path: str) -> Any:
 
 
 def _non_finite(value: Any) -> float | None:
-    """The float that {"float": "inf"} stands for, or None where value is something else."""
+    """The float that {"float": "inf"} stands for, or None if value is something else."""
     if isinstance(value, dict) and set(value) == {"float"} and isinstance(value["float"], str):
         return _NON_FINITE.get(value["float"])
     return None

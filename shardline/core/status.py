@@ -149,7 +149,7 @@ class ChiefStatus:
     """One of PHASES."""
     step: int = 0
     steps: int = 0
-    """Steps to train; 0 where a script ends the job by itself."""
+    """Steps to train; 0 if a script ends the job by itself."""
     first_step: int = 0
     """Step this run started from."""
     loss: float = float("nan")
@@ -190,7 +190,7 @@ class ChiefStatus:
     dead_s: float = 0.0
     """Silence after which a task is dead."""
     page: str = ""
-    """Address of the chief's own page; empty where it serves none."""
+    """Address of the chief's own page; empty if it serves none."""
     shard_bytes: tuple[int, ...] = ()
     """Bytes of the values in each shard, by its number."""
     faults: tuple[str, ...] = ()

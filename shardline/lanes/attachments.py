@@ -60,7 +60,7 @@ class Ticket(Protocol):
         ...
 
     async def wait(self) -> None:
-        """Return when all bytes are there. Raises UnreachableError where the attachment broke or is late."""
+        """Return when all bytes are there. Raises UnreachableError if the attachment broke or is late."""
         ...
 
 
@@ -75,7 +75,7 @@ class Attachment(Protocol):
     """Buckets of a push to expect at once, at most."""
 
     def expect(self, offset: int, nbytes: int) -> Ticket:
-        """The next referred bucket of a push. Raises ProtocolError where it can't lie there."""
+        """The next referred bucket of a push. Raises ProtocolError if it can't lie there."""
         ...
 
     def published(self, bucket: int, step: int) -> tuple[int, int] | None:
@@ -179,7 +179,7 @@ class Attachments:
         return number, opening
 
     def find(self, number: int, lane: str, holder: Holder) -> Attachment:
-        """The attachment of this number; raises UnreachableError where its holder has to open one anew."""
+        """The attachment of this number; raises UnreachableError if its holder has to open one anew."""
         attachment = self._held.get(number)
         if attachment is None or attachment.holder != holder or attachment.lane != lane:
             raise UnreachableError(

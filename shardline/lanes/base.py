@@ -45,7 +45,7 @@ class Lane(Protocol):
     ) -> Exchanged:
         """Push contributions and pull in one call.
 
-        Raises UnreachableError on a broken or late call, ProtocolError where the shard refuses it as malformed.
+        Raises UnreachableError on a broken or late call, ProtocolError if the shard refuses it as malformed.
         """
         ...
 
@@ -70,9 +70,9 @@ class Lane(Protocol):
 
     @property
     def published(self) -> SharedMemory | None:
-        """Memory in which this side reads the shard's parameters where they lie; None where there is none (yet)."""
+        """Memory in which this side reads the shard's parameters where they lie; None if there is none (yet)."""
         return None
 
     def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
-        """Memory that the shard reads: a gradient computed there needs no copy. None where there is none now."""
+        """Memory that the shard reads: a gradient computed there needs no copy. None if there is none now."""
         return None

@@ -136,7 +136,7 @@ class ShardCalls:
     def _open(self, sender: Sender, *, timeout_s: float) -> Opened:
         """Ask the shard for an attachment of this lane.
 
-        Raises LaneUnavailable where it offers none, NotAdmittedError where it takes nothing of this sender now.
+        Raises LaneUnavailable if it offers none, NotAdmittedError if it takes nothing of this sender now.
         """
         request = open_lane_request(sender, self._shard, self.name)
         try:
@@ -174,7 +174,7 @@ class ShardCalls:
         """Run one PushPull to its end; see Lane.exchange.
 
         single: there is one request; it is made, and what follows it on another way is sent, on this thread.
-        fill: takes a bucket whose bytes come by the lane's attachment. It and `requests` raise UnreachableError where
+        fill: takes a bucket whose bytes come by the lane's attachment. It and `requests` raise UnreachableError if
         the attachment breaks: then the shard's own words, if any come soon, are what the caller gets.
         """
         talk = _Conversation(sink, self._elements, fill)

@@ -40,9 +40,9 @@ class LaneKind(Resident):
         take: Callable[[int], memoryview],
         on_refused: Callable[[str, Exception], None],
     ) -> LaneOffer | None:
-        """The server's half; None where this machine has no such lane, or nothing has to be opened for it.
+        """The server's half; None if this machine has no such lane, or nothing has to be opened for it.
 
         on_host: the shards' values are in the machine's own memory. take: memory for what comes in, in bytes.
-        on_refused(label, error): told of connections that were turned away. Raises UsageError where it can't listen.
+        on_refused(label, error): told of connections that were turned away. Raises UsageError if it can't listen.
         """
         return None

@@ -50,7 +50,7 @@ def holder_of(data: common_pb2.DataHeader) -> Holder:
 
 
 def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> Decision:
-    """Whether a data message may be looked at at all. Raises ProtocolError where its names are none."""
+    """Whether a data message may be looked at at all. Raises ProtocolError if its names are none."""
     at_most(len(data.required_features), MAX_FIGURES, "features that a message requires")
     for name in (data.job, data.plan_id, data.task, *data.required_features):
         short(name, "a name in the head of a message")

@@ -133,7 +133,7 @@ class HostedShard(Protocol):
         ...
 
     def last_push(self, task: str, incarnation: int = 0) -> int:
-        """Number of the last push that counted of a worker's life (0 = its latest); 0 where there is none."""
+        """Number of the last push that counted of a worker's life (0 = its latest); 0 if there is none."""
         ...
 
     async def answerable(self) -> None:
@@ -161,7 +161,7 @@ class Backend(Protocol):
 
     @property
     def coding(self) -> JobCoding:
-        """How the job's numbers are written. Raises ProtocolError where there is no job."""
+        """How the job's numbers are written. Raises ProtocolError if there is no job."""
         ...
 
     @property
@@ -170,7 +170,7 @@ class Backend(Protocol):
         ...
 
     def shard(self, number: int) -> HostedShard:
-        """The shard of this number. Raises ProtocolError where it isn't here."""
+        """The shard of this number. Raises ProtocolError if it isn't here."""
         ...
 
     def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:
@@ -178,11 +178,11 @@ class Backend(Protocol):
         ...
 
     def fenced(self, task: str, incarnation: int) -> Decision | None:
-        """Why this life of a task counts no more; None where it does. From any thread."""
+        """Why this life of a task counts no more; None if it does. From any thread."""
         ...
 
     def signal(self, shard: int, bucket: int) -> Signal | None:
-        """What is notified when a bucket has changed; None where it is gone."""
+        """What is notified when a bucket has changed; None if it is gone."""
         ...
 
     async def work(self, function: Callable[..., T], *args: object) -> T:

@@ -36,7 +36,7 @@ class OpenCall:
         self.senders.add((task, incarnation))
 
     async def write(self, context: Any, message: bytes) -> None:
-        """Send a message of the answer. Raises UnreachableError where the caller takes nothing for too long."""
+        """Send a message of the answer. Raises UnreachableError if the caller takes nothing for too long."""
         try:
             async with asyncio.timeout(self._calls.reader_s):
                 if not self._begun and len(message) > HELD_BYTES:

@@ -29,7 +29,7 @@ class IncomingPush:
     generation: int
     rejected: Decision | None = None
     coding: Coding | None = None
-    """How its buckets are written; None where it is rejected."""
+    """How its buckets are written; None if it is rejected."""
     attachment: Attachment | None = None
     referred: deque[Slot] = field(default_factory=deque)
     """Referred buckets whose bytes are not expected yet."""
@@ -63,7 +63,7 @@ class PushResult:
 
     ack: data_pb2.PushAck
     task: str
-    """Who pushed; empty where it was not admitted, so that a stranger's names don't fill the metrics."""
+    """Who pushed; empty if it was not admitted, so that a stranger's names don't fill the metrics."""
     shard: int
     codec: str
     lane: str

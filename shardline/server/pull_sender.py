@@ -65,7 +65,7 @@ def parse_step_wanted(request: data_pb2.PullRequest) -> StepWanted:
 
 
 def wanted_buckets(shard: HostedShard, request: data_pb2.PullRequest) -> list[int]:
-    """Buckets in the order asked for, each once; raises ProtocolError where the shard hasn't got one."""
+    """Buckets in the order asked for, each once; raises ProtocolError if the shard hasn't got one."""
     for number in request.buckets:
         if number >= len(shard.buckets):
             raise ProtocolError(
@@ -312,7 +312,7 @@ def _finder(
 
 
 def _never(shard: HostedShard, want: StepWanted, number: int, found: Outcome) -> tuple[Outcome, str] | None:
-    """Why it is no use to wait for a bucket; None where it may come."""
+    """Why it is no use to wait for a bucket; None if it may come."""
     if found is not Outcome.WAITING:
         return found, f"step {want.step} of bucket {number} is gone; the bucket is at {shard.buckets[number].step}"
     if shard.stop_step is not None and want.step is not None and want.step > shard.stop_step:

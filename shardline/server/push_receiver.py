@@ -95,7 +95,7 @@ class PushReceiver:
     async def feed(self, frame: PushFrameView) -> PushResult | None:
         """Take one frame; returns the result when it ended a push.
 
-        Raises ProtocolError or TensorError, and NoRoomError where others hold the room for it.
+        Raises ProtocolError or TensorError, and NoRoomError if others hold the room for it.
         """
         if frame.header is not None:
             self._begin(frame.header)
@@ -174,7 +174,7 @@ class PushReceiver:
         return buckets[number].spec
 
     async def _reserve(self, push: IncomingPush, slot: Slot, *, at_once: bool = False) -> None:
-        """Room for one bucket of a push. Raises NoRoomError; TimeoutError where it is for `at_once`."""
+        """Room for one bucket of a push. Raises NoRoomError; TimeoutError if it is for `at_once`."""
         nbytes = held_bytes(push, slot.number)
         if nbytes:
             push.slots.append(slot)

@@ -98,7 +98,7 @@ def kept(payload: Buffer) -> Buffer:
 def opened(slot: Slot, take: Callable[[int], memoryview]) -> Gradient:
     """The gradient in a slot that is full; take: memory for what came in pieces. Runs in the pool.
 
-    Raises ProtocolError where its digest differs, or where its push ended and let go of it meanwhile.
+    Raises ProtocolError if its digest differs, or where its push ended and let go of it meanwhile.
     """
     # Held here: release() may come from the end of the push at any moment, and leaves the slot without bytes.
     memory = _joined(slot, take)

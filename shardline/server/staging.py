@@ -62,7 +62,7 @@ def replica_mask(block: Block) -> int:
 def _node(count: int, mask: int) -> tuple[int, int]:
     """(whole nodes now, most at any time when the rest comes lowest first, without the moment all are there).
 
-    Of a node over `count` replicas of which `mask` are counted. The second is 0 where all are.
+    Of a node over `count` replicas of which `mask` are counted. The second is 0 if all are.
     """
     if mask == (1 << count) - 1:
         return 1, 0
@@ -158,7 +158,7 @@ class Grant(enum.Enum):
 
 
 View = Callable[[int, int], tuple[int, int] | None]
-"""(open step, mask of counted replicas) of (shard, bucket); None where there is no such bucket."""
+"""(open step, mask of counted replicas) of (shard, bucket); None if there is no such bucket."""
 
 
 @dataclass(eq=False)

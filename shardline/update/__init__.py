@@ -50,7 +50,7 @@ def check_rule(spec: RuleSpec) -> None:
 
 
 def check_tensors(spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
-    """Raise JobError where the rule can't update a parameter, naming it."""
+    """Raise JobError if the rule can't update a parameter, naming it."""
     chosen(spec).check_tensors(spec, tensors)
 
 

@@ -39,7 +39,7 @@ ALLOWED: Mapping[str, bool] = {
     "Muon": False,
     "Adafactor": False,
 }
-"""Classes of torch.optim that work; True where the rule is element-wise, so that a tensor may be cut anywhere."""
+"""Classes of torch.optim that work; True if the rule is element-wise, so that a tensor may be cut anywhere."""
 
 REFUSED: Mapping[str, str] = {
     "LBFGS": "it calls a closure that recomputes the loss, and a parameter server has no model to compute one with",

@@ -126,7 +126,7 @@ class UpdateRule(Resident, ABC):
 
     @abstractmethod
     def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
-        """Raise JobError where the rule can't update a parameter, naming it; frozen tensors and buffers are ignored."""
+        """Raise JobError if the rule can't update a parameter, naming it; frozen tensors and buffers are ignored."""
 
     def wants_whole(self, spec: RuleSpec, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape must not be cut: TensorSpec.whole. False: each element by itself."""
@@ -155,7 +155,7 @@ class UpdateRule(Resident, ABC):
     # Layout of states, as checkpoints and images have them
 
     def state_shape(self, spec: RuleSpec, key: str, tensor: TensorSpec) -> Shape | None:
-        """Shape of one tensor's state; None where the tensor has no such state."""
+        """Shape of one tensor's state; None if the tensor has no such state."""
         packed = self.packing(spec, parse_state_key(key)[0])
         return tensor.shape if packed is None else packed(tensor)
 
@@ -278,7 +278,7 @@ class BucketRule(ABC):
         return self.rule.state_bytes(self.site, workers=workers)
 
     def check_hyper(self, hyper: Mapping[str, float]) -> None:
-        """Raise ProtocolError where apply() would refuse these numbers."""
+        """Raise ProtocolError if apply() would refuse these numbers."""
         with_hyper(self.site.spec.name, self.site.group, hyper)
 
     # Workers. Whoever calls these holds the bucket's lock, and a standby is told the same in the same order.
@@ -324,7 +324,7 @@ class BucketRule(ABC):
                 )
 
     def pattern(self, present: Sequence[bool] | None) -> tuple[bool, ...] | None:
-        """`present` as apply() gets it, None where all are. Raises ProtocolError for a wrong length."""
+        """`present` as apply() gets it, None if all are. Raises ProtocolError for a wrong length."""
         count = len(self.site.bucket.slices)
         if present is None:
             return None

@@ -80,7 +80,7 @@ class Arrivals:
             self._changed.notify_all()
 
     def load(self, keys: Iterable[Key], look: Callable[[], None] = lambda: None) -> bool:
-        """Return when these buckets are in the model; False where the exchange ended without one of them.
+        """Return when these buckets are in the model; False if the exchange ended without one of them.
 
         look: called every LOOK_S while nothing comes; what it raises ends the wait.
         """

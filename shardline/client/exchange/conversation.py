@@ -94,7 +94,7 @@ class Conversation:
     def hold(self, sender: Sender, task: ShardTask, promise: Callable[[float], None]) -> ShardOutcome:
         """Push and pull until all is done. promise: told how long the next call may take.
 
-        Raises Interrupted, Restart or Stopped; UnreachableError where the shard is silent for the whole timeout.
+        Raises Interrupted, Restart or Stopped; UnreachableError if the shard is silent for the whole timeout.
         """
         self._sink.begin()
         now_s = time.monotonic()
@@ -123,7 +123,7 @@ class Conversation:
         )
 
     def _call(self, talk: _Talk) -> Exchanged | None:
-        """One call; None where it broke and is to be made again."""
+        """One call; None if it broke and is to be made again."""
         timeout_s = self._deadline_s(talk.pending) + talk.task.patience_s
         call_s = time.monotonic()
         talk.promise(TRIES * timeout_s)

@@ -176,6 +176,6 @@ ON_HOST = OnHost()
 
 
 def host_path(tensors: Iterable[torch.Tensor]) -> HostPath | None:
-    """For a model on one GPU; None where there is none, or several: copies then wait for each device."""
+    """For a model on one GPU; None if there is none, or several: copies then wait for each device."""
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     return HostPath(devices.pop()) if len(devices) == 1 else None

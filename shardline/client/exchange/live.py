@@ -113,7 +113,7 @@ class LivePayloads:
         """Free what was prepared: it is acknowledged or given up.
 
         Returns when no bucket is being prepared any more: the thread of a call that was given up may still be at one,
-        and what it writes to is the next step's from now on. Raises UnreachableError where that takes longer.
+        and what it writes to is the next step's from now on. Raises UnreachableError if that takes longer.
         """
         with self._changed:
             self._error = self._error or RuntimeError("the payloads of this push are gone")

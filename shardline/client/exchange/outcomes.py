@@ -46,7 +46,7 @@ class ShardOutcome:
     pushed_s: float
     """When the last push was acknowledged; began_s where nothing was pushed."""
     first_s: float
-    """When the first pulled bucket began to come; 0 where none did."""
+    """When the first pulled bucket began to come; 0 if none did."""
     ended_s: float
 
     def parts(self, computed_s: float) -> Parts:

@@ -77,7 +77,7 @@ class SendQueue:
         heapq.heappush(self._ready, (self._ranks[bucket], bucket))
 
     def take(self) -> list[int]:
-        """The next buckets to send, in order; [] where none is ready."""
+        """The next buckets to send, in order; [] if none is ready."""
         taken: list[int] = []
         left = self._credit_bytes
         while self._ready and (not taken or self._sizes[self._ready[0][1]] <= left):

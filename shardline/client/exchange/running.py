@@ -85,7 +85,7 @@ class Running:
                 self._left_s[shard] = seconds + self._grace_s
 
     def look(self) -> None:
-        """Called every LOOK_S by whoever waits. Raises UnreachableError where a part should have ended long ago.
+        """Called every LOOK_S by whoever waits. Raises UnreachableError if a part should have ended long ago.
 
         Looks are counted, not the clock: a process that stood still has not waited.
         """
@@ -111,7 +111,7 @@ class Running:
         return self._results
 
     def join(self) -> bool:
-        """Wait for the end, whatever it is; False where it does not come."""
+        """Wait for the end, whatever it is; False if it does not come."""
         try:
             self.wait()
         except Exception as error:

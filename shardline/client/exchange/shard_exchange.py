@@ -74,7 +74,7 @@ class Exchange:
             payloads.wake()
 
     def give_up(self) -> None:
-        """End what was started last; what became of it doesn't matter. Raises UnreachableError where it doesn't end."""
+        """End what was started last; what became of it doesn't matter. Raises UnreachableError if it doesn't end."""
         self.interrupt()
         if self._running is not None and not self._running.join():
             raise UnreachableError("an exchange that was given up does not end; start this process again")

@@ -24,7 +24,7 @@ from shardline.errors import JobError
 
 
 def why_not_early(job: JobSpec, expected: Expected, *, first: bool) -> str:
-    """Why a replica's gradients can't leave before all of them have been computed; "" where they can. Pure.
+    """Why a replica's gradients can't leave before all of them have been computed; "" if they can. Pure.
 
     first: it is the first step after a (re)start.
     """
@@ -150,7 +150,7 @@ class EarlyPush:
     def close(self, gradients: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor]) -> None:
         """The backward pass is over: offer the rest, by tensor number; what has no gradient stays absent.
 
-        Raises JobError where a gradient is not what has left.
+        Raises JobError if a gradient is not what has left.
         """
         with self._lock:
             self._closed = True

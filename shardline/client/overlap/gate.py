@@ -116,7 +116,7 @@ def reads_values(func: Callable[..., Any]) -> bool:
 
 
 def why_not(model: nn.Module) -> str:
-    """Why the reads of a model can't be watched, as the end of a sentence; "" where they can."""
+    """Why the reads of a model can't be watched, as the end of a sentence; "" if they can."""
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):

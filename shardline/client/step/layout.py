@@ -64,7 +64,7 @@ class ModelLayout:
         self._unsettled.update(piece.tensor for piece in spec.slices if piece.tensor in self._mirrors)
 
     def memory(self, shard: int, bucket: int) -> memoryview | None:
-        """The bytes of the one CPU tensor piece that a bucket is, writable; None where it is something else."""
+        """The bytes of the one CPU tensor piece that a bucket is, writable; None if it is something else."""
         spec = self.plan.shards[shard].buckets[bucket]
         if len(spec.slices) != 1 or spec.slices[0].offset or spec.slices[0].elements != spec.elements:
             return None

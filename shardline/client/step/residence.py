@@ -31,7 +31,7 @@ class Residence(Protocol):
         ...
 
     def gradient(self, number: int) -> torch.Tensor | None:
-        """Memory that the shard reads, in the shape of tensor `number` of the plan; None where there is none now."""
+        """Memory that the shard reads, in the shape of tensor `number` of the plan; None if there is none now."""
         ...
 
     def release(self) -> None:

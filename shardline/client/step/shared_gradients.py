@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 class SharedGradients:
     """Lends .grad to a worker's parameters, step by step. Used by one thread; autograd may call the hooks on another.
 
-    tensors: the worker's own by name. view: memory to compute one's gradient in, or None where there is none now.
+    tensors: the worker's own by name. view: memory to compute one's gradient in, or None if there is none now.
 
     A .grad that was lent is there from the beginning of a pass, full of zeros. Plain torch has None until the pass
     gives the parameter a gradient, and rules that decay weights or have momentum tell the two apart: so it is noted

@@ -190,7 +190,7 @@ class BucketSink:
 
     @property
     def base_step(self) -> int | None:
-        """Lowest step over what the model holds of each bucket; None where some never came."""
+        """Lowest step over what the model holds of each bucket; None if some never came."""
         if len(self._held) < self.num_buckets:
             return None
         return min(step for step, _ in self._held.values())

@@ -257,7 +257,7 @@ class GradientStaging:
         return all((shard, bucket) in self._shared for bucket in range(len(self._plan.shards[shard].buckets)))
 
     def payload(self, block: Block, shard: int, bucket: int, nonfinite: Sequence[str] = ()) -> BucketPayload:
-        """One bucket of a block's push, encoded. Raises KeyError where the block has nothing in it."""
+        """One bucket of a block's push, encoded. Raises KeyError if the block has nothing in it."""
         key = shard, bucket
         spec = self._spec(key)
         partial = self._partials(key)[block]
@@ -279,7 +279,7 @@ class GradientStaging:
         )
 
     def _fingerprint(self, key: Key, block: Block, data: Buffer) -> int:
-        """Of a block's bytes; 0 where no other replica's worker could be asked to make them once more."""
+        """Of a block's bytes; 0 if no other replica's worker could be asked to make them once more."""
         if self._replicas == 1:
             return 0
         known = self._marks.get(key, {}).get(block)
@@ -327,7 +327,7 @@ def fill_bucket(
 
 
 def tensor_piece(plan: Plan, bucket: BucketSpec, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """The piece of one contiguous CPU gradient that is the bucket, flat, in its own memory; None where it is not so."""
+    """The piece of one contiguous CPU gradient that is the bucket, flat, in its own memory; None if it is not so."""
     piece = bucket.slices[0]
     if len(bucket.slices) != 1 or piece.offset or piece.elements != bucket.elements:
         return None

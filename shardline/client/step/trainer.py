@@ -78,7 +78,7 @@ class Trainer:
         return self.half.step
 
     def gradient_view(self, name: str) -> torch.Tensor | None:
-        """Memory that the shard reads, to compute this tensor's gradient in; None where there is none (left)."""
+        """Memory that the shard reads, to compute this tensor's gradient in; None if there is none (left)."""
         # What another replica of this worker has computed there is not sent yet.
         if self._staging.has_gradients:
             return None
@@ -134,7 +134,7 @@ class Trainer:
     def give_up(self) -> None:
         """End what is under way; what arrived of it is of no use. arm() the exchange before the next one.
 
-        Raises UnreachableError where it doesn't end.
+        Raises UnreachableError if it doesn't end.
         """
         if self.open.running is not None:
             self.weights.arrivals.end()
@@ -165,7 +165,7 @@ class Trainer:
         self.weights.wait_for(tensors, self.open.running)
 
     def settle(self) -> StepFigures | None:
-        """Wait until everything that is pending has come; None where nothing was. Raises as finish() does."""
+        """Wait until everything that is pending has come; None if nothing was. Raises as finish() does."""
         return self._complete() if self.open.sent else None
 
     def expect(self, expected: Expected) -> None:
@@ -208,9 +208,9 @@ class Trainer:
         """Take one replica's gradients (by tensor name; absent = None in torch) for the open tick.
 
         keep: the tensors stay as they are until the step is closed, so they need not be copied.
-        Returns what the cadence made of it, by replica; {} where nothing is sent yet.
+        Returns what the cadence made of it, by replica; {} if nothing is sent yet.
         Raises NonFiniteError naming loss or tensor under the policy "stop"; nothing has left this worker then, except
-        buckets that left during the backward pass. JobError where gradients changed after they had left.
+        buckets that left during the backward pass. JobError if gradients changed after they had left.
         """
         self._longest_s = max(self._longest_s, time.monotonic() - self._began_s if self._began_s else 0.0)
         ticks = self.course.ticks

@@ -28,7 +28,7 @@ class Weights:
         self.residence = residence
         self.arrivals = Arrivals((s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets)))
         self.gpu = host_path(layout.tensors)
-        """Copies to and from the GPU that all tensors are on; None where they aren't on one."""
+        """Copies to and from the GPU that all tensors are on; None if they aren't on one."""
         self._host = self.gpu or ON_HOST
         self.sinks = {
             s: BucketSink(layout, s, coding, self.arrivals, host=self.gpu, residence=residence)

@@ -82,7 +82,7 @@ def _region(plan: Plan, number: int) -> Region | None:
 
 
 def check_shareable(job: JobSpec, course: Course) -> None:
-    """Raises UsageError where a job's replies are made for one worker, so that nobody can read them where they lie."""
+    """Raises UsageError if a job's replies are made for one worker, so that nobody can read them where they lie."""
     codec = CODECS.parse(job.codec)
     if not (course.mode.pulls_by_step and pushed(codec).is_view and pulled(codec).is_view):
         raise UsageError(
@@ -189,7 +189,7 @@ class ZeroCopy:
     def gradient(self, number: int) -> torch.Tensor | None:
         """A view of the segment that the shard reads, in the tensor's shape, to compute the gradient in.
 
-        Good for one step. None where the tensor isn't shared, or the shard may still read what a step that was given up
+        Good for one step. None if the tensor isn't shared, or the shard may still read what a step that was given up
         has left there.
         """
         region = self._regions.get(number)

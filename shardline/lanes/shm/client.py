@@ -85,7 +85,7 @@ class Mapped:
         return None
 
     def view(self, arrival: Arrival) -> memoryview:
-        """The bytes of a bucket that the shard refers to. Raises ProtocolError where they can't lie there."""
+        """The bytes of a bucket that the shard refers to. Raises ProtocolError if they can't lie there."""
         area = self._areas.get(arrival.area)
         if area is None or arrival.offset + arrival.payload_bytes > area.nbytes:
             raise ProtocolError(
@@ -170,7 +170,7 @@ class ShmLane(ShardCalls):
     def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
         """Memory that the shard reads: what is computed there needs no copy.
 
-        None where nothing is shared yet, or the shard may still read what lies there.
+        None if nothing is shared yet, or the shard may still read what lies there.
         """
         mapped = self._mapped
         if mapped is None or mapped.reads(bucket):

@@ -128,7 +128,7 @@ class ShmAttachment:
         segments.welcome(sock, self._publication.areas if self._by_reference else [], self._replies)
 
     def expect(self, offset: int, nbytes: int) -> ShmTicket:
-        """A view of the worker's gradients. Raises ProtocolError where it lies outside of them, or is not aligned."""
+        """A view of the worker's gradients. Raises ProtocolError if it lies outside of them, or is not aligned."""
         held = self._gradients
         if held is None:
             raise UnreachableError(f"{self.holder.task} has passed no segment to shard {self.holder.shard} (any more)")
@@ -184,7 +184,7 @@ class SegmentHandshake:
         self._fds: list[int] = []
 
     def hear(self) -> bytes:
-        """The token, once the message has come. Raises LeftQuietly where a neighbour only looked who lives here."""
+        """The token, once the message has come. Raises LeftQuietly if a neighbour only looked who lives here."""
         try:
             segments.check_user(self.sock)
             token, self._nbytes, self._fds = segments.hear_knock(self.sock)
@@ -219,7 +219,7 @@ class ShmOffer:
 
     run_dir: folder of the socket where network namespaces differ; None = the abstract namespace. timeout_s: how long a
     token is good for (a third of --timeout). on_refused: told of every connection that was turned away.
-    Raises UsageError where the socket can't be made.
+    Raises UsageError if the socket can't be made.
     """
 
     lane = "shm"

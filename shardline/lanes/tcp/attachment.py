@@ -49,7 +49,7 @@ class TcpTicket:
         return self.whole or bool(self._attachment.failure)
 
     async def wait(self) -> None:
-        """Return when all bytes are there. Raises UnreachableError where they won't come."""
+        """Return when all bytes are there. Raises UnreachableError if they won't come."""
         await self._attachment.until(lambda: self.whole)
         if not self.whole:
             raise UnreachableError(self._attachment.failure)
@@ -126,7 +126,7 @@ class _Direction(Generic[Item]):
             return self._queue[0] if self._queue else None
 
     def _moved(self) -> bool:
-        """The first one is through; False where nothing counts any more."""
+        """The first one is through; False if nothing counts any more."""
         with self._lock:
             if self._failed:
                 return False
@@ -331,7 +331,7 @@ class TcpAttachment:
         """As published()."""
 
     async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
-        """Queue bytes; returns when little enough is queued. Raises UnreachableError where the sockets broke."""
+        """Queue bytes; returns when little enough is queued. Raises UnreachableError if the sockets broke."""
         self._check()
         view = memoryview(payload)
         if view.nbytes == 0:

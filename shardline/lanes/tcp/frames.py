@@ -40,7 +40,7 @@ def preamble(token: bytes) -> bytes:
 
 
 def read_preamble(data: bytes | bytearray) -> bytes:
-    """The token. Raises ProtocolError where a stranger speaks, or another version."""
+    """The token. Raises ProtocolError if a stranger speaks, or another version."""
     magic, version, token = _PREAMBLE.unpack(data)
     if magic != _MAGIC:
         raise ProtocolError("the bytes received are not the preamble of a bulk socket")
@@ -87,7 +87,7 @@ def dial(
     timeout_s: for connecting, and again for the handshake. stall_s: how long a later send or receive may make no
     progress at all. tls_name: whom the certificate has to name; empty = the host. hold: gets every socket before it
     connects, so that another thread can shut() it.
-    Raises RefusedError where the token was refused, OSError where nobody answers.
+    Raises RefusedError if the token was refused, OSError if nobody answers.
     """
     errors: list[OSError] = []
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -138,7 +138,7 @@ def _patient(sock: socket.socket, stall_s: float) -> None:
 
 
 def send_all(sock: socket.socket, data: memoryview) -> None:
-    """Send bytes; raises TimeoutError when nothing moved for the socket's stall time, OSError where it broke."""
+    """Send bytes; raises TimeoutError when nothing moved for the socket's stall time, OSError if it broke."""
     sent = 0
     while sent < len(data):
         try:
@@ -150,7 +150,7 @@ def send_all(sock: socket.socket, data: memoryview) -> None:
 def receive(sock: socket.socket, memory: memoryview) -> None:
     """Fill the memory, then read the WHOLE after it.
 
-    Raises TimeoutError when nothing moved for the socket's stall time, OSError where it broke.
+    Raises TimeoutError if nothing moved for the socket's stall time, OSError if it broke.
     """
     mark = memoryview(bytearray(1))
     size, filled = len(memory), 0

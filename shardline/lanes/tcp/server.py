@@ -68,7 +68,7 @@ class TcpOffer:
     host: of the server's own address. server_context: for both directions, where the cluster has TLS. timeout_s: how
     long a token is good for, and how long a transfer may make no progress (a third of --timeout). take: memory for
     what comes in. on_refused: told of every connection that was turned away, on the receive thread.
-    Raises UsageError where the interface can't be listened on.
+    Raises UsageError if the interface can't be listened on.
     """
 
     lane = "tcp"

@@ -41,7 +41,7 @@ def state_kinds(
 ) -> Mapping[str, StateSpec]:
     """States that the optimizer may keep for parameters of this dtype on this device, by name.
 
-    Found by letting torch update a few zeros. Raises JobError where torch refuses the combination.
+    Found by letting torch update a few zeros. Raises JobError if torch refuses the combination.
     """
     return _state_kinds(optimizer, tuple(sorted(group.items())), dtype, device)
 

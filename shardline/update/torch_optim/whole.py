@@ -91,7 +91,7 @@ class WholeStates:
 
     @property
     def scalars(self) -> dict[str, list[float]]:
-        """0-d states by name, one number per slice; 0 where a slice has none yet."""
+        """0-d states by name, one number per slice; 0 if a slice has none yet."""
         if not any(self.initialized):
             return {}
         return {
