@@ -41,7 +41,7 @@ class Barrier:
         chief is away for too long, TaskLostError if the job fails, FencedError.
         """
         if by_step and step != self._step:
-            # # The loop is not over steps().
+            # The loop is not over steps().
             self.begin(step, begun=True)
         place = BarrierPlace(step, self._begun, self._number) if by_step else BarrierPlace(0, True, self._met)
         where = f"{link.task} {{}} at a barrier in step {step} for {{}}"

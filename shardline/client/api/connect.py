@@ -83,7 +83,7 @@ def connect(
         ),
     )
     _tell_what_ends_the_script(session)
-    # # A script that ends without close() has done its part: nobody should wait for it.
+    # A script that ends without close() has done its part: nobody should wait for it.
     atexit.register(_close_at_exit, session)
     return session
 
@@ -121,7 +121,8 @@ def _config(cluster: str | None, task: str | None, timeout_s: float | None, devi
 
 def _close_at_exit(session: Session) -> None:
     """Close the session. On an error, print it and exit with its code, which Python does not do in an atexit
-    handler."""
+    handler.
+    """
     try:
         session.close()
     except ShardlineError as error:

@@ -36,7 +36,7 @@ class WorkerLeases:
         except UnreachableError:
             if link.orders.phase is not Phase.ENDED:
                 raise
-            # # The chief announced the end and exited.
+            # The chief announced the end and exited.
             lease = Lease(number=0, first=0, count=0, ended=True)
         self.batch = lease.first
         self._lease = lease if lease.count else None

@@ -104,7 +104,8 @@ class ShardlineOptimizer(torch.optim.Optimizer):
 
     def hyper(self) -> dict[int, Mapping[str, float]]:
         """Hyper-parameters of the groups that differ from the job's configuration (an LR scheduler), by group
-        number."""
+        number.
+        """
         changed: dict[int, Mapping[str, float]] = {}
         for number, (group, initial) in enumerate(zip(self.param_groups, self._initial, strict=True)):
             now = hyper_numbers(self._rule, group)
@@ -145,5 +146,5 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        # # As in the base class, without the session: a copied or pickled optimizer is a plain description.
+        # As in the base class, without the session: a copied or pickled optimizer is a plain description.
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}

@@ -40,7 +40,7 @@ def check_loadable(state_dict: Mapping[str, Any], here: Standing) -> bool:
     if stamp is None:
         return False
     step = int(stamp["step"])
-    # # Asynchronous workers save at any number of updates, so only a job that starts from scratch is certain not to
+    # Asynchronous workers save at any number of updates, so only a job that starts from scratch is certain not to
     # match.
     if step != here.step if here.one_step else (step > 0 and here.step == 0):
         raise JobError(
@@ -66,7 +66,7 @@ def state_made(states: Iterable[Mapping[str, Any]]) -> str:
     found = [
         {key for key, value in state.items() if value is not None}
         for state in states
-        # # Adagrad creates its accumulators before the first step.
+        # Adagrad creates its accumulators before the first step.
         if float(state.get("step", 1.0)) > 0.0
     ]
     found = [keys for keys in found if keys]

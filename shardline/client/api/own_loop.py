@@ -57,5 +57,5 @@ class OwnLoop:
                 changed[0],
                 more,
             )
-            # # Warn only once.
+            # Warn only once.
             self._trained = ()

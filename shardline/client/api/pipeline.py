@@ -82,7 +82,8 @@ class Pipeline:
 
     def watch(self, replica: int, owned: Sequence[int], *, ask_loss: bool) -> Watch:
         """Watch for replica_gradients. owned: replicas that still contribute to the step. ask_loss: the loss costs
-        nothing."""
+        nothing.
+        """
         if not self._place.overlaps:
             return UNWATCHED
 
@@ -116,7 +117,7 @@ class Pipeline:
             figures = trainer.settle()
         self._close(figures)
         trainer.exchange.arm()
-        # # Check orders that came before arm(); later ones interrupt again.
+        # Check orders that came before arm(); later ones interrupt again.
         if not self._still_ordered():
             raise StepAgain
 

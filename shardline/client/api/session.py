@@ -72,7 +72,7 @@ class Session:
         self._optimizer: ShardlineOptimizer | None = None
         self._closed = False
 
-    # # State
+    # State
 
     @property
     def link(self) -> ChiefLink:
@@ -249,7 +249,7 @@ class Session:
 
     def watch(self, replica: int) -> Watch:
         """Watch for replica_gradients: lets the replica's passes overlap with sending, if wanted."""
-        # # Reading a loss from a GPU would wait for the device.
+        # Reading a loss from a GPU would wait for the device.
         return self._loop.watch(replica, ask_loss=self.device.type == "cpu")
 
     def gradients_cleared(self) -> None:
@@ -278,7 +278,7 @@ class Session:
         """The gradients in .grad, by name."""
         clip_norm = self.job.consistency.clip_norm
         if clip_norm > 0.0 and self.trainer.course.mode.clips_at_worker:
-            # # As in torch: each worker clips its own gradient before it is sent.
+            # As in torch: each worker clips its own gradient before it is sent.
             torch.nn.utils.clip_grad_norm_([v for v in self._values.values() if v.grad is not None], clip_norm)
         if self._loop.lent is not None:
             return self._loop.lent.gradients()
@@ -323,7 +323,7 @@ class Session:
         """Record the open step's loss for logs and the dashboard of a script's job."""
         self._loop.note_loss(loss)
 
-    # # Named tensors, for a hand-written loop
+    # Named tensors, for a hand-written loop
 
     def push(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Contribute gradients by name as this worker's part of the open step, and get the next parameters."""
@@ -385,7 +385,7 @@ class Session:
             if self._link is not None and self._optimizer is not None and not self._link.orders.fenced:
                 self.trainer.check_stepped()
                 self._loop.finder.finish_part()
-                # # A script's job ends when all its workers have finished; this process is not needed after that.
+                # A script's job ends when all its workers have finished; this process is not needed after that.
                 self._link.wait(lambda o: o.phase is Phase.ENDED or o.fenced, timeout_s=self.config.timeouts.total_s)
                 if code := self._link.orders.exit_code:
                     log.error("the job has ended with exit code %d: %s", code, self._link.orders.reason)

@@ -112,7 +112,7 @@ class StepFinder:
                 return self._begin(number)
             if not self._pipeline.settle():
                 continue
-            # # Before reading the orders: an interruption by newer ones must not be lost.
+            # Before reading the orders: an interruption by newer ones must not be lost.
             self._trainer.exchange.arm()
             orders = self._orders_or_none()
             if orders is None or orders.phase is Phase.ENDED:
@@ -123,7 +123,7 @@ class StepFinder:
             if self._is_another_history(orders):
                 self.stale = True
                 if self._finished:
-                    # # The job went back behind its end.
+                    # The job went back behind its end.
                     self._finished = False
                     link.resume()
             if self._mode.assigns_replicas:
@@ -162,7 +162,7 @@ class StepFinder:
 
     def _next_assigned(self, orders: Orders) -> int | None:
         if not orders.replicas:
-            # # A spare worker: nothing to do until replicas are assigned to it.
+            # A spare worker: nothing to do until replicas are assigned to it.
             self.assigned, self.stale = (), True
             self._wait_for_change(orders)
             return None
@@ -183,7 +183,7 @@ class StepFinder:
         try:
             self._place.renew(self.link)
             if self.link.orders != orders:
-                # # The new trainer did not exist when these orders came, so they could not interrupt it.
+                # The new trainer did not exist when these orders came, so they could not interrupt it.
                 return False
             self.todo = self._trainer.locate(orders.replicas, orders.timeline)
         except (Restart, Interrupted) as error:
@@ -191,12 +191,12 @@ class StepFinder:
             self._wait_for_change(orders)
             return False
         except Stopped as error:
-            # # These replicas are counted in the last step, or the job ends at its current step.
+            # These replicas are counted in the last step, or the job ends at its current step.
             log.info("%s", error)
             self._wait_for_change(orders)
             return False
         except UnreachableError as error:
-            # # The chief decides whether that ps is dead; it ends the job or announces where its shards are now.
+            # The chief decides whether that ps is dead; it ends the job or announces where its shards are now.
             log.warning("%s", error)
             self._wait_for_change(orders)
             return False
@@ -269,11 +269,11 @@ class StepFinder:
             return False
         assert self._place.view is not None
         if orders.timeline == self._place.view.timeline and (self._mode.leases_batches or not self.iterating):
-            # # Sending again is harmless: what was counted is a duplicate.
+            # Sending again is harmless: what was counted is a duplicate.
             if not isinstance(error, Interrupted):
                 link.wait(lambda o: o != orders, timeout_s=0.1)
             self._trainer.exchange.arm()
-            # # Check orders that came before arm(); later ones interrupt again.
+            # Check orders that came before arm(); later ones interrupt again.
             if self.still_ordered():
                 return True
         if not self.iterating:
@@ -292,7 +292,7 @@ class StepFinder:
         """
         retained = self.retained
         if retained is None:
-            # # attach(job=...) without a loop over steps(): it runs ahead of what it has sent and retains nothing.
+            # attach(job=...) without a loop over steps(): it runs ahead of what it has sent and retains nothing.
             unbegun = (Phase.WAITING, Phase.INIT)
             self.link.wait(lambda o: o.fenced or o.phase not in unbegun, timeout_s=self._timeouts.lost_s)
             if self.link.orders.phase is not Phase.ENDED:
@@ -305,7 +305,7 @@ class StepFinder:
         self.stale = True
         self._lose_sent()
         while self.stale:
-            # # Before reading the orders, see next().
+            # Before reading the orders, see next().
             self._trainer.exchange.arm()
             orders = self._orders_or_none()
             if orders is None or orders.phase is Phase.ENDED:
@@ -336,7 +336,7 @@ class StepFinder:
         """Give up the step in flight, which has to be computed again."""
         sent = self._pipeline.lose()
         if sent is not None:
-            # # Some shards may already have applied it.
+            # Some shards may already have applied it.
             self._repeated += self._mode.leases_batches
             self.leases.batch = sent.batch
 

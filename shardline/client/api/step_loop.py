@@ -97,7 +97,7 @@ class StepLoop:
                 self._expect_by_itself()
                 yield number
         except JobError as error:
-            # # Workers waiting for this one's step learn why it does not come, even if the script catches the error.
+            # Workers waiting for this one's step learn why it does not come, even if the script catches the error.
             self.finder.link.fail(str(error), error.exit_code)
             raise
         finally:
@@ -166,7 +166,7 @@ class StepLoop:
         self.finder.unstepped.reset()
         self.own_loop.about_to_step()
         if not self._reports.contributed:
-            # # Not copied: this returns when they are acknowledged.
+            # Not copied: this returns when they are acknowledged.
             self.contribute_own(gradients(), loss=loss or self._loss, hyper=hyper)
         self._loss = None
         if not self.trainer.course.ticks.last:
@@ -219,7 +219,7 @@ class StepLoop:
             raise
         finally:
             if self.lent is not None and not (again and self.trainer is trainer):
-                # # A server may still read the contribution of a step that was given up, and segments are freed with
+                # A server may still read the contribution of a step that was given up, and segments are freed with
                 # their lanes.
                 self.lent.take_back()
         return again

@@ -143,7 +143,7 @@ class Workplace:
             and view.timeline == self.view.timeline
         ):
             return
-        # # First, so that nothing has changed if a server's name can't be resolved yet and all of this is retried.
+        # First, so that nothing has changed if a server's name can't be resolved yet and all of this is retried.
         ties = self._tie(link, view)
         self._close_trainer()
         self.view = view
@@ -187,7 +187,7 @@ class Workplace:
         lanes: dict[int, Lane] = {}
         for shard, hop in hops.items():
             peer = self._peers.get(hop.task, hop.address)
-            # # Only a resolved name shows whether the peer is on this host.
+            # Only a resolved name shows whether the peer is on this host.
             peer.await_name()
             peer.on_retry = self._metrics.counter("shardline_rpc_retries_total", peer=hop.task).inc
             lanes[shard] = open_lane(
@@ -229,7 +229,8 @@ class Workplace:
 def credit_bytes() -> int:
     """SHARDLINE_CREDIT_MB in bytes: limit of bytes in flight to a shard; 0 = derived from its buckets.
 
-    Raises UsageError."""
+    Raises UsageError.
+    """
     text = environment("credit_mb") or "0"
     try:
         found = float(text)
