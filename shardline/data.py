@@ -132,7 +132,7 @@ class DataSource(Protocol):
 
     @property
     def contributors(self) -> int:
-        """Replicas whose gradients make one update."""
+        """Number of replicas whose gradients make one update."""
         ...
 
     @property

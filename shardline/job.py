@@ -98,7 +98,7 @@ class Job(Settings):
     best_metric: str = ""
     """Metric for choosing the best checkpoint; "" = the first one that `evaluate` returns."""
     best_mode: str = ""
-    """"max" or "min"; "" = "min" where the metric's name contains loss, error, perplexity or bits, else "max"."""
+    """"max" or "min"; "" = "min" if the metric's name contains loss, error, perplexity or bits, else "max"."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch from a list of samples; None = torch's default_collate."""
     name: str = ""

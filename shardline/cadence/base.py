@@ -87,7 +87,7 @@ class LocalTraining(abc.ABC):
 
 
 class Cadence(Resident, abc.ABC):
-    """When a worker talks to the servers, and what it then sends."""
+    """When a worker exchanges with the servers, and what it sends."""
 
     @property
     def ticks(self) -> int:

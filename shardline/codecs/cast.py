@@ -47,10 +47,7 @@ class Fp16(Cast):
 
 
 class CastCoder:
-    """Encoder and decoder of one bucket.
-
-    A value beyond the wire type's range becomes infinite; the NaN policy applies.
-    """
+    """Encoder and decoder of one bucket. Values beyond the wire type's range become infinite."""
 
     def __init__(self, layout: Layout, wire_dtype: str) -> None:
         self._bucket = layout.bucket

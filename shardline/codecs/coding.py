@@ -31,10 +31,7 @@ class BucketCoding:
     max_bytes: int
 
     def misfit(self, nbytes: int) -> str:
-        """Why no payload of this bucket can have this length; "" if one can.
-
-        Checked before memory is allocated for it.
-        """
+        """Why no payload of this bucket has this length; "" if one may. Checked before memory is allocated for it."""
         if self.codec.fixed_size:
             return "" if nbytes == self.max_bytes else f"codec {self.name} makes {self.max_bytes}"
         return "" if 0 <= nbytes <= self.max_bytes else f"codec {self.name} makes at most {self.max_bytes}"

@@ -22,8 +22,10 @@ ERROR = "error"
 
 
 class PartCodec(Codec):
-    """A codec of parts. With error memory (Memory.DROPPED or RESTORED), what one encoding leaves out is added to the
-    next (error feedback: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, algorithm 2).
+    """A codec of parts, optionally with error feedback.
+
+    With error memory (Memory.DROPPED or RESTORED), the error of one encoding is added to the next (Karimireddy et al.,
+    "Error Feedback Fixes SignSGD", 2019, algorithm 2).
     """
 
     scope = Scope.TENSOR

@@ -167,7 +167,7 @@ class NumberedPushes(ServerHalf):
             return AppliedPush(task=task, incarnation=incarnation, last_seq=0, outcome=Outcome.APPLIED)
         return known
 
-    # History
+    # Timelines
 
     def sequences(self) -> dict[str, WorkerSequence]:
         """See ServerHalf."""

@@ -55,10 +55,7 @@ def progress(bucket_step: int, replica_counted: bool) -> int:
 
 
 class ReplicaSteps(ServerHalf):
-    """Each bucket collects the contributions of all replicas to its open step.
-
-    A subclass decides what closes the step.
-    """
+    """Each bucket collects all replicas' contributions to its open step. A subclass decides what closes the step."""
 
     outcome: ClassVar[Outcome] = Outcome.COUNTED
     """The outcome of a contribution that counts."""

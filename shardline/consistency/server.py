@@ -146,27 +146,18 @@ class Storage(Protocol):
         """Raise JobError or ProtocolError if the rule does not take these hyper-parameters."""
 
     def apply_bucket(self, bucket: BucketView, total: Partial) -> None:
-        """Apply a step to one bucket and publish it, at once or when the standby has it.
-
-        Call with the bucket's lock held.
-        """
+        """Apply a step to one bucket, its lock held, and publish it: at once, or when the standby has it."""
 
     def apply_together(self, update: Update) -> None:
         """The same for all buckets at once; takes `order` and their locks."""
 
     def record(self, parts: Sequence[tuple[BucketView, Partial]], *, scale: float, push: AppliedPush) -> int | None:
-        """Record a push for the standby; returns the record's number, None without a standby.
-
-        Call with `order` held.
-        """
+        """Record a push for the standby; returns the record's number, None without a standby. `order` held."""
 
     def apply_now(
         self, bucket: BucketView, total: Partial, *, scale: float, context: PushContext, record: int | None
     ) -> None:
-        """Apply to one bucket and publish at once; takes the bucket's lock. record: from record().
-
-        Call with `order` held.
-        """
+        """Apply to one bucket and publish at once; takes its lock. record: from record(). `order` held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,16 +297,13 @@ class ServerHalf:
     def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
         """Apply or skip a step in every bucket; does nothing if the shard was restored since the vote."""
 
-    # History
+    # Timelines
 
     def members_changed(self, tasks: Collection[str]) -> None:
         """Set the admitted workers. Returns at once."""
 
     def sequences(self) -> dict[str, WorkerSequence]:
-        """What a cut stores besides the buckets: the last push of each worker that they contain.
-
-        Call with `order` held.
-        """
+        """What a cut stores besides the buckets: the last push of each worker that they contain. `order` held."""
         return {}
 
     def abandon(self) -> None:

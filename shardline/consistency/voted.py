@@ -146,7 +146,7 @@ class VotedSteps(ReplicaSteps):
             self._completed.discard(staged.step)
             self.storage.tally.skipped_steps += verdict.skip
 
-    # History
+    # Timelines
 
     def abandon(self) -> None:
         """Close all earlier votes."""

@@ -38,10 +38,7 @@ class AppliedPush:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One bucket's part of a record.
-
-    values: the gradient's bytes, padding included; None if nothing was contributed.
-    """
+    """One bucket's part of a record. values: the gradient's bytes, padding included; None if there is none."""
 
     bucket: int
     step: int

@@ -98,10 +98,7 @@ class Attachment(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """End the attachment after a push or pull ended in mid-transfer: bytes in flight have no meaning.
-
-        May be called twice.
-        """
+        """End it after a push or pull broke off: bytes in flight have no meaning any more. May be called twice."""
         ...
 
     def close(self) -> None:
@@ -182,7 +179,7 @@ class Attachments:
         return number, opening
 
     def find(self, number: int, lane: str, holder: Holder) -> Attachment:
-        """The attachment of this number; raises UnreachableError if its holder has to open one anew."""
+        """The attachment with this number. Raises UnreachableError if its holder has to open a new one."""
         attachment = self._held.get(number)
         if attachment is None or attachment.holder != holder or attachment.lane != lane:
             raise UnreachableError(
@@ -192,7 +189,7 @@ class Attachments:
         return attachment
 
     def drop(self, attachment: Attachment, reason: str) -> None:
-        """End one attachment, whoever holds it."""
+        """End one attachment."""
         for number, held in list(self._held.items()):
             if held is attachment:
                 self._drop(number, reason)

@@ -140,7 +140,7 @@ class Guest(Generic[T]):
         self._acceptor.turn_away(self, f"no token within {self.limit_s:.0f} s")
 
     def step(self) -> None:
-        """Read what has arrived."""
+        """Process received bytes."""
         self._acceptor.hear(self)
 
 

@@ -29,10 +29,7 @@ def outcome_name(outcome: int) -> str:
 
 
 def attachment_of(attachments: Attachments, data: common_pb2.DataHeader) -> Attachment | None:
-    """The attachment that carries a message's bytes; None = its own stream.
-
-    Raises UnreachableError if it is not open.
-    """
+    """The attachment for a message's bytes; None = its own stream. Raises UnreachableError if it is not open."""
     lane = lane_name(data.lane)
     if lane is None or lane == ON_STREAM.lane:
         return None

@@ -174,10 +174,7 @@ class Backend(Protocol):
         ...
 
     def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:
-        """Whether a message of this sender is processed: SERVED, or the reason why not.
-
-        init: it may come before training.
-        """
+        """Whether a message of this sender is processed: SERVED, or why not. init: it may come before training."""
         ...
 
     def fenced(self, task: str, incarnation: int) -> Decision | None:

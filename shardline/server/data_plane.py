@@ -127,7 +127,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
 
     @rpc_errors.unary
     async def Progress(self, request: data_pb2.ProgressRequest, context: Any) -> data_pb2.ProgressReply:
-        """What the shard has counted of some replicas."""
+        """The shard's progress for some replicas."""
         backend = self._backend
         decision = admit_data(backend, request.data, init=False)
         reply = data_pb2.ProgressReply(

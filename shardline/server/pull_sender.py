@@ -423,7 +423,7 @@ class AsyncReply:
         self._task = request.data.task
         self.buckets: list[Encoded] = []
         self.copied = False
-        """False until a push of this call is applied; it may be fenced or malformed."""
+        """False until a push of this call was decided on, which a fenced or malformed one never is."""
 
     def copy(self, shard: HostedShard) -> None:
         """Copy the buckets. Call with the shard's lock held."""

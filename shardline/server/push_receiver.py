@@ -174,10 +174,7 @@ class PushReceiver:
         return buckets[number].spec
 
     async def _reserve(self, push: IncomingPush, slot: Slot, *, at_once: bool = False) -> None:
-        """Reserve room for one bucket of a push.
-
-        Raises NoRoomError; with `at_once`, TimeoutError if there is no room now.
-        """
+        """Room for one bucket of a push. Raises NoRoomError; with `at_once`, TimeoutError if there is none now."""
         nbytes = held_bytes(push, slot.number)
         if nbytes:
             push.slots.append(slot)
@@ -227,10 +224,7 @@ class PushReceiver:
         return slot
 
     def _announced(self, push: IncomingPush, header: data_pb2.BucketHeader) -> Slot:
-        """The slot, still without memory, of a bucket whose header agrees with the plan.
-
-        Raises ProtocolError or TensorError otherwise.
-        """
+        """The slot of a bucket whose header fits the plan, without memory. Raises ProtocolError, TensorError."""
         spec = self._check_bucket(push, header.bucket)
         where = f"shard {push.shard.number}, bucket {header.bucket}"
         first = push.shard.buckets[header.bucket].names[0]

@@ -384,10 +384,7 @@ class Staging:
 
     @property
     def in_use(self) -> int:
-        """Bytes of receive slots and partial sums.
-
-        A slot counts until its release, which is after its sum began to count.
-        """
+        """Bytes of receive slots and partial sums. A slot counts until its release, after its sum began to count."""
         return self._leased + self._held()
 
     @property

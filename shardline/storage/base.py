@@ -28,7 +28,7 @@ class ParameterBlock(Protocol):
     version: int
     """Number of updates."""
     changed_step: int
-    """Lowest step since which the values are unchanged: a client with a later step needs no bytes."""
+    """Lowest step since which the values are unchanged: a client with this or a later step needs no bytes."""
     overwritten: int
     """Highest step whose values may have been overwritten."""
     restored: int

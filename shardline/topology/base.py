@@ -65,7 +65,7 @@ class Route(abc.ABC):
 
 
 class Topology(Resident, abc.ABC):
-    """Whom a worker talks to."""
+    """Which task a worker talks to for each shard."""
 
     @property
     def streams(self) -> bool:

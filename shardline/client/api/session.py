@@ -304,10 +304,9 @@ class Session:
     def barrier(self, *, timeout_s: float | None = None) -> bool:
         """Wait until all workers of the cluster spec have called this; returns False if the job is stopped first.
 
-        timeout_s: default ten times --timeout. A worker that dies is waited for as in any step; after a restart it
-        passes the barriers before its loop without waiting. Raises JobError naming a worker that has ended without
-        coming here, UnreachableError after timeout_s naming the missing workers, TaskLostError if the job fails,
-        UsageError.
+        timeout_s: default ten times --timeout. A worker that dies is waited for as in any step; restarted, it passes
+        the barriers before its loop without waiting. Raises JobError naming a worker that ended without coming here,
+        UnreachableError after timeout_s naming the missing workers, TaskLostError if the job fails, UsageError.
         """
         if self._closed:
             raise UsageError("this session is closed, so no barrier can be met")

@@ -105,10 +105,7 @@ class Running:
             )
 
     def wait(self) -> dict[int, ShardOutcome]:
-        """Wait for the outcomes, by shard.
-
-        Raises the most informative error of all shards, or look()'s UnreachableError.
-        """
+        """Wait for the outcomes, by shard. Raises the most informative error of all shards, and what look() raises."""
         while not self._ended.wait(LOOK_S):
             self.look()
         if self._errors:

@@ -41,10 +41,7 @@ def loss_names(loss: float | None) -> list[str]:
 
 
 def stop_error(step: int, replica: int, bad: Sequence[str], *, early: bool) -> NonFiniteError:
-    """The error of the policy "stop". bad: "loss" and names of tensors.
-
-    early: found while gradients were being sent.
-    """
+    """The error of the policy "stop". bad: "loss" and names of tensors. early: found while gradients were leaving."""
     sent = "others of this step may have been sent and applied before" if early else "nothing was sent"
     return NonFiniteError(
         f"step {step}, replica {replica}: {_names(bad)} has NaN or infinity; {sent}. "

@@ -52,10 +52,7 @@ class RetainedContribution:
         return half.counted(self._mark)
 
     def contribute(self, trainer: Trainer) -> None:
-        """Contribute the same bits again to the step that a trainer has located.
-
-        Raises the same as Trainer.contribute.
-        """
+        """Contribute the same bits again to the step that a trainer has located. Raises like Trainer.contribute."""
         trainer.half.resume(self._mark)
         for replica, part in self._parts.items():
             trainer.hand_over(replica, part)

@@ -66,7 +66,7 @@ class SharedGradients:
         return found
 
     def take_back(self) -> None:
-        """Make every .grad a private copy, since the server may go on reading the lent memory."""
+        """Make every .grad a private copy, since the server may still read the lent memory."""
         for name, lent in self._lent.items():
             if self._tensors[name].grad is lent:
                 self._tensors[name].grad = self._lent[name] = lent.clone()

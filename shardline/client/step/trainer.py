@@ -142,7 +142,7 @@ class Trainer:
         self.weights.untouched()
         self.open.close()
 
-    # Where the open step stands
+    # State of the open step
 
     @property
     def waiting(self) -> bool:
@@ -179,10 +179,7 @@ class Trainer:
         self._sending.expect(expected, first=self.open.first, begin=self.begin_early)
 
     def check_stepped(self) -> None:
-        """Check that every backward pass that sent gradients was followed by its step.
-
-        If not, give it up and raise JobError.
-        """
+        """Raise JobError, after giving it up, if a backward pass sent gradients and no step followed."""
         if self._sending.begun and not self.open.sent:
             error = self._sending.not_stepped(self.step)
             self.give_up()
@@ -230,10 +227,7 @@ class Trainer:
         return {replica: made}
 
     def hand_over(self, replica: int, outgoing: Outgoing) -> None:
-        """Hand over a replica's part of the open step, as made by the cadence.
-
-        Raises the same errors as contribute().
-        """
+        """Hand over a replica's part of the open step, as made by the cadence. Raises like contribute()."""
         offered = self._route.offer(self.step, replica, outgoing)
         if offered is not None:
             self._add(replica, offered)
@@ -281,10 +275,7 @@ class Trainer:
         self.weights.release()
 
     def _start(self, *, hold: bool, compute_s: float = 0.0) -> None:
-        """Start the exchange of the open step with all shards.
-
-        compute_s: seconds that gradients may take to be computed.
-        """
+        """Start the exchange of the open step with all shards. compute_s: seconds that gradients may still take."""
         timeouts = self.exchange.timeouts
         patience_s = timeouts.rpc_s + PATIENCE * compute_s if hold else 0.0
         wait_s = min(LONGEST_WAIT_S, timeouts.server_wait_s + compute_s)

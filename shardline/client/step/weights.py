@@ -90,7 +90,7 @@ class Weights:
         raise ProtocolError("a pull ended well without all the buckets it was to bring")
 
     def settle(self, step: int | None) -> Mapping[int, int]:
-        """Complete the tensors after all buckets have arrived. step: set if all are of one step.
+        """Complete the tensors when all buckets are here. step: set if all are of one step.
 
         Returns versions by shard.
         """

@@ -116,7 +116,7 @@ class ZeroCopy:
         self._left: dict[Key, memoryview] = {}
         """Memory of buckets whose current values were left in an area instead of being copied into the private tensors.
 
-        As long as a bucket doesn't change these are its values, in whichever of the two areas they were first seen.
+        While a bucket is unchanged these are its values, in whichever of the two areas they were first seen.
         """
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._mapped: dict[int, SharedMemory | None] = {}

@@ -1,4 +1,4 @@
-"""The server half of lane shm: what it publishes lies in sealed segments, and workers of the host pass theirs.
+"""The server half of lane shm: the server publishes in sealed segments, and workers on the host pass theirs.
 
 | memory | written by | read by |
 |---|---|---|
@@ -187,10 +187,7 @@ class SegmentHandshake:
         self._fds: list[int] = []
 
     def hear(self) -> bytes:
-        """The token, once the message has arrived.
-
-        Raises LeftQuietly if a starting neighbour only probed the socket.
-        """
+        """The token, once the message has arrived. Raises LeftQuietly if a neighbour only probed the socket."""
         try:
             segments.check_user(self.sock)
             token, self._nbytes, self._fds = segments.hear_knock(self.sock)
