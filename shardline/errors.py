@@ -14,6 +14,7 @@ ShardlineError                    exit  gRPC status
   CheckpointError                    6  DATA_LOSS            missing, truncated, corrupt or foreign checkpoint
   FencedError                        7  FAILED_PRECONDITION  this incarnation was replaced by a newer one
   ProtocolError                      8  INVALID_ARGUMENT     a message that breaks the contract
+  RolledBackError                    9  ABORTED              the job went back to a checkpoint under a script
   InternalError                      1  INTERNAL
 Interrupted by a signal: exit 130 (SIGINT) or 143 (SIGTERM) for the launcher, 0 for a task that ended cleanly.
 """

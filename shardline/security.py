@@ -4,8 +4,8 @@ The default, Security(), is plain: no TLS and no token. ssl and grpc are importe
 
 With a CA both sides show a certificate and check the other's (mutual TLS). With a certificate and no CA only the server
 shows one, and clients check it against the system's own CAs. All tasks have the job token: whoever knows it may call.
-Only the chief and the parameter servers have the admin token: calls that change the cluster itself (rpc/rights.py) need
-proof of it as well; it is never sent (rpc/access.py). Without an admin token, the job token grants every right.
+Only the chief and the parameter servers have the admin token: calls that change the cluster itself (rpc/auth/rights.py) need
+proof of it as well; it is never sent (rpc/auth/access.py). Without an admin token, the job token grants every right.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOKEN_LIMITS = (16, 4096)
 TOKEN_KEY = "authorization"
 """Metadata key of a call for the token, as `Bearer TOKEN`."""
 ADMIN_KEY = "shardline-admin"
-"""Metadata key of a call for the proof of the admin token, in addition to the job's; see rpc/access.py."""
+"""Metadata key of a call for the proof of the admin token, in addition to the job's; see rpc/auth/access.py."""
 LOOPBACK_NAMES = ("localhost",)
 PROBE_S = 1.0
 SOON = datetime.timedelta(days=7)
