@@ -46,7 +46,7 @@ __all__ = [
     "schedule",
 ]
 
-# torch takes seconds to import, and `shardline --help` needs none of it: names are found when first used.
+# Importing torch takes seconds, and `shardline --help` doesn't need it: names are imported on first use.
 _HOMES = {
     "GradScaler": "shardline.client.api.scaler:GradScaler",
     "Job": "shardline.job:Job",
@@ -55,7 +55,8 @@ _HOMES = {
     "ShardlineError": "shardline.errors:ShardlineError",
     "ShardlineOptimizer": "shardline.client.api.optimizer:ShardlineOptimizer",
     "connect": "shardline.client.api.connect:connect",
-    # What `shardline methods` lists, as objects for a job's fields: Job(codec=shardline.Bf16()) is Job(codec="bf16").
+    # The methods of `shardline methods` as objects for a job's fields: Job(codec=shardline.Bf16()) is
+    # Job(codec="bf16").
     "Async": "shardline.consistency:Asynchronous",
     "Bf16": "shardline.codecs.cast:Bf16",
     "EveryStep": "shardline.cadence.every_step:EveryStep",

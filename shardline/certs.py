@@ -1,4 +1,4 @@
-"""A CA of one's own and certificates for a cluster's tasks, in files; for a try, and for networks without a CA."""
+"""A private CA and certificates for a cluster's tasks, in files; for trials, and for networks without a CA."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from shardline.rpc.auth.rights import ROLE_URI
 from shardline.security import FILE_LIMIT_BYTES
 
 HERE = ("localhost", "127.0.0.1", "::1")
-"""In every certificate, so that a task can be asked from its own machine, and tasks of one machine each other."""
+"""Names in every certificate, so that tasks can be reached from their own machine."""
 CLOCK_SKEW = datetime.timedelta(hours=1)
-"""Certificates are valid from before now: clocks of two machines differ."""
+"""Certificates are valid from this long before now: clocks of two machines differ."""
 LONGEST_NAME = 253
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """What was written."""
+    """The files that were written."""
 
     ca: Path
     pairs: Mapping[str, tuple[Path, Path]]
@@ -45,9 +45,9 @@ def make_certificates(
 ) -> Made:
     """Write NAME.pem and NAME.key for each name's host, signed by the folder's CA, which is made if there is none.
 
-    roles: by name, the role that a certificate is good for (see rpc.auth.rights); without one it is good for all.
-    Nothing that is there is written over. Private keys are readable for their owner alone. A name is its files' and a
-    host is an IP address or a DNS name. Raises UsageError, and then nothing was written.
+    roles: by name, the role that a certificate is limited to (see rpc.auth.rights); without one it is valid for all.
+    Existing files are never overwritten. Private keys are readable only by their owner. A name is used for the files; a
+    host is an IP address or a DNS name. Raises UsageError; then nothing was written.
     """
     for host in hosts.values():
         alternative_name(host)
@@ -82,7 +82,7 @@ def make_certificates(
 
 
 def alternative_name(host: str) -> x509.GeneralName:
-    """A host as a certificate names it; raises UsageError for what is none."""
+    """A host as an alternative name in a certificate. Raises UsageError for an invalid host."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -116,7 +116,7 @@ def _make_leaf(
     ca_key: Any,
 ) -> tuple[x509.Certificate, Any]:
     key = ec.generate_private_key(ec.SECP256R1())
-    # Names of more than 64 characters don't fit there; nobody goes by it.
+    # Longer names are not allowed here; nobody relies on this one.
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, task[:64])])
     names = [alternative_name(name) for name in dict.fromkeys((host, *HERE))]
     if role:
@@ -125,7 +125,7 @@ def _make_leaf(
         _builder(name, ca.subject, key.public_key(), now, until)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(digital_signature=True, key_cert_sign=False), critical=True)
-        # A task serves, and it calls others.
+        # A task is a server and a client.
         .add_extension(
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
         )
@@ -168,6 +168,6 @@ def _write(paths: tuple[Path, Path], certificate: x509.Certificate, key: Any) ->
         (paths[1], pem, 0o600),
         (paths[0], certificate.public_bytes(serialization.Encoding.PEM), 0o644),
     ):
-        # Another's file, or a link that another has put there, is never written to.
+        # Never write to an existing file or link.
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(data)

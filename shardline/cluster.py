@@ -1,8 +1,9 @@
-"""Who takes part: roles, tasks, addresses; cluster.json and TF_CONFIG.
+"""The cluster: roles, tasks, addresses; cluster.json and TF_CONFIG.
 
-cluster.json has TensorFlow's shape, {"chief": ["host:port"], "ps": [...], "worker": [...], "evaluator": [...]}, and so
-the "cluster" of a TF_CONFIG. Port 0 means: take a free port and tell the chief at Join. IPv6 hosts are in brackets.
-A role may have a number instead of a list, {"worker": 2}: so many tasks, which tell their addresses at Join.
+cluster.json has TensorFlow's shape, {"chief": ["host:port"], "ps": [...], "worker": [...], "evaluator": [...]}, like
+the "cluster" of a TF_CONFIG. Port 0 means: take a free port and report it to the chief at Join. IPv6 hosts are in
+brackets. A role may have a number instead of a list, {"worker": 2}: so many tasks, which report their addresses at
+Join.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ ROLES = ("chief", "ps", "worker", "evaluator")
 MAX_PORT = 65_535
 MAX_DIGITS = 9
 MAX_TASKS = 4096
-"""Of one role."""
+"""Limit for one role."""
 MAX_HOST = 253
-"""Characters, as in DNS."""
+"""Maximum length in characters, as in DNS."""
 SHOWN = 120
-"""Characters of a wrong value that a sentence repeats."""
+"""Characters of a wrong value that a message repeats."""
 NAMED = 16
-"""Tasks that a sentence names."""
+"""Maximum number of tasks that a message lists."""
 FILE_LIMIT_BYTES = 4 << 20
-"""Of a cluster.json: MAX_TASKS of each role, with names as long as DNS has them."""
+"""Limit for a cluster.json: MAX_TASKS of each role, with names as long as DNS allows."""
 UNNAMED = "*:0"
-"""Address of a task that tells it at Join: its machine's own name, and a free port unless --address says which."""
+"""Address of a task that reports it at Join: its machine's own name, and a free port unless --address sets one."""
 ANY = "any"
-"""Instead of an index: the chief hands one out."""
+"""In place of an index: the chief assigns one."""
 _HOST = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(%[\w.-]+)?")
 """A name, an IPv4 or IPv6 address, or the machine's own name."""
 _SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "ipv4", "ipv6", "xds", "passthrough")
-"""What gRPC takes for the beginning of another kind of address: "unix:1" is a socket in the working folder."""
+"""Prefixes that gRPC reads as another kind of address: "unix:1" is a socket in the working folder."""
 
 
 def _shown(value: object) -> str:
-    """A value of somebody else's in a sentence, so that the sentence stays one."""
+    """A foreign value for an error message, shortened."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"
 
@@ -51,7 +52,7 @@ def _shown(value: object) -> str:
 def parse_address(text: object, where: str = "the address") -> tuple[str, int]:
     """Host and port of "host:port" or "[::1]:port"; the host without brackets.
 
-    `where` begins the sentence of the ClusterSpecError, such as "cluster.json: ps/0".
+    `where` is the subject of the ClusterSpecError's message, such as "cluster.json: ps/0".
     """
     if not isinstance(text, str):
         raise ClusterSpecError(f'{where} is {_shown(text)}; an address is a string "host:port"')
@@ -80,7 +81,7 @@ def parse_address(text: object, where: str = "the address") -> tuple[str, int]:
 
 
 def _is_number(text: str) -> bool:
-    """Whether these are digits, and no more of them than anything here has."""
+    """Whether the text is a number of at most MAX_DIGITS digits."""
     return text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
 
 
@@ -90,7 +91,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def parse_task(text: str) -> tuple[str, int]:
-    """Role and index of a task's name, such as "ps/0"."""
+    """Role and index of a task's name, such as "ps/0". Raises ClusterSpecError."""
     role, slash, index = text.partition("/")
     if index == ANY and role in ROLES:
         raise ClusterSpecError(f"{text!r} leaves the index to the chief, which only a task that starts can do")
@@ -115,7 +116,7 @@ class ClusterSpec:
 
     @classmethod
     def from_mapping(cls, data: object, source: str = "the cluster spec") -> ClusterSpec:
-        """Spec of parsed JSON; `source` names it in errors. Lists, and TF's {"0": address} form, by role."""
+        """Spec from parsed JSON; `source` names it in errors. By role: lists, or TF's {"0": address} form."""
         if not isinstance(data, Mapping):
             raise ClusterSpecError(
                 f'{source} is a JSON {_kind(data)}; it must be an object: {{"chief": ["host:port"], "ps": [...]}}'
@@ -126,12 +127,12 @@ class ClusterSpec:
 
     @classmethod
     def from_json(cls, text: str, source: str = "the cluster spec") -> ClusterSpec:
-        """Spec of a JSON text."""
+        """Spec from a JSON text. Raises ClusterSpecError."""
         return cls.from_mapping(_parse_json(text, source), source)
 
     @classmethod
     def read(cls, path: Path) -> ClusterSpec:
-        """Spec of a cluster.json."""
+        """Spec from a cluster.json. Raises ClusterSpecError."""
         try:
             text = files.read_text(path, FILE_LIMIT_BYTES)
         except FileNotFoundError:
@@ -146,7 +147,7 @@ class ClusterSpec:
         return json.dumps({role: list(addresses) for role, addresses in self.tasks.items()}, indent=2) + "\n"
 
     def addresses(self, role: str) -> tuple[str, ...]:
-        """Addresses of a role by index; empty where the cluster has none."""
+        """Addresses of a role by index; empty if the cluster has none."""
         return self.tasks.get(role, ())
 
     def num(self, role: str) -> int:
@@ -159,7 +160,7 @@ class ClusterSpec:
         return tuple(f"{name}/{index}" for name in roles for index in range(self.num(name)))
 
     def address(self, task: str) -> str:
-        """Address of a task; raises ClusterSpecError naming tasks that there are."""
+        """Address of a task. Raises ClusterSpecError listing the existing tasks."""
         role, index = parse_task(task)
         if index >= self.num(role):
             raise ClusterSpecError(
@@ -173,7 +174,7 @@ class ClusterSpec:
         return self.tasks["chief"][0]
 
     def with_address(self, task: str, address: str) -> ClusterSpec:
-        """The same cluster with a task's address known, or with one more task at the end of its role."""
+        """The same cluster with a task's address set, or with one more task at the end of its role."""
         role, index = parse_task(task)
         addresses = list(self.addresses(role))
         if index == len(addresses):
@@ -184,9 +185,9 @@ class ClusterSpec:
         return self._with_role(role, addresses)
 
     def with_place(self, task: str, address: str) -> ClusterSpec:
-        """The same cluster with the address of a task that the chief gave an index, beyond the spec or not.
+        """The same cluster with the address of a task that got its index from the chief, maybe beyond the spec.
 
-        Tasks between are UNNAMED: they exist, but this one need not know them.
+        Tasks in between are UNNAMED: they exist, but this one need not know them.
         """
         role, index = parse_task(task)
         addresses = list(self.addresses(role))
@@ -214,7 +215,7 @@ class Membership:
 
 
 def own_address(address: str, hostname: str = "") -> str:
-    """The address with this machine's own name where it has no host of its own: ":2222" and "*:2222".
+    """The address with this machine's own name if it has no host, as in ":2222" and "*:2222".
 
     hostname: that name, by default the system's. Raises ClusterSpecError.
     """
@@ -225,17 +226,17 @@ def own_address(address: str, hostname: str = "") -> str:
 
 
 def wants_place(task: str | None) -> str | None:
-    """Role of "worker/any", for a task that asks the chief for its index; None for other tasks."""
+    """Role for a task such as "worker/any", which asks the chief for its index; None for other tasks."""
     role, _, index = (task or "").partition("/")
     return role if index == ANY and role in ROLES else None
 
 
 def from_tf_config(text: str, *, host: str = "127.0.0.1") -> Membership:
-    """Cluster and own task of a TF_CONFIG, taken as TensorFlow writes it.
+    """Cluster and own task from a TF_CONFIG as TensorFlow writes it.
 
-    "master" is read as "chief". An evaluator may stand outside of the cluster, as TensorFlow wants it: it then gets
-    index 0 and listens on a free port of `host`. Raises ClusterSpecError; a chief must be named, since it admits the
-    tasks and writes the checkpoints.
+    "master" is read as "chief". An evaluator may be missing in the cluster, as in TensorFlow: it then gets index 0 and
+    listens on a free port of `host`. Raises ClusterSpecError; a chief is required, since it admits the tasks and writes
+    the checkpoints.
     """
     data = _parse_json(text, "TF_CONFIG")
     if not isinstance(data, Mapping):
@@ -264,10 +265,10 @@ def locate(
     tf_config: str | None,
     host: str = "127.0.0.1",
 ) -> Membership:
-    """A task's place, from what its flags and environment say.
+    """A task's membership, from its flags and environment. Raises ClusterSpecError.
 
-    role: what the process is, or None to take the task's. cluster: path of a cluster.json, or its JSON text; it wins
-    over tf_config. task: "ps/0"; without it TF_CONFIG's, or index 0 where the role has just one task.
+    role: the role of this process, or None for the task's. cluster: path of a cluster.json, or its JSON text; takes
+    precedence over tf_config. task: "ps/0"; default: TF_CONFIG's, or index 0 if the role has just one task.
     """
     if cluster is None and tf_config is None:
         raise ClusterSpecError("no cluster given; use --cluster FILE, SHARDLINE_CLUSTER or TF_CONFIG")
@@ -289,7 +290,7 @@ def locate(
 
 
 def read_spec(cluster: str) -> ClusterSpec:
-    """Spec of a cluster.json's path, or of a JSON text (it begins with a brace)."""
+    """Spec from the path of a cluster.json, or from a JSON text (starting with a brace)."""
     if cluster.lstrip().startswith("{"):
         return ClusterSpec.from_json(cluster, "SHARDLINE_CLUSTER")
     return ClusterSpec.read(Path(cluster))
@@ -309,7 +310,7 @@ def _tf_task(task: object) -> tuple[str, int]:
     role = "chief" if task.get("type") == "master" else task.get("type")
     if not isinstance(role, str) or role not in ROLES:
         raise ClusterSpecError(f'TF_CONFIG["task"]["type"] is {_shown(role)}; it must be {_one_of(ROLES)}')
-    # TensorFlow's own tools write the index as a number or as text, and leave it out for tasks there is one of.
+    # TensorFlow's tools write the index as a number or as text, and omit it for roles with a single task.
     index = task.get("index", 0 if role in ("chief", "evaluator") else None)
     if isinstance(index, str) and _is_number(index):
         index = int(index)
@@ -380,7 +381,7 @@ def _parse_json(text: str, source: str) -> Any:
             f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from None
     except (ValueError, RecursionError) as error:
-        # A number of thousands of digits, or objects within one another without end.
+        # A number with thousands of digits, or endlessly nested objects.
         raise ClusterSpecError(f"{source} can't be read: {error}") from None
 
 

@@ -13,12 +13,12 @@ from shardline.lanes import AUTO, CHOICES
 from shardline.security import PLAIN, Security, check_bind, is_loopback
 
 DEFAULT_OUT = Path("out")
-"""Where a chief writes that was not told."""
+"""The chief's default output folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig:
-    """What a role's run() gets: parsed by the CLI from flags, SHARDLINE_* and TF_CONFIG."""
+    """Settings of a role's run(): parsed by the CLI from flags, SHARDLINE_* and TF_CONFIG."""
 
     role: str
     """"ps", "worker", "chief" or "evaluator"."""
@@ -33,35 +33,35 @@ class RoleConfig:
     metrics_port: int = 0
     """0 = a free port."""
     host: str = "127.0.0.1"
-    """Interface the metrics bind to."""
+    """Interface that the metrics bind to."""
     bind: str | None = None
-    """Interface the services bind to; None = the host of the task's address in the cluster spec."""
+    """Interface that the services bind to; None = the host of the task's address in the cluster spec."""
     insecure_bind: bool = False
     """Listen beyond loopback without TLS."""
     exit_with_job: bool = False
-    """End with the job's exit code where the chief ends a job that failed; otherwise with 0, having done as told."""
+    """End with the job's exit code if the chief ends a failed job; otherwise with 0, having followed orders."""
     chief_trains: bool = False
     inexact: bool = False
-    """Allow machines whose gradients differ in the last bits in one synchronous job."""
+    """Allow machines with differently rounded gradients in one synchronous job."""
     overrides: tuple[tuple[str, str], ...] = ()
-    """Job fields given on the command line: ("steps", "200"), ("consistency", "async"), ("seed", "3")."""
+    """Job fields from the command line: ("steps", "200"), ("consistency", "async"), ("seed", "3")."""
     ready_fd: int | None = None
-    """Inherited file descriptor to which the bound address is written as one line, for launchers."""
+    """Inherited file descriptor, to which the bound address is written as one line, for launchers."""
     lock_fd: int | None = None
-    """Descriptor that holds the lock of --out; the chief takes the lock itself where it has none."""
+    """Descriptor with the lock of --out; if None, the chief takes the lock itself."""
     life_fd: int | None = None
     """Inherited pipe; the process ends when its other end closes (the launcher died)."""
     min_workers: int = 1
-    """With fewer tasks that train the job stands still, and ends when none came for --timeout."""
+    """With fewer training tasks the job pauses, and ends if none joins for --timeout."""
     max_workers: int = 64
-    """Workers that may take part, those beyond the cluster spec included."""
+    """Maximum number of workers, including those beyond the cluster spec."""
     security: Security = PLAIN
     lane: str = AUTO
-    """How tensor bytes may travel: one of lanes.CHOICES; auto = the best that the two tasks can do."""
+    """Lane: one of lanes.CHOICES; auto = the best that the two tasks can use."""
     overlap: bool = True
-    """Gradients leave while backward still runs, and the next forward waits for each layer, not for all."""
+    """Gradients leave while backward() is still running, and the next forward pass waits per layer."""
     page: str | None = None
-    """Where the chief serves its page, "host:port"; None = nowhere."""
+    """Address of the chief's page, "host:port"; None = no page."""
     run_dir: Path | None = None
     """Folder for the unix sockets of the shm lane; None = the kernel's abstract namespace."""
     standbys: int = 0
@@ -89,9 +89,9 @@ class RoleConfig:
         return self.bind or parse_address(self.cluster.address(self.task))[0]
 
     def _listens(self) -> list[tuple[str, str, str]]:
-        """What of this task listens, at which host, and the flag that says so."""
+        """(what, host, flag that sets the host) for everything of this task that listens."""
         found = [(f"the metrics of {self.task}", self.host, "--host")]
-        # One that only calls others, as in benchmarks, need not be in the cluster.
+        # A task that only calls others, as in benchmarks, need not be in the cluster.
         if self.bind is not None or self.index < self.cluster.num(self.role):
             found.insert(0, (f"the services of {self.task}", self.listens_at, "--bind"))
         if self.role == "chief" and self.page is not None:
@@ -99,7 +99,7 @@ class RoleConfig:
         return found
 
     def cautions(self) -> list[str]:
-        """What a person should know of who may do what here; empty where nothing is left open."""
+        """Warnings about open access for the user; empty if there are none."""
         held, found = self.security, []
         exposed = [host for _, host, _ in self._listens() if not is_loopback(host)]
         if exposed and held.tls_cert is None:
@@ -120,7 +120,7 @@ class RoleConfig:
 
 
 def check_standbys(standbys: int, servers: int) -> None:
-    """Raise UsageError where there can't be so many standbys of each shard."""
+    """Raise UsageError if this number of standbys per shard is not possible."""
     if standbys not in (0, 1):
         raise UsageError(f"--standbys is {standbys}; a shard has no standby or one")
     if standbys and servers < 2:
@@ -131,12 +131,12 @@ def check_standbys(standbys: int, servers: int) -> None:
 
 
 def environment(name: str) -> str | None:
-    """SHARDLINE_<NAME>, or None where unset or empty."""
+    """SHARDLINE_<NAME>, or None if unset or empty."""
     return os.environ.get(f"SHARDLINE_{name.upper()}") or None
 
 
 def environment_switch(name: str, *, default: bool) -> bool:
-    """SHARDLINE_<NAME> as a switch, in the words that flags take. Raises UsageError for other words."""
+    """SHARDLINE_<NAME> as a switch, with the same words as flags. Raises UsageError for other words."""
     text = environment(name)
     if text is None:
         return default
@@ -148,15 +148,15 @@ def environment_switch(name: str, *, default: bool) -> bool:
 
 
 def environment_path(name: str) -> Path | None:
-    """SHARDLINE_<NAME> as a path, or None where unset or empty."""
+    """SHARDLINE_<NAME> as a path, or None if unset or empty."""
     text = environment(name)
     return Path(text) if text else None
 
 
 def environment_security() -> Security:
-    """TLS files and job token of SHARDLINE_TLS_CERT, _TLS_KEY, _TLS_CA and _TOKEN_FILE, for scripts.
+    """TLS files and job token from SHARDLINE_TLS_CERT, _TLS_KEY, _TLS_CA and _TOKEN_FILE, for scripts.
 
-    A script trains and commands nobody, so it is not given the admin token.
+    A script only trains and gives no commands, so it does not get the admin token.
     """
     return Security(
         tls_cert=environment_path("tls_cert"),

@@ -1,12 +1,12 @@
-"""Which samples a replica sees, and its random numbers: pure functions of (seed, epoch, step, replica, microbatch).
+"""A replica's samples and random numbers: pure functions of (seed, epoch, step, replica, microbatch).
 
-So neither a restart nor the number of machines changes what is computed. PROTOCOL 1.4.3.
+So neither a restart nor the number of machines changes the result. PROTOCOL 1.4.3.
 
     source = BatchSource(job)
     batch = source.batch(step=7, replica=1, microbatch=0)
 
-A step takes G = replicas x accumulate x batch_size samples. Replicas own neighbouring blocks of batch_size samples, so
-that all replicas' batches of a step, joined, are the batch of one process with the batch size G.
+A step uses G = replicas x accumulate x batch_size samples. Replicas have neighbouring blocks of batch_size samples, so
+that all replicas' batches of a step, joined, are the batch of one process with batch size G.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from shardline.errors import JobError, JobExitError, ShardlineError
 
 _OTHERS = (str(Path(__file__).parent), sysconfig.get_paths()["stdlib"], "<")
-"""Files whose lines are no person's own: this library, Python's, and what has no file."""
+"""Files that are not the user's code: this library, Python's, and code without a file."""
 
 Batch = Any
-"""What a job's collate makes of samples; only its loss function knows."""
+"""Result of a job's collate; only its loss function knows the type."""
 
 
 @contextmanager
 def calling(what: str) -> Iterator[None]:
-    """Turn what a person's code raises into a JobError that names it and the line; the original stays its cause."""
+    """Turn errors of the user's code into a JobError that names it and the line; the original is its cause."""
     with staying(what):
         try:
             yield
@@ -54,21 +54,21 @@ def calling(what: str) -> Iterator[None]:
 
 @contextmanager
 def staying(what: str) -> Iterator[None]:
-    """Turn an end of the process by a person's code, such as sys.exit(), into a JobExitError that names the line."""
+    """Turn an exit by the user's code, such as sys.exit(), into a JobExitError that names the line."""
     try:
         yield
     except SystemExit as error:
         code = "" if error.code is None else repr(error.code)
         raise JobExitError(f"{what} called sys.exit({code}){where_raised(error)}") from error
     except KeyboardInterrupt as error:
-        # Tasks handle the signal themselves; elsewhere it is a person's Ctrl-C.
+        # Tasks handle the signal themselves; elsewhere it is the user's Ctrl-C.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise
         raise JobExitError(f"{what} raised KeyboardInterrupt{where_raised(error)}") from error
 
 
 def where_raised(error: BaseException) -> str:
-    """The innermost line of a person's own code, such as " (job.py, line 41)"; empty where there is none."""
+    """The innermost line of the user's code, such as " (job.py, line 41)"; empty if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not f.filename.startswith(_OTHERS) and "site-packages" not in f.filename]
     return f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
@@ -77,8 +77,8 @@ def where_raised(error: BaseException) -> str:
 def derive(seed: int, *numbers: int) -> int:
     """A seed in [0, 2^63) for one place of the job, such as (step, replica, microbatch).
 
-    BLAKE2b over the numbers, so that neighbouring places get unrelated seeds, and that two places of different kinds
-    ((epoch, index) and (step, replica, microbatch)) never share one.
+    BLAKE2b over the numbers, so that neighbouring places get unrelated seeds, and places of different kinds ((epoch,
+    index) and (step, replica, microbatch)) never share one.
     """
     packed = struct.pack(f"<{1 + len(numbers)}q", seed, *numbers)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
@@ -86,7 +86,7 @@ def derive(seed: int, *numbers: int) -> int:
 
 def seed_everything(value: int) -> None:
     """Seed the default generators of torch (CUDA's too, once CUDA is in use), numpy and random; value in [0, 2^63)."""
-    # torch.manual_seed formats a stack trace per call while CUDA is not initialised (80 us); this is called per sample.
+    # torch.manual_seed formats a stack trace per call while CUDA is not initialised (80 us); this runs per sample.
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(value)
@@ -96,10 +96,10 @@ def seed_everything(value: int) -> None:
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, samples: int) -> npt.NDArray[np.int64]:
-    """Order in which an epoch visits the samples: a permutation of range(samples), int64, read-only.
+    """Order of the samples in an epoch: a permutation of range(samples), int64, read-only.
 
-    The stable order of PCG64's raw numbers. numpy keeps a bit generator's raw stream over its versions, and doesn't
-    promise so of its own shuffles.
+    Computed by stable sorting of PCG64's raw numbers: numpy guarantees a bit generator's raw stream across versions,
+    but not its own shuffles.
     """
     keys = np.random.PCG64(derive(seed, epoch)).random_raw(samples)
     order = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
@@ -108,16 +108,16 @@ def epoch_order(seed: int, epoch: int, samples: int) -> npt.NDArray[np.int64]:
 
 
 class DataSource(Protocol):
-    """What is read of a job; see shardline.job.Job."""
+    """The part of a job that is used here; see shardline.job.Job."""
 
     @property
     def seed(self) -> int:
-        """Of all random numbers."""
+        """Seed of all random numbers."""
         ...
 
     @property
     def samples(self) -> int:
-        """Length of a map-style data set; 0 where it is iterable."""
+        """Length of a map-style data set; 0 if it is iterable."""
         ...
 
     @property
@@ -132,7 +132,7 @@ class DataSource(Protocol):
 
     @property
     def contributors(self) -> int:
-        """Replicas whose gradients make one update."""
+        """Number of replicas whose gradients make one update."""
         ...
 
     @property
@@ -151,7 +151,7 @@ class DataSource(Protocol):
         ...
 
     def data_order(self) -> DataOrder:
-        """Which samples each place takes."""
+        """The samples of each place."""
 
     def one_pass(self) -> Iterable[Any]:
         """One pass over an iterable data set."""
@@ -161,9 +161,9 @@ class DataSource(Protocol):
 class DataOrder:
     """Which indices of a map-style data set each (step, replica, microbatch) takes.
 
-    Every epoch is another permutation; the samples that don't fill a whole step at its end are left out (others in each
-    epoch). In asynchronous mode replicas is 1 and `step` is the number of the batch.
-    Raises JobError where the data set is too small for one step.
+    Every epoch is another permutation; samples at its end that don't fill a whole step are left out (others in each
+    epoch). In asynchronous mode replicas is 1 and `step` is the number of the batch. Raises JobError if the data set is
+    too small for one step.
     """
 
     seed: int
@@ -182,20 +182,20 @@ class DataOrder:
 
     @property
     def step_samples(self) -> int:
-        """Samples that all replicas together take in a step."""
+        """Number of samples of all replicas in a step."""
         return self.replicas * self.accumulate * self.batch_size
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole steps in one pass over the data."""
+        """Number of whole steps in one pass over the data."""
         return self.samples // self.step_samples
 
     def epoch(self, step: int) -> int:
-        """Epoch that a step belongs to, from 0."""
+        """Epoch of a step, from 0."""
         return step // self.steps_per_epoch
 
     def indices(self, step: int, replica: int, microbatch: int) -> npt.NDArray[np.int64]:
-        """Indices into the data set of one microbatch: int64, batch_size of them."""
+        """Indices into the data set of one microbatch: int64, shape (batch_size,)."""
         order = epoch_order(self.seed, self.epoch(step), self.samples)
         block = block_number(
             step % self.steps_per_epoch, replica, microbatch, replicas=self.replicas, accumulate=self.accumulate
@@ -217,15 +217,15 @@ def block_number(step: int, replica: int, microbatch: int, *, replicas: int, acc
 
 
 class BatchSource:
-    """Batches of a job by their place, for whoever runs its replicas. Not thread-safe; reseeds the global generators.
+    """A job's batches by place, for the tasks that run its replicas. Not thread-safe; reseeds the global generators.
 
-    Map-style data: any place at any time. The generators are seeded by (seed, epoch, index) before dataset[index], so
-    that random augmentation doesn't depend on who fetches a sample. A torch TensorDataset (or a Subset of one) with the
-    default collate is indexed by the whole batch.
+    Map-style data: any place at any time. The generators are seeded with (seed, epoch, index) before dataset[index], so
+    that random augmentation doesn't depend on the process that reads a sample. A torch TensorDataset (or a Subset of
+    one) with the default collate is indexed with a whole batch at once.
 
-    Iterable data: one endless stream, pass after pass, a batch may span two; the generators are seeded by
-    (seed, pass, position) before each sample, and `set_epoch(pass)` is called before each pass where the data set has
-    it. Every replica reads over the samples of the others; going back costs reading a pass from its start.
+    Iterable data: one endless stream, pass after pass; a batch may span two. The generators are seeded with (seed,
+    pass, position) before each sample, and `set_epoch(pass)` is called before each pass if the data set has it. Every
+    replica also reads the samples of the others; going back means reading a pass from its start.
     """
 
     def __init__(self, job: DataSource) -> None:
@@ -239,7 +239,7 @@ class BatchSource:
         self._source = _Indexed(order, job.data, collate) if tensors is None else _Tensors(order, *tensors)
 
     def batch(self, step: int, replica: int, microbatch: int) -> Batch:
-        """The collated batch_size samples of one microbatch, on the device where the data set keeps them.
+        """The collated batch_size samples of one microbatch, on the data set's device.
 
         In asynchronous mode `step` is the number of the batch and replica is 0. Raises JobError for an iterable that
         yields nothing, or a data set that raises, naming the sample; ValueError for a place that the job doesn't have.
@@ -269,12 +269,12 @@ class _Indexed:
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Batches of a TensorDataset, or of Subsets of one, cut out of its tensors at once."""
+    """Batches of a TensorDataset, or of Subsets of one, taken from its tensors at once."""
 
     order: DataOrder
     tensors: tuple[torch.Tensor, ...]
     rows: npt.NDArray[np.int64] | None
-    """Row of the tensors by index of the data set; None where they are the same."""
+    """Row of the tensors by index of the data set; None if they are equal."""
 
     def batch(self, step: int, replica: int, microbatch: int) -> list[torch.Tensor]:
         indices = self.order.indices(step, replica, microbatch)
@@ -283,7 +283,7 @@ class _Tensors:
 
 
 def _plain_tensors(data: Any) -> tuple[tuple[torch.Tensor, ...], npt.NDArray[np.int64] | None] | None:
-    """(tensors, rows) of data that is nothing but rows of tensors; None for data to be asked sample by sample."""
+    """(tensors, rows) if the data is just rows of tensors; None for data that is read sample by sample."""
     rows: npt.NDArray[np.int64] | None = None
     while isinstance(data, Subset) and type(data).__getitem__ is Subset.__getitem__:
         outer = np.asarray(data.indices, dtype=np.int64)
@@ -300,8 +300,8 @@ _END = object()
 class _Streamed:
     """Batches of an iterable data set: block k is samples [k * batch_size, (k + 1) * batch_size) of its stream.
 
-    starts[e] is the number, in the stream, of the first sample of pass e, as far as passes have been read: what lets an
-    earlier batch be found again without reading from the very first pass.
+    starts[e] is the position in the stream of the first sample of pass e, for all passes read so far: it allows finding
+    an earlier batch without reading from the very first pass.
     """
 
     def __init__(self, job: DataSource, collate: Callable[[list[Any]], Batch]) -> None:
@@ -339,7 +339,8 @@ class _Streamed:
         assert self._samples is not None
         while True:
             position = self._next - self._starts[self._epoch]
-            # Before every sample, also those of others: a shuffle buffer inside the iterable draws at each of them.
+            # Before every sample, including those of other replicas: a shuffle buffer inside the iterable draws for
+            # each of them.
             seed_everything(derive(self._job.seed, self._epoch, position))
             with calling(f"the iterable data set, at sample {position} of pass {self._epoch},"):
                 sample = next(self._samples, _END)
@@ -349,7 +350,7 @@ class _Streamed:
             self._turn(position)
 
     def _turn(self, length: int) -> None:
-        """Go on to the next pass after one of `length` samples."""
+        """Begin the next pass after one of `length` samples."""
         epoch = self._epoch
         if length == 0:
             raise JobError(
@@ -368,7 +369,7 @@ class _Streamed:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with every tensor in it on `device`; lists, tuples, dicts and objects with .to() are followed."""
+    """The batch with every tensor in it on `device`, including those in lists, tuples, dicts and objects with .to()."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
@@ -381,14 +382,14 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class Watch:
-    """Looks on while a replica's gradients are computed. This one does nothing."""
+    """Callbacks while a replica's gradients are computed. This one does nothing."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around every call of the job's loss."""
+        """Context manager around every call of the job's loss."""
         return nullcontext()
 
     def backward(self, loss: Callable[[], float], samples: int) -> None:
-        """Right before the last backward pass. loss: the replica's mean loss (waits for a GPU)."""
+        """Called right before the last backward pass. loss: the replica's mean loss (waits for a GPU)."""
 
 
 UNWATCHED = Watch()
@@ -399,11 +400,10 @@ def replica_gradients(
 ) -> tuple[float, int]:
     """Compute one replica's gradients of one step into the parameters' .grad; returns (mean loss, number of samples).
 
-    .grad is the mean over the microbatches; None where a parameter took no part. The model's buffers change as the
-    forward passes change them. In asynchronous mode `step` is the number of the batch and replica is 0. The one path
-    by which the worker, the training chief and shardline.testing.reference compute. The loss may be NaN: what follows
-    from it is the caller's rule.
-    Raises JobError where the job's loss raises, or isn't a scalar that depends on the parameters.
+    .grad is the mean over the microbatches; None if a parameter took no part. The forward passes change the model's
+    buffers. In asynchronous mode `step` is the number of the batch and replica is 0. The worker, the training chief and
+    shardline.testing.reference all compute through this function. The loss may be NaN: handling it is up to the caller.
+    Raises JobError if the job's loss raises, or isn't a scalar that depends on the parameters.
     """
     model.zero_grad(set_to_none=True)
     device = next(model.parameters()).device
@@ -413,7 +413,7 @@ def replica_gradients(
         batch = source.batch(step, replica, microbatch)
         with calling(f"moving a batch to {device}"):
             batch = to_device(batch, device)
-        # After the batch, whose fetching uses the same generators.
+        # After reading the batch, which uses the same generators.
         seed_everything(derive(job.seed, step, replica, microbatch))
         with calling(f"loss(model, batch), in step {step} of replica {replica},"), watch.forward():
             loss = job.loss(model, batch)

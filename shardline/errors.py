@@ -14,6 +14,7 @@ ShardlineError                    exit  gRPC status
   CheckpointError                    6  DATA_LOSS            missing, truncated, corrupt or foreign checkpoint
   FencedError                        7  FAILED_PRECONDITION  this incarnation was replaced by a newer one
   ProtocolError                      8  INVALID_ARGUMENT     a message that breaks the contract
+  RolledBackError                    9  ABORTED              the job went back to a checkpoint under a script
   InternalError                      1  INTERNAL
 Interrupted by a signal: exit 130 (SIGINT) or 143 (SIGTERM) for the launcher, 0 for a task that ended cleanly.
 """
@@ -24,7 +25,7 @@ from typing import ClassVar
 
 
 class ShardlineError(Exception):
-    """Base of all errors raised on purpose; str() is the sentence for the person."""
+    """Base of all errors raised on purpose; str() is the message for the user."""
 
     exit_code: ClassVar[int] = 1
     grpc_status: ClassVar[str] = "INTERNAL"
@@ -105,10 +106,10 @@ class FencedError(ShardlineError):
 
 
 class RolledBackError(ShardlineError):
-    """The job went back to an earlier step, which a person's own loop can't follow by itself.
+    """The job went back to an earlier step, which the user's own loop can't follow by itself.
 
     `for step in session.steps(...)` restarts its body instead of raising this. With standbys (--standbys 1) the loss of
-    a server makes no job go back. step: where the job stands, and whose parameters the model holds.
+    a server makes no job go back. step: the job's current step, which is that of the model's parameters.
     """
 
     exit_code = 9

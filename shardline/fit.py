@@ -1,4 +1,4 @@
-"""Whether the methods that a job chooses go together. The one place that looks at two seams at once. Pure."""
+"""Compatibility of the methods that a job chooses. The only code that uses two seams at once. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shardline.update.base import Need, Takes
 
 
 def check_fit(job: JobSpec, *, standbys: int = 0) -> None:
-    """Raise JobError where two methods of a job can't work together, naming both and the remedy.
+    """Raise JobError if two methods of a job can't work together, naming both and the remedy.
 
-    standbys: of each shard, as the cluster is to have.
+    standbys: planned number per shard.
     """
     rule, mode = chosen(job.rule), consistency.of(job.consistency)
     needs = sorted(need.value for need in rule.needs)
     if (needs or rule.looks_ahead) and not mode.whole_pushes:
-        # Updates of several workers' sums: there is no push to tell the rule about.
+        # Updates are sums of several workers' pushes, so there is no single push for the rule.
         wanted = ", ".join(needs) or "to answer pulls with a point ahead of the parameters"
         raise JobError(
             f"rule {rule} needs {wanted}, and consistency {mode} makes one update of several workers' pushes; "

@@ -1,4 +1,4 @@
-"""The job: what a person writes in JOB.py, how such a file is loaded, and what of it travels.
+"""The job: what the user writes in JOB.py, how such a file is loaded, and which part is sent to other tasks.
 
     import shardline
 
@@ -50,23 +50,23 @@ from shardline.update import check_rule, check_tensors, rule, rule_from_optimize
 __all__ = ["Job", "load_job", "lowest_is_best", "model_tensors"]
 
 CHOICES = ("consistency", "rule", "codec", "cadence", "topology")
-"""Fields that name a method of a seam, as text or as an object; kept as text."""
+"""Fields that select a method of a seam, as text or as an object; stored as text."""
 _LOW_WORDS = ("loss", "error", "perplexity", "bits")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Settings):
-    """One training run. Frozen; checked when it is made, JobError naming the field, its value and the remedy.
+    """One training run. Frozen; checked when it is made: JobError names the field, its value and the remedy.
 
-    Beside the fields below it has those of shardline.core.settings.Settings.
+    In addition to the fields below it has those of shardline.core.settings.Settings.
     """
 
     model: Callable[[], nn.Module]
-    """Makes the model, in training mode. The generators are seeded before, so that all processes start equal."""
+    """Returns the model, in training mode. The generators are seeded first, so that all processes start equal."""
     loss: Callable[[nn.Module, Batch], torch.Tensor]
     """Mean loss of a batch: a scalar tensor."""
     dataset: Any
-    """Samples: an object with len() and [index], or an iterable one, or a function without arguments that makes it."""
+    """Samples: an object with len() and [index], an iterable, or a function without arguments that returns one."""
     optimizer: str | type[torch.optim.Optimizer]
     """A class of torch.optim, or its name."""
     batch_size: int = setting()
@@ -78,7 +78,7 @@ class Job(Settings):
     optimizer_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the optimizer class, such as {"lr": 0.1, "momentum": 0.9, "fused": True}."""
     param_groups: Callable[[nn.Module], Sequence[Mapping[str, Any]]] | None = None
-    """Parameter groups in torch's shape: [{"params": [...], "lr": 0.01}, ...]; a parameter in none stays as it is."""
+    """Parameter groups as in torch: [{"params": [...], "lr": 0.01}, ...]; a parameter in no group is not trained."""
     schedule: ScheduleSpec = field(default_factory=constant)
     """Learning-rate factor by step (by version in asynchronous mode); total_steps 0 = `steps`."""
     consistency: str | Resident = "sync"
@@ -86,26 +86,26 @@ class Job(Settings):
     rule: str | Resident = "torch"
     """How the servers change the parameters; "torch": by the optimizer itself."""
     codec: str | Resident = "raw"  # type: ignore[assignment]
-    """How gradients and parameters travel: "raw", or "bf16" and "fp16" for half the bytes (rounded)."""
+    """Encoding of gradients and parameters: "raw", or "bf16" and "fp16" for half the bytes (rounded)."""
     cadence: str | Resident = "every-step"  # type: ignore[assignment]
-    """When a worker talks to the servers, and what it then sends."""
+    """When a worker exchanges with the servers, and what it sends."""
     topology: str | Resident = "flat"  # type: ignore[assignment]
-    """Whom a worker talks to."""
+    """Which task a worker talks to for each shard."""
     clip_norm: float = 0.0
     """Global gradient norm above which gradients are scaled down; 0 = off."""
     nan_policy: str = "stop"
-    """At a NaN or infinity in a loss or gradient: "stop" the job, or "skip" the step."""
+    """On a NaN or infinity in a loss or gradient: "stop" the job, or "skip" the step."""
     best_metric: str = ""
-    """Metric by which the best checkpoint is chosen; "" = the first one that `evaluate` returns."""
+    """Metric for choosing the best checkpoint; "" = the first one that `evaluate` returns."""
     best_mode: str = ""
-    """"max" or "min"; "" = "min" where the metric's name contains loss, error, perplexity or bits, else "max"."""
+    """"max" or "min"; "" = "min" if the metric's name contains loss, error, perplexity or bits, else "max"."""
     collate: Callable[[list[Any]], Batch] | None = None
-    """Makes a batch of a list of samples; None = torch's default_collate."""
+    """Makes a batch from a list of samples; None = torch's default_collate."""
     name: str = ""
-    """Name in logs and checkpoints; "" = from the file."""
+    """Name in logs and checkpoints; "" = taken from the file."""
 
     def __post_init__(self) -> None:
-        # A module can be called too, but not without an input.
+        # A module is callable too, but needs an input.
         ready_made = isinstance(self.model, nn.Module)
         _require(not ready_made, "model", self.model, "give a function that makes it, such as lambda: Net()")
         for name in ("model", "loss"):
@@ -131,19 +131,19 @@ class Job(Settings):
         complete(self.schedule, self.steps)
         self.consistency_spec()
         _check_dataset(self.dataset)
-        # Names a wrong class or argument at the job file's line, before any process starts.
+        # Reports a wrong class or argument at the job file's line, before any process starts.
         check_rule(rule(self.optimizer, groups=(dict(self.optimizer_args),), method=str(self.rule)))
 
     @property
     def contributors(self) -> int:
-        """Replicas whose gradients make one update: `replicas`, or 1 where each worker's gradient is an update."""
+        """Number of replicas that make one update: `replicas`, or 1 if each worker's gradient is an update."""
         return consistency_of(self.consistency_spec()).contributors(self.replicas)
 
     @functools.cached_property
     def data(self) -> Any:
-        """The data set itself, made once by the factory where `dataset` is one, with the generators seeded by `seed`.
+        """The data set itself; if `dataset` is a factory, made once, with the generators seeded with `seed`.
 
-        Raises JobError where the factory raises, or makes no data set.
+        Raises JobError if the factory raises, or returns no data set.
         """
         if not _is_factory(self.dataset):
             return self.dataset
@@ -170,7 +170,7 @@ class Job(Settings):
         return count
 
     def one_pass(self) -> Iterable[Any]:
-        """The iterable data set, ready to be read from its start; what a generator function makes is made anew."""
+        """The iterable data set, ready to be read from its start; one-shot iterators are made again each time."""
         data = self.data
         if not _is_one_shot(data):
             return data  # type: ignore[no-any-return]
@@ -178,7 +178,7 @@ class Job(Settings):
             return self.dataset()  # type: ignore[no-any-return]
 
     def data_order(self) -> DataOrder:
-        """Order of a map-style data set; JobError where it is too small for one step."""
+        """Order of a map-style data set. Raises JobError if it is too small for one step."""
         return DataOrder(
             seed=self.seed,
             samples=self.samples,
@@ -188,8 +188,8 @@ class Job(Settings):
         )
 
     def build_model(self) -> nn.Module:
-        """A new model with the initial values that every process of this job builds: a function of the seed alone."""
-        # Beside seed_everything also torch's own function: it reaches a CUDA that the factory itself initialises.
+        """A new model with the initial values that all processes of this job share: a function of the seed alone."""
+        # In addition to seed_everything: torch's own function also seeds a CUDA that the factory itself initialises.
         torch.manual_seed(self.seed)
         seed_everything(self.seed)
         with calling("model()"):
@@ -201,7 +201,7 @@ class Job(Settings):
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The plain torch.optim object over the model's own parameters.
 
-        Raises JobError where torch refuses the arguments or the parameter groups.
+        Raises JobError if nothing is trainable, or torch refuses the arguments or the parameter groups.
         """
         cls = getattr(torch.optim, self.optimizer) if isinstance(self.optimizer, str) else self.optimizer
         groups: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -217,11 +217,11 @@ class Job(Settings):
         return optimizer
 
     def consistency_spec(self) -> ConsistencySpec:
-        """Who may proceed and what counts."""
+        """Mode, clipping and NaN policy."""
         return ConsistencySpec(mode=str(self.consistency), clip_norm=float(self.clip_norm), nan_policy=self.nan_policy)
 
     def spec(self, model: nn.Module) -> JobSpec:
-        """The job's identity, for a model that build_model made.
+        """The job's identity, for a model made by build_model.
 
         Raises JobError for a model or a data set that can't be trained on.
         """
@@ -246,10 +246,10 @@ class Job(Settings):
         return spec
 
     def score(self, model: nn.Module) -> dict[str, float]:
-        """What `evaluate` says of the model, as floats; {} where the job has none.
+        """The model's metrics from `evaluate`, as floats; {} if the job has none.
 
-        Runs in evaluation mode and without gradients, and leaves every module's mode as it was.
-        Raises JobError where evaluate raises, returns no dict of numbers, or lacks best_metric.
+        Runs in evaluation mode and without gradients, and restores every module's mode. Raises JobError if evaluate
+        raises, returns no dict of numbers, or lacks best_metric.
         """
         if self.evaluate is None:
             return {}
@@ -274,7 +274,7 @@ class Job(Settings):
         return scores
 
     def best(self, scores: Mapping[str, float]) -> tuple[str, bool]:
-        """(metric by which checkpoints are compared, whether its lowest value is best) for scores of score()."""
+        """(metric for comparing checkpoints, whether its lowest value is best) for scores of score()."""
         metric = self.best_metric or next(iter(scores))
         return metric, self.best_mode == "min" or (not self.best_mode and lowest_is_best(metric))
 
@@ -331,16 +331,15 @@ _OVERRIDES: Mapping[str, type] = {
     "clip_norm": float,
     **dict.fromkeys((*CHOICES, "nan_policy", "best_metric", "best_mode", "name"), str),
 }
-"""Job fields that a command line can set, and how their text is read."""
+"""Job fields that the command line can set, and the types to parse."""
 
 
 def load_job(path: Path, overrides: Iterable[tuple[str, str]] = ()) -> Job:
     """The `job` that a Python file defines, with fields replaced by `overrides`, such as ("steps", "200").
 
-    The file runs as a module of a name of its own, never one that another module could have. Its folder comes first on
-    sys.path from then on, as with `python FILE`, so that it can import its siblings, then and later.
-    Raises JobError, in a sentence, for no such file, a file that raises or defines no shardline.Job, and an override
-    that is unknown or can't be.
+    The file runs as a module with a unique name. From then on its folder is first on sys.path, as with `python FILE`,
+    so that it can import its siblings at any time. Raises JobError for a missing file, a file that raises or defines no
+    shardline.Job, and an override that is unknown or invalid.
     """
     path = Path(path)
     _check_path(path)
@@ -379,7 +378,7 @@ def _check_path(path: Path) -> None:
 
 
 def _run_job_file(path: Path) -> object:
-    """The module of a job file; its code runs only where it can define `job` at all."""
+    """The module of a job file; its code runs only if it can define `job` at all."""
 
     def check(tree: ast.Module) -> None:
         if not _may_define_job(tree):
@@ -395,7 +394,7 @@ def _run_job_file(path: Path) -> object:
 
 
 def _may_define_job(tree: ast.Module) -> bool:
-    """Whether anything outside of functions and classes could bind the name `job`."""
+    """Whether anything outside functions and classes could bind the name `job`."""
     todo: list[ast.AST] = list(tree.body)
     while todo:
         node = todo.pop()
@@ -405,7 +404,7 @@ def _may_define_job(tree: ast.Module) -> bool:
             if any(alias.name == "*" or (alias.asname or alias.name) == "job" for alias in node.names):
                 return True
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            # A function named job is no Job, but the sentence about that is clearer than the one about none.
+            # A function named job is no Job, but gets a clearer error message this way.
             if node.name == "job":
                 return True
         elif isinstance(node, ast.Global) and "job" in node.names:

@@ -1,6 +1,6 @@
-"""All seams and what is in their tables: `python -m shardline.methods` writes what --help shows, as JSON.
+"""All seams and their tables: `python -m shardline.methods` writes the JSON that --help shows.
 
-Everything that lists methods takes them from here: the checks of jobs, `shardline methods`, --help and the docs.
+Everything that lists methods gets them here: the checks of jobs, `shardline methods`, --help and the docs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEAMS: Mapping[str, tuple[str, str, str]] = {
 }
 """By the name of the job's field: module and name of the table, and what it decides."""
 WRITTEN = Path(__file__).parent / "cli" / "methods.json"
-"""The same as text, for --help, which imports no table: they need torch."""
+"""The same as text, for --help: importing the tables would import torch."""
 
 
 def table(seam: str) -> Table[Any]:
@@ -37,18 +37,18 @@ def table(seam: str) -> Table[Any]:
 
 
 def chosen(job: JobSpec) -> dict[str, str]:
-    """By seam, the text of what a job has."""
+    """A job's choices by seam, as text."""
     texts = {"consistency": job.consistency.mode, "rule": job.rule.method}
     return {seam: table(seam).canonical(texts.get(seam) or getattr(job, seam)) for seam in SEAMS}
 
 
 def described() -> dict[str, list[tuple[str, str]]]:
-    """By seam, how each method is written and its line."""
+    """(usage, description) of each method, by seam."""
     return {seam: table(seam).describe() for seam in SEAMS}
 
 
 def written() -> dict[str, list[tuple[str, str]]]:
-    """The same for the methods of the package itself, read from a file."""
+    """The same for the package's own methods, read from a file."""
     found: dict[str, list[tuple[str, str]]] = json.loads(WRITTEN.read_text(encoding="utf-8"))
     return found
 

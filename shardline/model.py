@@ -1,4 +1,4 @@
-"""What a model holds, as the plan's tensors: parameters, tied names, frozen parameters, buffers."""
+"""A model's tensors for the plan: parameters, tied names, frozen parameters, buffers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from shardline.update import wants_whole
 def model_tensors(
     model: nn.Module, groups: Sequence[Mapping[str, Any]] | None = None, *, rule: RuleSpec | None = None
 ) -> tuple[TensorSpec, ...]:
-    """The tensors of a model that the plan holds: parameters in named_parameters order, then persistent buffers.
+    """The tensors of a model for the plan: parameters in named_parameters order, then persistent buffers.
 
     groups: the optimizer's param_groups; None = all trainable parameters in one group. A parameter that requires no
     gradient, or is in no group, is FROZEN: torch wouldn't update it either. Tied weights are one tensor, under their
-    first name, with the others as aliases. Non-persistent buffers and extra state are not part of a state_dict's
-    tensors and are left out: each process has its own.
+    first name, with the others as aliases. Non-persistent buffers and extra state are not tensors of a state_dict and
+    are left out: each process has its own.
     rule: decides what must not be cut; None = nothing.
 
-    Raises JobError, naming the tensor, where the model has nothing to train, holds a sparse, quantized, meta or not yet
-    initialised tensor, or two different tensors that overlap in memory; TensorError for a dtype that can't be held.
+    Raises JobError, naming the tensor, if the model has nothing to train, contains a sparse, quantized, meta or not yet
+    initialised tensor, or two different tensors that overlap in memory; TensorError for an unsupported dtype.
     """
     group_of = {
         id(parameter): number
@@ -39,7 +39,7 @@ def model_tensors(
     for name, tensor in _named_tensors(model):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
-    # Not by their type: tensors that a person names themselves need not be nn.Parameters.
+    # Not by type: tensors that the user names need not be nn.Parameters.
     parameters = {id(tensor) for tensor in model.parameters()}
     specs = []
     for key, (name, *aliases) in names.items():
@@ -67,7 +67,7 @@ def model_tensors(
 
 
 def named_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's own tensors by the first name of each, in the order of model_tensors; not copies."""
+    """The model's own tensors by their first names, in the order of model_tensors; not copies."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in _named_tensors(model):
         found.setdefault(id(tensor), (name, tensor))
@@ -75,7 +75,7 @@ def named_values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _parameters_of(group: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Parameters of one group, given as torch accepts them: tensors, or (name, tensor)."""
+    """Parameters of one group in any form that torch accepts: tensors, or (name, tensor)."""
     params = group["params"]
     for item in [params] if isinstance(params, torch.Tensor) else params:
         yield item[1] if isinstance(item, tuple) else item
@@ -108,7 +108,7 @@ def _check_storable(name: str, tensor: torch.Tensor) -> None:
 def _check_overlap(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Refuse two tensor objects over the same memory: an update of one would silently change the other.
 
-    Views side by side in one storage are fine; cuDNN's recurrent layers are laid out so.
+    Views side by side in one storage are fine; cuDNN's recurrent layers use this layout.
     """
     spans = []
     for name, tensor in named:

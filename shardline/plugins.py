@@ -1,7 +1,7 @@
-"""Methods from outside of the package: Python files that add residents to the tables of shardline.seams.
+"""Methods from outside the package: Python files that add residents to the tables of shardline.seams.
 
-SHARDLINE_PLUGINS names them, as PATH does folders; `--plugin FILE` adds to it. Every task that reads a table runs them
-once, servers too: a plugin is code that whoever starts the task chose, never something that travels.
+SHARDLINE_PLUGINS lists them, as PATH lists folders; `--plugin FILE` adds to it. Every task that reads a table runs them
+once, servers too: a plugin is code chosen by the person who starts the task, and is never sent over the network.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _loading = False
 
 
 def named(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The files that the environment names."""
+    """The files named by the environment."""
     return [path for path in environ.get(VARIABLE, "").split(os.pathsep) if path]
 
 
 def add(paths: Iterable[Path], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Name further files, for this process and those that it starts. Raises UsageError where one is not there."""
+    """Add files for this process and its children. Raises UsageError if one does not exist."""
     names = dict.fromkeys(named(environ))
     for path in paths:
         if not path.is_file():
@@ -38,14 +38,14 @@ def add(paths: Iterable[Path], environ: MutableMapping[str, str] = os.environ) -
 
 
 def load() -> None:
-    """Run the named files that did not run yet. Raises UsageError naming the file and line of what one raised."""
+    """Run the named files that have not run yet. Raises UsageError naming the file and line of an error."""
     global _loading
     names = named()
     if all(path in _loaded for path in names):
         return
     with _lock:
         if _loading:
-            # A plugin reads a table while it is run.
+            # A plugin reads a table while it runs.
             return
         _loading = True
         try:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as values that travel: lr of a group = its own lr * factor(schedule, step). Pure.
+"""Learning-rate schedules as plain values: lr of a group = its own lr * factor(schedule, step). Pure.
 
     schedule = cosine(warmup_steps=100)  # total_steps comes from the job
 
@@ -12,7 +12,7 @@ With w = warmup_steps, s = step - w and T = total_steps - w, all kinds warm up l
                                                      torch's CosineAnnealingLR, eta_min = final_factor * lr
 
 `step` is the job's step in synchronous mode and the shard's version in asynchronous mode (PROTOCOL 1.1). The product is
-taken in Python floats, as torch's LambdaLR does, so the learning rates are equal to the bit.
+computed in Python floats, as in torch's LambdaLR, so the learning rates are bit-equal.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def cosine(total_steps: int = 0, final_factor: float = 0.0, warmup_steps: int = 
 
 
 def check(spec: ScheduleSpec) -> ScheduleSpec:
-    """The same spec; raises JobError where a field is out of range. total_steps may still be 0."""
+    """The same spec. Raises JobError if a field is out of range. total_steps may still be 0."""
     if spec.kind not in KINDS:
         raise JobError(f"schedule is {spec.kind!r}; it must be one of {', '.join(KINDS)}")
     for name in ("warmup_steps", "total_steps", "step_size"):
@@ -91,9 +91,9 @@ def check(spec: ScheduleSpec) -> ScheduleSpec:
 
 
 def complete(spec: ScheduleSpec, steps: int) -> ScheduleSpec:
-    """The spec with total_steps filled in from the job's steps where the kind needs it and it is 0.
+    """The spec with total_steps filled in from the job's steps if the kind needs it and it is 0.
 
-    Raises JobError where neither says how long the training is, or the spec is out of range.
+    Raises JobError if the length of the training is unknown, or the spec is out of range.
     """
     if spec.kind not in ("linear", "cosine") or spec.total_steps:
         return check(spec)
@@ -105,7 +105,7 @@ def complete(spec: ScheduleSpec, steps: int) -> ScheduleSpec:
 
 
 def factor(spec: ScheduleSpec, step: int) -> float:
-    """What the learning rate is multiplied by at `step` (from 0); the formulas are at the top of this module.
+    """Factor for the learning rate at `step` (from 0); the formulas are at the top of this module.
 
     Raises JobError for a linear or cosine schedule without total_steps; see complete().
     """

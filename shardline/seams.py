@@ -1,7 +1,7 @@
-"""Where methods differ: one table per seam, and one way to write down a choice from it.
+"""Seams, the places where methods differ: one table per seam, and one text form for a choice from it.
 
-A resident of a seam is a frozen dataclass. Its fields are its settings, the first line of its docstring is its line in
-help texts and in the docs, and `name` is what people write:
+A resident of a seam is a frozen dataclass. Its fields are its settings, the first line of its docstring describes it in
+help texts and in the docs, and `name` is what users write:
 
     @dataclass(frozen=True)
     class TopK(Codec):
@@ -15,7 +15,7 @@ help texts and in the docs, and `name` is what people write:
     str(TopK(ratio=0.05)) == "topk:ratio=0.05"
 
 The text `NAME` or `NAME:KEY=VALUE,KEY=VALUE` is the same on the command line, in a job, on the wire, in the summary and
-on the page. Settings at their defaults are left out, so equal choices have equal texts. Residents from outside of the
+on the page. Settings with default values are left out, so equal choices have equal texts. Residents from outside the
 package come from shardline.plugins.
 """
 
@@ -37,8 +37,10 @@ _PLAIN = re.compile(r"[^,:=\s]*")
 
 
 class Resident:
-    """Base of what a table lists: a frozen dataclass with fields of type bool, int, float or str, all with defaults or
-    checked in __post_init__, which raises JobError.
+    """Base of a table's entries.
+
+    A frozen dataclass with fields of type bool, int, float or str, all with defaults or checked in __post_init__, which
+    raises JobError.
     """
 
     name: ClassVar[str] = ""
@@ -54,7 +56,7 @@ class Table(Generic[R]):
     """The residents of one seam, by name, in the order in which they were added."""
 
     def __init__(self, seam: str, *residents: type[R]) -> None:
-        """seam: its name as the job's field has it, such as "codec"."""
+        """seam: the name of the job's field, such as "codec"."""
         self.seam = seam
         self._classes: dict[str, type[R]] = {}
         for resident in residents:
@@ -68,7 +70,7 @@ class Table(Generic[R]):
         return name in self.names
 
     def __getitem__(self, name: str) -> type[R]:
-        """The class of this name. Raises JobError that lists what exists."""
+        """The class with this name. Raises JobError listing the existing names."""
         names = self.names
         try:
             return self._classes[name]
@@ -79,12 +81,12 @@ class Table(Generic[R]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What people write."""
+        """The names of the residents."""
         plugins.load()
         return tuple(self._classes)
 
     def add(self, resident: type[R]) -> type[R]:
-        """List a class; usable as a decorator. Raises UsageError for a name that is taken or can't be written."""
+        """Add a class; usable as a decorator. Raises UsageError for a name that is taken or invalid."""
         if not dataclasses.is_dataclass(resident) or not resident.__dataclass_params__.frozen:
             raise UsageError(
                 f"{self.seam} {resident.__name__} is not a frozen dataclass; decorate it with @dataclass(frozen=True)"
@@ -97,9 +99,9 @@ class Table(Generic[R]):
         return resident
 
     def parse(self, choice: str | Resident) -> R:
-        """The resident that a text names; a resident is returned as it is.
+        """The resident for a text; a resident is returned unchanged.
 
-        Raises JobError naming the seam, the name or setting that does not exist or fit, and what does.
+        Raises JobError naming the seam, the unknown or invalid name or setting, and the valid ones.
         """
         if not isinstance(choice, str):
             if isinstance(choice, type) and issubclass(choice, Resident):
@@ -124,11 +126,11 @@ class Table(Generic[R]):
             raise JobError(f"{self.seam} {choice!r}: {error}; settings: {', '.join(settings_of(resident))}") from None
 
     def canonical(self, choice: str | Resident) -> str:
-        """The one text of a choice. Raises JobError."""
+        """The canonical text of a choice. Raises JobError."""
         return str(self.parse(choice))
 
     def describe(self) -> list[tuple[str, str]]:
-        """(how it is written, its line) of each resident, for help texts and docs."""
+        """(usage, description) of each resident, for help texts and docs."""
         return [(usage(resident), doc_line(resident)) for resident in self]
 
 
@@ -148,7 +150,7 @@ def doc_line(resident: type[Resident]) -> str:
 
 
 def usage(resident: type[Resident]) -> str:
-    """How a resident is written with all its settings: "topk:ratio=0.01"."""
+    """A resident's text with all its settings: "topk:ratio=0.01"."""
     parts = []
     for item in _fields(resident):
         default = item.default
@@ -158,7 +160,7 @@ def usage(resident: type[Resident]) -> str:
 
 
 def format_choice(resident: Resident) -> str:
-    """The text that parse() reads back to an equal resident."""
+    """The text from which parse() makes an equal resident."""
     parts = []
     for item in _fields(resident):
         value = getattr(resident, item.name)

@@ -1,12 +1,11 @@
-"""Who may talk to whom: TLS from files, the job token, and the admin token.
+"""Access control: TLS from files, the job token, and the admin token.
 
-The default, Security(), is plain: no TLS and no token. Nothing here imports ssl or grpc before it is needed.
+The default, Security(), is plain: no TLS and no token. ssl and grpc are imported here only when they are needed.
 
-With a CA both sides show a certificate and check the other's (mutual TLS). With a certificate and no CA only the
-server shows one, and clients check it against the system's own CAs. The job token is every task's: whoever knows it
-may call. The admin token is the chief's and the parameter servers': what changes the cluster itself (rpc/rights.py)
-needs proof of it as well; it never travels (rpc/access.py). Where there is no admin token, the job token is every
-right.
+With a CA both sides show a certificate and check the other's (mutual TLS). With a certificate and no CA only the server
+shows one, and clients check it against the system's own CAs. All tasks have the job token: whoever knows it may call.
+Only the chief and the parameter servers have the admin token: calls that change the cluster itself (rpc/auth/rights.py) need
+proof of it as well; it is never sent (rpc/auth/access.py). Without an admin token, the job token grants every right.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardline.security")
 
 FILE_LIMIT_BYTES = 4 << 20
-"""Nobody's certificates are larger; a wrong path (a checkpoint) is refused before it fills the memory."""
+"""Certificates are smaller; a wrong path (a checkpoint) is refused before it fills the memory."""
 TOKEN_LIMITS = (16, 4096)
-"""Characters. A shorter token can be guessed; a longer one doesn't fit into a call's metadata."""
+"""Characters. A shorter token could be guessed; a longer one doesn't fit into a call's metadata."""
 TOKEN_KEY = "authorization"
-"""Metadata of a call that bring the token, as `Bearer TOKEN`."""
+"""Metadata key of a call for the token, as `Bearer TOKEN`."""
 ADMIN_KEY = "shardline-admin"
-"""Metadata of a call that prove the admin token, beside the job's; see rpc/access.py."""
+"""Metadata key of a call for the proof of the admin token, in addition to the job's; see rpc/auth/access.py."""
 LOOPBACK_NAMES = ("localhost",)
 PROBE_S = 1.0
 SOON = datetime.timedelta(days=7)
-"""A certificate that expires within this time is told at the start."""
+"""Warn at startup of a certificate that expires within this time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Security:
     """TLS files and tokens of one process. Files are read and checked here.
 
-    Raises UsageError where a file can't be read or doesn't fit; the sentence names the flag and the file.
+    Raises UsageError naming the flag and the file if a file can't be read or is invalid.
     """
 
     tls_cert: Path | None = None
@@ -73,7 +72,7 @@ class Security:
             given, lacking = ("--tls-cert", "--tls-key") if self.tls_cert else ("--tls-key", "--tls-cert")
             raise UsageError(f"{given} is given without {lacking}; a certificate and its private key go together")
         if self.tls:
-            # What is wrong with the files is said now, not in the middle of the first handshake.
+            # Report invalid files now, not in the middle of the first handshake.
             self._client_context()
         if self.tls_cert is not None:
             _check_dates(self.tls_cert)
@@ -95,7 +94,7 @@ class Security:
     # gRPC
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """Credentials of a gRPC server; None = plain. With a CA, clients must show a certificate that it signed."""
+        """Credentials of a gRPC server; None = plain. With a CA, clients must show a certificate signed by it."""
         if not self.tls:
             return None
         import grpc
@@ -122,8 +121,8 @@ class Security:
     def server_context(self) -> ssl.SSLContext | None:
         """TLS 1.3 for the accepting side of a bulk socket; None = plain. With a CA, the client must show a certificate.
 
-        In TLS 1.3 the client's handshake ends before the server has judged its certificate: a refusal reaches the
-        client at its first read.
+        In TLS 1.3 the client's handshake ends before the server has checked its certificate: the client sees a refusal
+        at its first read.
         """
         if not self.tls:
             return None
@@ -133,8 +132,8 @@ class Security:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         cert, key = self._own_files()
         _load_chain(context, cert, key)
-        # Tickets are bytes that a client that only sends never reads; closing on top of them resets the connection
-        # and may take its last bytes along. Bulk sockets live long and resume nothing.
+        # A client that only sends never reads tickets; closing with unread bytes resets the connection and may lose its
+        # last bytes. Bulk sockets are long-lived and resume nothing.
         context.num_tickets = 0
         if self.tls_ca is not None:
             _trust(context, self.tls_ca)
@@ -144,7 +143,7 @@ class Security:
     def client_context(self) -> ssl.SSLContext | None:
         """TLS 1.3 for the dialling side of a bulk socket; None = plain.
 
-        Wrap with server_hostname = the host dialled, a name or an IP address: the server's certificate must have it
+        Wrap with server_hostname = the host dialled, a name or an IP address, which the server's certificate must have
         among its alternative names.
         """
         return self._client_context() if self.tls else None
@@ -173,33 +172,33 @@ class Security:
     # Tokens
 
     def check(self, token: bytes | str | None) -> bool:
-        """Whether this is the job token, in time that doesn't depend on where they differ. True where none is set."""
+        """Whether this is the job token, compared in constant time. True if no token is set."""
         return _same(token, self.token)
 
     def check_metadata(self, metadata: Metadata) -> bool:
-        """Whether a call's metadata bring the job token."""
+        """Whether a call's metadata contain the job token."""
         return self.check(_bearer(metadata, TOKEN_KEY))
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call brings along; empty where there is no token."""
+        """Metadata for every call; empty if there is no token."""
         return ((TOKEN_KEY, f"Bearer {self.token.decode()}"),) if self.token else ()
 
-    # When nobody answers
+    # If nobody answers
 
     def diagnose(self, host: str, port: int, *, timeout_s: float = PROBE_S) -> str:
-        """Why TLS keeps this task from talking to a server that is there; empty where TLS isn't the reason.
+        """Why TLS keeps this task from talking to a reachable server; empty if TLS isn't the reason.
 
-        gRPC says no more than "Socket closed" or "Deadline Exceeded" in most of these cases. Connects once, shakes
-        hands, and waits at most timeout_s for each of the three steps.
+        gRPC reports just "Socket closed" or "Deadline Exceeded" in most of these cases. Connects once, does a
+        handshake, and waits at most timeout_s for each of the three steps.
         """
         import ssl
 
         context = self._client_context() if self.tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         if not self.tls:
-            # Only whether it speaks TLS at all is asked; nothing is told to it, and nothing it says is used.
+            # Only to find out whether it uses TLS at all; nothing is sent to it, and nothing it sends is used.
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
-        # A gRPC server hangs up on who doesn't offer HTTP/2.
+        # A gRPC server closes the connection to a client that doesn't offer HTTP/2.
         context.set_alpn_protocols(["h2"])
         met = False
         try:
@@ -208,8 +207,8 @@ class Security:
                 context.wrap_socket(plain, server_hostname=host) as connection,
             ):
                 met = True
-                # A server judges our certificate after our side of the handshake. One that goes on speaks first, as
-                # HTTP/2 has it; gRPC's hangs up on a certificate that it doesn't like, other servers say why.
+                # A server checks our certificate after our side of the handshake. If it accepts, it speaks first, as in
+                # HTTP/2; if not, gRPC's server closes the connection, others give a reason.
                 answered = bool(connection.recv(1))
         except ssl.SSLCertVerificationError as error:
             if error.verify_code in _OUT_OF_DATE:
@@ -249,7 +248,7 @@ Metadata = Iterable[tuple[str, str | bytes]] | None
 
 
 def _bearer(metadata: Metadata, wanted: str) -> str | None:
-    """The token that metadata bring under a key."""
+    """The token in the metadata under a key; None if there is none."""
     prefix = "Bearer "
     for key, value in metadata or ():
         text = value.decode(errors="replace") if isinstance(value, bytes) else value
@@ -259,24 +258,24 @@ def _bearer(metadata: Metadata, wanted: str) -> str | None:
 
 
 def _same(given: bytes | str | None, token: bytes) -> bool:
-    """Whether it is the token, in time that doesn't depend on where they differ; True where no token is set."""
+    """Whether it is the token, compared in constant time; True if no token is set."""
     if not token:
         return True
     return hmac.compare_digest(given.encode(errors="replace") if isinstance(given, str) else given or b"", token)
 
 
 def key_of(secret: bytes) -> bytes:
-    """What others keep to know a secret of 32 random bytes by, without being able to use it."""
+    """The hash (32 bytes) by which others can verify a secret of 32 random bytes without being able to use it."""
     return hashlib.sha256(secret).digest()
 
 
 def holds(secret: bytes, key: bytes) -> bool:
-    """Whether this is the secret of a key (see key_of); True where there is no key."""
+    """Whether this is the secret of a key (see key_of); True if there is no key."""
     return not key or hmac.compare_digest(key_of(secret), key)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that host. A name that isn't localhost counts as reachable by others."""
+    """Whether only this machine can reach that host. A name other than localhost counts as reachable by others."""
     try:
         address = ipaddress.ip_address(host)
         return (getattr(address, "ipv4_mapped", None) or address).is_loopback
@@ -285,9 +284,9 @@ def is_loopback(host: str) -> bool:
 
 
 def check_bind(what: str, host: str, flag: str, security: Security, *, insecure: bool) -> None:
-    """Raise UsageError where something would listen in plain where other machines reach it.
+    """Raise UsageError if something would listen without TLS where other machines can reach it.
 
-    what: "the services of ps/0". flag: what else the host can be set with, such as "--bind". insecure: told to.
+    what: "the services of ps/0". flag: the flag that sets the host, such as "--bind". insecure: explicitly allowed.
     """
     if security.tls_cert is None and not insecure and not is_loopback(host):
         raise UsageError(
@@ -298,7 +297,7 @@ def check_bind(what: str, host: str, flag: str, security: Security, *, insecure:
 
 
 _OUT_OF_DATE = (9, 10)
-"""OpenSSL's numbers of a certificate that is not valid yet, or not any more."""
+"""OpenSSL's error numbers for a certificate that is not valid yet, or has expired."""
 _SPEAKS_TLS = "it speaks TLS and this side does not; give --tls-ca, --tls-cert and --tls-key as the cluster has them"
 
 
@@ -310,7 +309,7 @@ def _read(path: Path, flag: str) -> bytes:
 
 
 def _read_token(path: Path, flag: str) -> bytes:
-    # What is wrong with a token is told without showing any of it.
+    # Errors about a token never show any of it.
     token = _read(path, flag).strip()
     shortest, longest = TOKEN_LIMITS
     if not shortest <= len(token) <= longest:
@@ -334,21 +333,21 @@ def _trust(context: ssl.SSLContext, path: Path, flag: str = "--tls-ca") -> None:
 
 
 class _Encrypted(Exception):
-    """A private key asks for a passphrase."""
+    """A private key requires a passphrase."""
 
 
 def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
     import ssl
 
     def passphrase() -> str:
-        # OpenSSL would ask at the terminal, and gRPC knows no passphrases.
+        # OpenSSL would ask at the terminal, and gRPC does not support passphrases.
         raise _Encrypted
 
-    # One error of OpenSSL's stands for both files: look at them one by one first.
+    # OpenSSL has one error for both files: check them separately first.
     _trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cert, "--tls-cert")
     _read(key, "--tls-key")
     try:
-        # OpenSSL opens them by name once more.
+        # OpenSSL opens them by name again.
         with files.pinned(cert) as pinned_cert, files.pinned(key) as pinned_key:
             context.load_cert_chain(pinned_cert, pinned_key, password=passphrase)
     except _Encrypted:
@@ -362,10 +361,10 @@ def _load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:
 
 
 def _check_dates(path: Path) -> None:
-    """Raise UsageError where this task's own certificate is not valid now; warn of those above it in the file.
+    """Raise UsageError if this task's own certificate is not valid now; warn about those above it in the file.
 
-    Whoever is shown it says so to its own log at most; this side would only see that it is hung up on. One above it may
-    be there for peers that know no better, and the others have another way to their CA.
+    Peers that reject it at most log the reason; this side would only see that the connection is closed. A certificate
+    above it may be there for older peers, and the others may have another path to their CA.
     """
     for number, certificate in enumerate(_chain(path), 1):
         wrong = _wrong_dates(certificate)
@@ -389,18 +388,18 @@ def _chain(path: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(_read(path, "--tls-cert"))
     except ValueError:
-        # OpenSSL, which has read it, is the judge of its form.
+        # OpenSSL has read it and decides about its form.
         return []
 
 
 def _out_of_date(path: Path) -> str:
-    """What is wrong now with the dates of this task's own certificate; empty where nothing is."""
+    """What is wrong with the dates of this task's own certificate; empty if nothing is."""
     chain = _chain(path)
     return _wrong_dates(chain[0]) if chain else ""
 
 
 def _wrong_dates(certificate: x509.Certificate) -> str:
-    """What is wrong with the dates of a certificate now, and what to do; empty where nothing is."""
+    """What is wrong with the dates of a certificate, and what to do; empty if nothing is."""
     now = datetime.datetime.now(datetime.UTC)
     clock = f"by this machine's clock it is {_moment(now)}"
     if now > certificate.not_valid_after_utc:
@@ -418,7 +417,7 @@ def _moment(at: datetime.datetime) -> str:
 
 
 def _system_roots() -> bytes | None:
-    """The system's CAs as PEM: gRPC brings its own, and both kinds of connection should trust the same ones."""
+    """The system's CAs as PEM: gRPC has its own, and both kinds of connection should trust the same ones."""
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

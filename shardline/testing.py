@@ -1,11 +1,11 @@
-"""What training must end in: the one-process reference, with a plain torch optimizer and no Shardline in between.
+"""The expected result of training: a one-process reference with a plain torch optimizer, without Shardline.
 
     result = reference(job)
     assert result.sha256 == summary["sha256"]
 
 Synchronous: the R logical replicas run one after another, their gradients are added along the canonical tree, and a
 torch.optim object steps on the model's own parameters. Asynchronous: one worker's batches, one after another. Under an
-update rule other than the optimizer's own, the rule itself updates them, as one server would with one worker.
+update rule other than the optimizer's own, the rule itself updates the parameters, like one server with one worker.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ Values = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceResult:
-    """Where a training ends. All tensors are copies, on the model's device."""
+    """The result of a training. All tensors are copies, on the model's device."""
 
     step: int
     """Steps done, skipped ones included."""
     version: int
-    """Updates applied: steps less the skipped ones."""
+    """Updates applied: steps minus the skipped ones."""
     params: Mapping[str, torch.Tensor]
     """Every parameter by its first name, frozen ones included."""
     buffers: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Mapping[str, Any]]
-    """Optimizer state by parameter name: {"fc.weight": {"momentum_buffer": ...}}; absent where torch has none yet.
-    Under another rule by bucket: {"bucket 0": {"tensors": ..., "scalars": ..., "initialized": ...}}."""
+    """Optimizer state by parameter name: {"fc.weight": {"momentum_buffer": ...}}; absent if torch has none yet. Under
+    another rule by bucket: {"bucket 0": {"tensors": ..., "scalars": ..., "initialized": ...}}."""
     losses: tuple[float, ...]
-    """Mean loss over the replicas of each step that this call ran."""
+    """Mean loss over the replicas of each step of this call."""
     skipped: tuple[int, ...] = field(default=())
-    """Steps that were skipped for a NaN or infinity (nan_policy "skip")."""
+    """Steps skipped because of a NaN or infinity (nan_policy "skip")."""
 
     @property
     def sha256(self) -> str:
@@ -62,13 +62,13 @@ class ReferenceResult:
 
 
 def reference(job: Job, steps: int | None = None, *, start: ReferenceResult | None = None) -> ReferenceResult:
-    """Train in this process, alone, up to `steps` (default: the job's) and return where it ends.
+    """Train in this process, alone, up to `steps` (default: the job's) and return the result.
 
-    start: go on from an earlier result, as a resumed job does; `steps` counts from the job's first step all the same.
-    Bit-identical to a cluster in synchronous mode, and in asynchronous mode with one worker, on one machine class.
-    With `fused=True` the optimizer steps on flat copies padded to a multiple of 64 elements, as a parameter server's
-    buckets are: fused kernels round the last few elements of a tensor of another length in another way.
-    Raises NonFiniteError under the policy "stop", naming tensor, replica and step.
+    start: continue from an earlier result, like a resumed job; `steps` still counts from the job's first step.
+    Bit-identical to a cluster in synchronous mode, and in asynchronous mode with one worker, on one machine class. With
+    `fused=True` the optimizer steps on flat copies padded to a multiple of 64 elements, like a parameter server's
+    buckets: for other lengths, fused kernels round the last few elements of a tensor differently. Raises NonFiniteError
+    under the policy "stop", naming tensor, replica and step.
     """
     with _threads(job.threads):
         run = _Run(job)
@@ -120,7 +120,7 @@ class _Run:
             _assign(self.buffers, before)
             loss, _ = replica_gradients(self.model, self.job, self.source, self.at, replica)
             losses.append(loss)
-            # zero_grad drops the references of the next replica's pass, so these tensors stay as they are.
+            # The next replica's zero_grad only drops references, so these tensors don't change.
             contributions.append({name: value.grad for name, value in self.trained.items()})
             if replica == 0:
                 after = _copies(self.buffers)
@@ -172,7 +172,7 @@ class _Run:
         return gradients
 
     def load(self, start: ReferenceResult) -> None:
-        """Take over where an earlier run ended."""
+        """Continue from an earlier result."""
         self.at, self.version, self.skipped = start.step, start.version, list(start.skipped)
         _assign(self.params, start.params)
         _assign(self.buffers, start.buffers)
@@ -192,7 +192,7 @@ class _Run:
 
 
 class _Stepper:
-    """The torch.optim object, and the flat padded copies it steps on where it is fused."""
+    """The torch.optim object, and the flat padded copies it steps on if it is fused."""
 
     def __init__(self, job: Job, model: nn.Module, trained: Values) -> None:
         self.optimizer = job.build_optimizer(model)
@@ -210,7 +210,7 @@ class _Stepper:
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, gradients: Gradients, clock: int) -> None:
-        """One update of the model's parameters; a gradient of None leaves its parameter and its state alone."""
+        """One update of the model's parameters; a gradient of None leaves its parameter and its state unchanged."""
         rate_factor = factor(self.schedule, clock)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * rate_factor
@@ -240,7 +240,7 @@ class _Stepper:
         return found
 
     def _shaped(self, name: str, item: torch.Tensor) -> torch.Tensor:
-        """A copy of a value or a state; of a flat padded one in the parameter's shape."""
+        """A copy of a value or a state; a flat padded one gets the parameter's shape."""
         stepped, trained = self.stepped[name], self.trained[name]
         copy = item.detach().clone()
         if stepped is trained or copy.shape != stepped.shape:
@@ -265,7 +265,7 @@ class _Stepper:
 
 
 class _RuleStepper:
-    """An update rule over the buckets of one server. The model's parameters are what its one worker pulls."""
+    """An update rule over the buckets of one server. The model's parameters are those that its one worker pulls."""
 
     def __init__(self, spec: JobSpec, plan: Plan, trained: Values) -> None:
         self.plan = plan
@@ -293,14 +293,14 @@ class _RuleStepper:
             self._write(number, answer, self.trained)
 
     def parameters(self) -> Values:
-        """Copies of the trained parameters, which are not what the worker holds where the rule looks ahead."""
+        """Copies of the trained parameters, which differ from the worker's if the rule looks ahead."""
         found = _copies(self.trained)
         for number, flat in enumerate(self.values):
             self._write(number, flat, found)
         return found
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """What each bucket keeps."""
+        """The state of each bucket's rule."""
         return {f"bucket {number}": updater.export()._asdict() for number, updater in enumerate(self.rules)}
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -323,7 +323,7 @@ class _RuleStepper:
 
     @torch.no_grad()
     def _write(self, number: int, flat: torch.Tensor, into: Values) -> None:
-        """Put a bucket's values into their tensors."""
+        """Write a bucket's values into their tensors."""
         for piece in self.buckets[number].slices:
             tensor = self.plan.tensors[piece.tensor]
             first = piece.first_row * tensor.row_elements
@@ -334,7 +334,7 @@ class _RuleStepper:
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat copy, zeros up to a multiple of 64 elements."""
+    """A flat copy, padded with zeros to a multiple of 64 elements."""
     flat = tensor.new_zeros(padded(tensor.numel()))
     flat[: tensor.numel()] = tensor.detach().reshape(-1)
     return flat
@@ -351,7 +351,7 @@ def _assign(values: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor])
 
 
 def _non_finite(contributions: list[Gradients], losses: list[float]) -> str:
-    """What is NaN or infinite, as the start of a sentence; "" where all is finite."""
+    """What is NaN or infinite, as the start of a sentence; "" if all is finite."""
     for replica, (gradients, loss) in enumerate(zip(contributions, losses, strict=True)):
         if not math.isfinite(loss):
             return f"the loss of replica {replica} is {loss}"

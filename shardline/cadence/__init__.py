@@ -1,4 +1,4 @@
-"""Cadences: when a worker talks to the servers, and what it then sends. One file per cadence, listed in CADENCES."""
+"""Cadences: when a worker exchanges with the servers, and what it sends. One file per cadence, listed in CADENCES."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CADENCES: Table[Cadence] = Table("cadence", EveryStep)
 
 
 def of(job: JobSpec) -> Cadence:
-    """The cadence that a job names. Raises JobError for one that does not exist."""
+    """The cadence that a job names. Raises JobError for an unknown one."""
     return CADENCES.parse(job.cadence)
 
 

@@ -1,4 +1,4 @@
-"""Every step: each backward pass is sent, and the next one computes with what the servers made of it."""
+"""Every step: each backward pass is sent, and the next one uses the servers' new parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardline.cadence.base import Cadence, Held, LocalTraining, Outgoing
 
 
 class SendEverything(LocalTraining):
-    """Keeps nothing, changes nothing: the model holds what was pulled, and what it computes is sent."""
+    """No state and no changes: the model contains the pulled values, and its gradients are sent."""
 
     def began(self, step: int) -> None:
         """See LocalTraining.began."""

@@ -1,4 +1,4 @@
-"""Puts a trainer together."""
+"""Builds a trainer from its parts."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from shardline.topology import Route
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """How a worker's tensors and gradients are to be handled, where the job lets it."""
+    """How to handle a worker's tensors and gradients, if the job allows it."""
 
     overlap: bool = False
     """Gradients may leave during the backward pass, see Trainer.expect()."""
     zero_copy: bool = False
-    """Tensors may lie in shared memory, see zero_copy."""
+    """Tensors may be in shared memory, see zero_copy."""
     credit_bytes: int = 0
     """See SendQueue; 0 = derived from the buckets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ties:
-    """A worker's ties to the servers of one plan and one history."""
+    """A worker's connections to the servers of one plan and timeline."""
 
     who: Identity
     index: int
@@ -54,7 +54,7 @@ class Ties:
 
 
 def make_trainer(view: JobView, course: Course, ties: Ties, wishes: Wishes) -> Trainer:
-    """A trainer for the plan and the history of `view`. Raises UsageError where zero_copy can't be had."""
+    """Make a trainer for the plan and timeline of `view`. Raises UsageError if zero_copy is not possible."""
     plan, job = view.plan, view.job
     layout = ModelLayout(plan, course.held.pulled)
     residence: Residence = PRIVATE

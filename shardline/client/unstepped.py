@@ -1,4 +1,4 @@
-"""A loop over steps() that never calls optimizer.step() is given the same step again and again, and is told so."""
+"""Detects a loop over steps() that never calls optimizer.step() and so gets the same step again and again."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shardline.errors import JobError, UnreachableError
 log = logging.getLogger("shardline.client")
 
 WARN_S = 10.0
-"""Time at one step after which a warning says so."""
+"""Seconds at one step before a warning."""
 WARN_PASSES = 100
-"""Passes without step() after which a warning says so, however short they were."""
+"""Passes without step() before a warning, however short they were."""
 AGAIN_S = 60.0
-"""Between two warnings: a loop that accumulates gradients by hand does this on purpose."""
+"""Seconds between two warnings: a loop that accumulates gradients by hand does this on purpose."""
 
 
 class Unstepped:
@@ -28,17 +28,17 @@ class Unstepped:
         self._ask_s = min(WARN_S, timeout_s / 6)
         self._told_s: float | None = None
         self.passes = 0
-        """Begun since step() was called last."""
+        """Passes begun since the last call of step()."""
         self._since_s = self._asked_s = 0.0
         self._waiting_since_s: float | None = None
 
     def reset(self) -> None:
-        """step() was called, or the cluster changed and the loop has to find its step again."""
+        """Start over: step() was called, or the cluster changed and the loop has to find its step again."""
         self.passes = 0
         self._waiting_since_s = None
 
     def begin(self, step: int, now_s: float) -> bool:
-        """A pass begins. Returns whether it is time to find out who waits for the step, see waited_for()."""
+        """Begin a pass. Returns whether it is time to find out who waits for the step, see waited_for()."""
         if not self.passes:
             self._since_s = self._asked_s = now_s
         self.passes += 1
@@ -59,7 +59,7 @@ class Unstepped:
         return True
 
     def waited_for(self, step: int, others: Sequence[int], now_s: float) -> None:
-        """others: replicas that have contributed to this step. Raises JobError when they have waited too long."""
+        """others: replicas that have contributed to this step. Raises JobError if they have waited too long."""
         if not others:
             self._waiting_since_s = None
             return
@@ -75,9 +75,9 @@ class Unstepped:
 
 
 def waiting_replicas(trainer: Trainer, owned: Sequence[int]) -> list[int]:
-    """Replicas of other workers that every shard has counted in the open step; none if a server can't tell now.
+    """Replicas of other workers that every shard has counted in the open step; none if a server can't answer now.
 
-    Nothing may be on its way.
+    No exchange may be running.
     """
     if not trainer.course.mode.assigns_replicas:
         return []

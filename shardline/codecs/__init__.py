@@ -1,4 +1,4 @@
-"""Codecs: how a bucket's numbers are written on the wire. A new one is one file and an entry in CODECS."""
+"""Codecs: how a bucket's numbers are encoded for transfer. A new one is one file and an entry in CODECS."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CODECS: Table[Codec] = Table("codec", Raw, Bf16, Fp16)
 
 
 def coding_of(choice: str | Codec, plan: Plan) -> JobCoding:
-    """A job's codec over its plan. Raises JobError for a codec that doesn't exist."""
+    """A job's codec for its plan. Raises JobError for an unknown codec."""
     return JobCoding(CODECS.parse(choice), plan)
 
 
 def keep_whole(choice: str | Codec, tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """A job's tensors, those marked as not to be cut that its codec can't do with pieces of. Raises JobError."""
+    """A job's tensors, with those marked whole that its codec can't encode in pieces. Raises JobError."""
     codec = CODECS.parse(choice)
     return tuple(
         replace(tensor, whole=True) if codec.takes(tensor) and codec.wants_whole(tensor.shape) else tensor

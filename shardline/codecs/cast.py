@@ -1,4 +1,4 @@
-"""Casts: fp16 and bf16 on the wire, the full type on both ends. Halves the bytes; rounds to nearest even."""
+"""Casts: fp16 and bf16 in transfer, the full type on both ends. Halves float32's bytes; rounds to nearest even."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
 
 
 class Cast(Codec):
-    """Writes floats in a narrower type."""
+    """Encodes floats in a narrower type."""
 
     wire_dtype: ClassVar[str]
 
@@ -22,11 +22,11 @@ class Cast(Codec):
         return layout.bucket.elements * itemsize(self.wire_dtype)
 
     def encoder(self, layout: Layout) -> CastCoder:
-        """Rounds."""
+        """Encoder that rounds."""
         return CastCoder(layout, self.wire_dtype)
 
     def decoder(self, layout: Layout) -> CastCoder:
-        """Widens."""
+        """Decoder that widens."""
         return CastCoder(layout, self.wire_dtype)
 
 
@@ -47,7 +47,7 @@ class Fp16(Cast):
 
 
 class CastCoder:
-    """Both ways of one bucket. A value beyond the wire type's range becomes infinite; the NaN policy deals with it."""
+    """Encoder and decoder of one bucket. Values beyond the wire type's range become infinite."""
 
     def __init__(self, layout: Layout, wire_dtype: str) -> None:
         self._bucket = layout.bucket

@@ -1,4 +1,4 @@
-"""A job's codec over its plan: which codec each bucket has in effect, each way, with its encoder, decoder and bound."""
+"""A job's codec applied to its plan: the actual codec, coders and size bound for each bucket and direction."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from shardline.core.plan import Plan
 from shardline.errors import JobError, ProtocolError
 
 PLAIN: Codec = Raw()
-"""What every tensor travels by that its job's codec doesn't take, and first values, which lose nothing."""
+"""The codec of initial values, and of tensors that the job's codec doesn't encode."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketCoding:
-    """How one bucket is written one way."""
+    """The coding of one bucket in one direction."""
 
     codec: Codec
-    """In effect: the job's, or PLAIN where that takes none of the bucket's tensors."""
+    """The actual codec: the job's, or PLAIN if that encodes none of the bucket's tensors."""
     name: str
-    """The codec's text, as in messages."""
+    """The codec's name in messages."""
     layout: Layout
     encoder: Encoder
     decoder: Decoder
     max_bytes: int
 
     def misfit(self, nbytes: int) -> str:
-        """Why no payload of this bucket has this length; "" where one may. Asked before memory is taken for it."""
+        """Why no payload of this bucket has this length; "" if one may. Checked before memory is allocated for it."""
         if self.codec.fixed_size:
             return "" if nbytes == self.max_bytes else f"codec {self.name} makes {self.max_bytes}"
         return "" if 0 <= nbytes <= self.max_bytes else f"codec {self.name} makes at most {self.max_bytes}"
 
 
 class Coding:
-    """One codec over a plan. Its buckets are looked up once each; any thread may use it."""
+    """One codec applied to a plan. Buckets' codings are cached; any thread may use it."""
 
     def __init__(self, codec: Codec, plan: Plan) -> None:
         self.codec = codec
@@ -48,7 +48,7 @@ class Coding:
         self._memories: dict[tuple[int, int, str], dict[MemoryKey, torch.Tensor]] = {}
 
     def bucket(self, shard: int, number: int) -> BucketCoding:
-        """Of one bucket."""
+        """The coding of one bucket. Raises JobError if the plan cuts a tensor that the codec needs whole."""
         found = self._buckets.get((shard, number))
         if found is None:
             found = self._buckets[shard, number] = self._make(shard, number)
@@ -67,7 +67,7 @@ class Coding:
         )
 
     def memory(self, shard: int, number: int, receiver: str) -> MutableMapping[MemoryKey, torch.Tensor]:
-        """What is remembered of a bucket's pulls by one receiver: at a server what it sent, at a worker what came."""
+        """Memory of a bucket's pulls by one receiver: at a server what it sent, at a worker what it received."""
         if self.codec.memory is Memory.NONE:
             return {}
         return self._memories.setdefault((shard, number, receiver), {})
@@ -83,7 +83,7 @@ class JobCoding:
 
     @functools.cached_property
     def plain(self) -> Coding:
-        """Of first values, and of what a sender leaves as it is although the job has a codec."""
+        """Coding of initial values, and of what a sender leaves unencoded although the job has a codec."""
         return Coding(PLAIN, self._plan)
 
     def of_push(self, name: str) -> Coding:

@@ -1,7 +1,7 @@
-"""Base of codecs that write each tensor, or each quantum of one, by itself: framing, bounds and error memory.
+"""Base of codecs that encode each tensor, or each quantum of one, by itself: framing, bounds and error memory.
 
 A payload is, for each part in the order of the bucket, its length (4 bytes, little-endian) and its bytes; a part
-without a gradient has none. A payload as long as the bucket is the bucket's own bytes, so none is ever longer.
+without a gradient has no bytes. A payload as long as the bucket is the bucket's own bytes, so none is ever longer.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from shardline.errors import ProtocolError
 
 LENGTH = struct.Struct("<I")
 ERROR = "error"
-"""What is remembered of a part: p - decoded, for p the numbers plus what was remembered before."""
+"""Name of a part's error memory: p - decoded, where p is the numbers plus the previous error."""
 
 
 class PartCodec(Codec):
-    """A codec of parts. With error memory (Memory.DROPPED or RESTORED), what one encoding leaves out is added to the
-    next (error feedback: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, algorithm 2).
+    """A codec of parts, optionally with error feedback.
+
+    With error memory (Memory.DROPPED or RESTORED), the error of one encoding is added to the next (Karimireddy et al.,
+    "Error Feedback Fixes SignSGD", 2019, algorithm 2).
     """
 
     scope = Scope.TENSOR
@@ -31,9 +33,9 @@ class PartCodec(Codec):
 
     @abstractmethod
     def encode_part(self, values: torch.Tensor, part: Part, turn: Turn) -> Buffer:
-        """At least one byte for a part's numbers, a flat CPU tensor that is not to be written to.
+        """Encode a part's numbers, a flat CPU tensor that must not be written to, in at least one byte.
 
-        NaN and infinity must come out as such, somewhere in the part.
+        NaN and infinity must be preserved as such, somewhere in the part.
         """
 
     @abstractmethod
@@ -41,11 +43,11 @@ class PartCodec(Codec):
         """A part's numbers, flat, in its tensor's dtype. Raises ProtocolError for what encode_part() never makes."""
 
     def max_part_bytes(self, part: Part) -> int:
-        """Of encode_part(); the part's own bytes where that is not known."""
+        """Upper bound for encode_part(); the part's own bytes if unknown."""
         return part.elements * DTYPES[part.tensor.dtype].itemsize
 
     def max_bytes(self, layout: Layout) -> int:
-        """Of all parts, at most the bucket's own bytes."""
+        """Upper bound for all parts, at most the bucket's own bytes."""
         parts = layout.parts(self.scope)
         return min(layout.bucket.nbytes, sum(LENGTH.size + self._bound(part) for part in parts))
 
@@ -54,16 +56,16 @@ class PartCodec(Codec):
         return self.max_part_bytes(part) if self.takes(part.tensor) else own
 
     def encoder(self, layout: Layout) -> PartCoder:
-        """Writes part after part."""
+        """Encoder that writes part after part."""
         return PartCoder(self, layout)
 
     def decoder(self, layout: Layout) -> PartCoder:
-        """Reads part after part."""
+        """Decoder that reads part after part."""
         return PartCoder(self, layout)
 
 
 class PartCoder:
-    """Both ways of one bucket."""
+    """Encoder and decoder of one bucket."""
 
     def __init__(self, codec: PartCodec, layout: Layout) -> None:
         self._codec = codec
@@ -71,7 +73,7 @@ class PartCoder:
         self._parts = [part for part in layout.parts(codec.scope) if part.elements]
 
     def encode(self, values: torch.Tensor, turn: Turn) -> Buffer:
-        """Bytes of all parts that have a gradient; error memory goes on in the turn."""
+        """Bytes of all parts that have a gradient; the new error memory is left in the turn."""
         sums = {part.offset: self._with_memory(values[part.offset : part.end], part, turn) for part in self._parts}
         pieces: list[Buffer] = []
         left: dict[MemoryKey, torch.Tensor] = {}
@@ -94,13 +96,14 @@ class PartCoder:
         if not codec.takes(part.tensor):
             return tensor_bytes(values)
         data = codec.encode_part(values, part, turn)
-        # A gradient that is not finite skips its step or ends the job; remembered, it would spoil every later one.
+        # A gradient that is not finite skips its step or ends the job; in the error memory it would spoil all later
+        # ones.
         if codec.memory is not Memory.NONE and bool(torch.isfinite(values).all()):
             left[part.tensor.name, part.first_row, ERROR] = values - codec.decode_part(data, part)
         return data
 
     def _as_it_is(self, sums: dict[int, torch.Tensor], turn: Turn, left: dict[MemoryKey, torch.Tensor]) -> Buffer:
-        """The bucket in full, with all that was remembered; nothing is left out of it."""
+        """The bucket unencoded, error memory added, so no error is left."""
         whole = zeros(self._layout)
         for part in self._parts:
             whole[part.offset : part.end] = sums[part.offset]
@@ -108,7 +111,7 @@ class PartCoder:
         return tensor_bytes(whole)
 
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
-        """All parts."""
+        """Decode all parts."""
         view, bucket = memoryview(payload), self._layout.bucket
         if len(view) == bucket.nbytes:
             return tensor_from_bytes(view, bucket.dtype)

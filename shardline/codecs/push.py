@@ -1,4 +1,4 @@
-"""A worker's side of a codec: encodes its pushes, and keeps the error memory of each replica that it runs."""
+"""A worker's side of a codec: encodes its pushes, and keeps the error memory of each of its replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardline.core.tensor_bytes import Buffer
 Memories = dict[int, dict[MemoryKey, torch.Tensor]]
 """By bucket."""
 HELD_CHECKPOINTS = 2
-"""The last may not be committed when the job goes back."""
+"""Number of checkpoints to keep memory for: the last may not be committed when the job goes back."""
 
 
 @dataclass
@@ -25,12 +25,12 @@ class _Held:
     """Number of the push that it is for."""
     memories: Memories = field(default_factory=dict)
     pending: Memories = field(default_factory=dict)
-    """What the push `next` leaves; it counts when that counts."""
+    """Memory after the push `next`; becomes valid when that counts."""
     kept: dict[int, Memories] = field(default_factory=dict)
-    """As it was before these pushes, for a rollback."""
+    """Memory before these pushes, for a rollback."""
 
     def count(self) -> None:
-        """The push counts."""
+        """Note that the push counts."""
         self.memories = {**self.memories, **self.pending}
         self.pending = {}
         self.next += 1
@@ -39,11 +39,11 @@ class _Held:
 class PushEncoders:
     """Encodes the pushes of one worker. Different buckets may be encoded by different threads at the same time.
 
-    seed: the job's. sender: whose random numbers they are where workers push for themselves; None = each replica's.
+    seed: the job's. sender: the number for random numbers if workers push for themselves; None = each replica's.
     keep_every: pushes between two checkpoints, 0 = there are none; see Memory.RESTORED.
 
-    A push is numbered (begin), its buckets are encoded, perhaps again where the exchange is given up and the step
-    computed once more, and it counts (settle) or not: only then is the memory that of the next push.
+    A push is numbered (begin), its buckets are encoded, possibly again if the exchange is given up and the step
+    computed again, and it counts (settle) or not: only then is the memory that of the next push.
     """
 
     def __init__(self, coding: Coding, *, seed: int = 0, sender: int | None = None, keep_every: int = 0) -> None:
@@ -53,17 +53,17 @@ class PushEncoders:
         self._keep_every = keep_every if coding.codec.memory is Memory.RESTORED else 0
         self._remembers = coding.codec.memory is not Memory.NONE
         self._numbers: dict[int, int] = {}
-        """By shard: of the open push."""
+        """Number of the open push, by shard."""
         self._held: dict[tuple[int, int], _Held] = {}
         """By (replica, shard)."""
 
     @property
     def name(self) -> str:
-        """Text of the codec, as pushes name it."""
+        """The codec's name in pushes."""
         return self.coding.name
 
     def begin(self, shard: int, number: int) -> None:
-        """What is encoded for a shard from now on belongs to this push: the step, or the worker's count of pushes."""
+        """Set a shard's open push for the encodings that follow: the step, or the worker's count of pushes."""
         self._numbers[shard] = number
 
     def encode(
@@ -82,13 +82,13 @@ class PushEncoders:
         return data
 
     def settle(self, *, skipped: bool = False) -> None:
-        """The open push counts at every shard; what comes is the next one. skipped: its step has changed nothing."""
+        """The open push counts at every shard; the next one follows. skipped: its step changed nothing."""
         for (_, shard), held in self._held.items():
             again = held.next > self._numbers.get(shard, held.next)
             if skipped or again:
                 held.pending = {}
             if again:
-                # It counted before, there, and was sent once more for the other shards' sake.
+                # It was already counted there, and was resent only for the other shards.
                 continue
             held.count()
             self._keep(held)
@@ -100,10 +100,12 @@ class PushEncoders:
                 del held.kept[number]
 
     def locate(self, standing: Mapping[tuple[int, int], int]) -> None:
-        """After a (re)start. standing: by (replica, shard), number of the push that is to come, for all that are here.
+        """Adjust after a (re)start.
 
-        A push whose answer was lost and that counts is settled by this. Whatever else the memory does not belong to,
-        the codec's rule decides: it is that of a checkpoint, or zero.
+        standing: number of the next push by (replica, shard), for all replicas of this worker.
+
+        This settles a push that counts but whose answer was lost. In other cases of a mismatch the codec's rule
+        decides: the memory is that of a checkpoint, or zero.
         """
         for key, held in list(self._held.items()):
             number = standing.get(key)
@@ -118,7 +120,7 @@ class PushEncoders:
             held.kept = {kept: memories for kept, memories in held.kept.items() if kept <= number}
 
     def inherit(self, before: PushEncoders) -> None:
-        """Go on where others of the same job stood; locate() says what of it holds."""
+        """Take over the memory of earlier encoders of the same job; locate() then decides what remains valid."""
         if before.coding.plan.plan_id == self.coding.plan.plan_id:
             self._held = before._held
             return
@@ -130,7 +132,7 @@ class PushEncoders:
     # As part of a replica's state
 
     def state_dict(self, replica: int) -> dict[str, dict[str, torch.Tensor]]:
-        """A replica's memory by tensor and by what is remembered; flat over the tensor, however the plan cuts it."""
+        """A replica's memory by tensor and name; flat over the tensor, however the plan cuts it."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         plan = self.coding.plan
         for (whose, _), held in self._held.items():
@@ -146,12 +148,12 @@ class PushEncoders:
         return found
 
     def _is_whole(self, name: str) -> bool:
-        """Whether a tensor is one part, whose memory may have any shape."""
+        """Whether a tensor is a single part, whose memory may have any shape."""
         pieces = list(self.coding.plan.pieces(self.coding.plan.index[name]))
         return len(pieces) == 1 and self.coding.codec.scope is not Scope.QUANTUM
 
     def load_state_dict(self, replica: int, state: Mapping[str, Mapping[str, torch.Tensor]], number: int) -> None:
-        """Take a replica's memory as it is before the push `number`, of the same plan or of one that cuts otherwise."""
+        """Load a replica's memory for the push `number`, from the same plan or one with other cuts."""
         scope = self.coding.codec.scope
         for shard, spec in enumerate(self.coding.plan.shards):
             memories: Memories = {}

@@ -1,4 +1,4 @@
-"""Raw: the bytes as they are."""
+"""Raw: the unchanged bytes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Raw(Codec):
         return True
 
     def max_bytes(self, layout: Layout) -> int:
-        """The bucket's own."""
+        """The bucket's own bytes."""
         return layout.bucket.nbytes
 
     def encoder(self, layout: Layout) -> RawCoder:
-        """Views of tensors."""
+        """Encoder that returns views of tensors."""
         return RawCoder(layout)
 
     def decoder(self, layout: Layout) -> RawCoder:
-        """Views of writable payloads, copies of read-only ones."""
+        """Decoder that returns views of writable payloads, copies of read-only ones."""
         return RawCoder(layout)
 
 
@@ -44,11 +44,11 @@ class RawCoder:
         self._bucket = layout.bucket
 
     def encode(self, values: torch.Tensor, turn: Turn) -> Buffer:
-        """View of the tensor's memory."""
+        """A view of the tensor's memory."""
         return tensor_bytes(values)
 
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
-        """View of writable bytes, copy of read-only ones."""
+        """A view of writable bytes, a copy of read-only ones."""
         bucket = self._bucket
         check_length(payload, bucket.nbytes, bucket.elements, bucket.dtype)
         return tensor_from_bytes(payload, bucket.dtype)

@@ -1,4 +1,4 @@
-"""Modes of consistency. `CONSISTENCIES` is what people write; `of()` makes the mode of a job's settings."""
+"""Consistency modes. `CONSISTENCIES` has those that users name; `of()` returns the mode for a job's settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["CONSISTENCIES", "RESIDENTS", "Asynchronous", "Clock", "Consistency",
 
 CONSISTENCIES: Table[Consistency] = Table("consistency", Eager, Asynchronous)
 RESIDENTS: tuple[type[Consistency], ...] = (Eager, Voted, Asynchronous)
-"""All that come with the library: steps become voted by a job's other settings."""
+"""All modes of the library: other settings of a job turn eager steps into voted ones."""
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Asynchronous pushes: each is applied as it comes, and answered with the values after it. PROTOCOL 1.5."""
+"""Asynchronous pushes: each is applied as it arrives and answered with the values after it. PROTOCOL 1.5."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Asynchronous(Consistency):
     counts_staleness: ClassVar[bool] = True
 
     def contributors(self, replicas: int) -> int:
-        """One: a batch is one replica's."""
+        """One: a batch belongs to a single replica."""
         return 1
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
@@ -33,9 +33,9 @@ class Asynchronous(Consistency):
 
 
 class AsynchronousPushes(NumberedPushes):
-    """A push that counts is an update."""
+    """Every push that counts is an update."""
 
     def take(self, totals: Totals, context: PushContext, *, scale: float, record: int | None) -> None:
-        """Apply it to every bucket."""
+        """Apply the push to every bucket."""
         for bucket, total in totals:
             self.storage.apply_now(bucket, total, scale=scale, context=context, record=record)

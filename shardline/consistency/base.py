@@ -1,19 +1,19 @@
 """Consistency: which contributions make an update, and what a worker may pull. One file per mode. Pure.
 
 A resident is the choice and its traits: what the rest of the system has to know about a mode, as properties with a
-meaning. Nobody outside this package asks for a mode's name or class.
+meaning. Code outside this package never asks for a mode's name or class.
 
 How modes that do not exist yet would use it:
 
-* Backup workers (Chen et al. 2016): a subclass of ReplicaSteps with `waits_for_verdict`. ready() says N of N + b
-  contributions, divisor is N, and admit() answers LATE_DROPPED to whatever comes after the set of a step is closed.
-* n-softsync (Zhang et al. 2016): a subclass of NumberedPushes. take() adds a push up and applies the sum, divided by c,
-  at every c-th one; the PushContext brings each push's staleness, for a weight of 1 / staleness.
+* Backup workers (Chen et al. 2016): a subclass of ReplicaSteps with `waits_for_verdict`. ready() returns True for N of
+  N + b contributions, divisor is N, and admit() answers LATE_DROPPED once the set of a step is closed.
+* n-softsync (Zhang et al. 2016): a subclass of NumberedPushes. take() sums pushes and applies the sum, divided by c, at
+  every c-th push; the PushContext has each push's staleness, for a weight of 1 / staleness.
 * Stale synchronous parallel (Ho et al. 2013): a subclass of NumberedPushes without `replies_with_push`. A worker's
-  clock is the number of its last push. serve() says WAITING to a worker that is too far ahead of the slowest one;
-  members_changed() drops those that left from the minimum, and whoever waits looks again.
-* Local SGD and DiLoCo: a subclass of EagerSteps, where a step is a round and what is averaged is a delta. The update
-  rule turns the mean delta into an outer gradient.
+  clock is the number of its last push. serve() answers WAITING to a worker that is too far ahead of the slowest one;
+  members_changed() removes workers that left from the minimum, and waiting pulls are checked again.
+* Local SGD and DiLoCo: a subclass of EagerSteps, where a step is a round and deltas are averaged. The update rule turns
+  the mean delta into an outer gradient.
 
 A mode is one file with two classes: the resident, and its server half. CONSISTENCIES.add() lists it.
 """
@@ -33,12 +33,12 @@ from shardline.seams import Resident
 
 
 class Clock(enum.Enum):
-    """What a job's progress is counted in."""
+    """The unit in which a job's progress is counted."""
 
     STEP = "step"
-    """Rounds closed: every replica takes part in each."""
+    """Closed rounds: every replica takes part in each."""
     VERSION = "version"
-    """Updates applied; each worker is at its own."""
+    """Applied updates; each worker has its own."""
 
 
 @dataclass(frozen=True)
@@ -46,52 +46,52 @@ class Consistency(Resident):
     """A mode: its settings are the fields, its traits the class variables."""
 
     clock: ClassVar[Clock]
-    """What steps, the learning-rate schedule, stops and figures go by."""
+    """The unit of steps, the learning-rate schedule, stops and metrics."""
     keeps_previous: ClassVar[bool] = False
-    """A bucket publishes the values of its step and of the step before: a replaced worker may still need those."""
+    """A bucket publishes the values of its step and of the previous step, which a replaced worker may still need."""
     whole_pushes: ClassVar[bool] = False
-    """A push is numbered, held until its commit and counted in all buckets at once, with one outcome. False: it names
-    its step and its block of replicas, and each bucket of it counts as soon as it is there."""
+    """A push is numbered, kept until its commit and counted in all buckets at once, with one outcome. False: it names
+    its step and its block of replicas, and each of its buckets counts as soon as it is complete."""
     sums_in_tree: ClassVar[bool] = False
-    """Contributions of replicas are added in the canonical tree, so that whoever holds a block may add it up first."""
+    """Contributions of replicas are added in the canonical tree, so that a worker may add up a whole block first."""
     waits_for_verdict: ClassVar[bool] = False
-    """A complete step is applied when the lead has decided on it for all shards."""
+    """A complete step is applied after the lead's decision for all shards."""
     pulls_by_step: ClassVar[bool] = False
-    """A pull asks for the values of one step, and gets those or none."""
+    """A pull asks for the values of one step, and gets exactly those or none."""
     replies_with_push: ClassVar[bool] = False
     """A pull in the same call as a push is answered with the values right after that push."""
     publishes_after_standby: ClassVar[bool] = False
-    """An update is published when the standby holds it. False: it is published at once, and answers wait instead."""
+    """An update is published once the standby has it. False: it is published at once, and answers wait instead."""
     consistent_cuts: ClassVar[bool] = False
-    """All shards are cut at the same step, which can be agreed on before; a rollback takes all of them back to it.
-    False: each shard is cut at its own instant and goes back alone."""
+    """All shards are cut at the same step, which can be agreed on in advance; a rollback takes all of them back to it.
+    False: each shard is cut at its own time and goes back alone."""
     leases_batches: ClassVar[bool] = False
-    """The chief hands out batches one by one, and again where a worker dies. False: it assigns replicas, and a
-    replica's batches follow from the step."""
+    """The chief leases batches one by one, and again if a worker dies. False: it assigns replicas, and a replica's
+    batches follow from the step."""
     bit_exact: ClassVar[bool] = False
-    """The final parameters do not depend on the number of workers or on who died."""
+    """The final parameters do not depend on the number of workers or on which of them died."""
     clips_at_worker: ClassVar[bool] = False
-    """A worker clips its own gradient and decides itself to skip one that is not finite."""
+    """A worker clips its own gradient, and skips one that is not finite by its own decision."""
     counts_staleness: ClassVar[bool] = False
-    """How many updates lie between a worker's pull and its push is a figure worth showing."""
+    """Staleness is a metric worth showing."""
 
     @property
     def assigns_replicas(self) -> bool:
-        """A worker stands for the replicas that the chief assigned to it."""
+        """Whether the chief assigns replicas to workers."""
         return not self.leases_batches
 
     def contributors(self, replicas: int) -> int:
-        """How many replicas make one update, of a job with `replicas`."""
+        """Number of replicas that make one update, for a job with `replicas`."""
         return replicas
 
     def under(self, spec: ConsistencySpec) -> Consistency:
-        """The mode that this choice comes to with a job's other settings, such as clipping."""
+        """The mode for this choice with a job's other settings, such as clipping."""
         return self
 
     def worker_half(self, job: JobSpec) -> WorkerHalf:
-        """A worker's place in a job of this mode, at the job's beginning."""
+        """A worker's half for a job of this mode, at the job's beginning."""
         return OwnPushes(job) if self.whole_pushes else SharedSteps(job)
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
-        """What this mode does at one shard."""
+        """The server half of this mode for one shard."""
         raise NotImplementedError(f"consistency {self} has no server half")

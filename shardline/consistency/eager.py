@@ -30,7 +30,7 @@ class Eager(Consistency):
     bit_exact: ClassVar[bool] = True
 
     def under(self, spec: ConsistencySpec) -> Consistency:
-        """Clipping by the global norm and skipping a step need one decision over all shards."""
+        """Clipping by the global norm and skipping a step require one decision for all shards."""
         return Voted() if spec.clip_norm > 0.0 or spec.nan_policy == "skip" else self
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
@@ -50,17 +50,17 @@ class EagerSteps(ReplicaSteps):
                 self._check_sum(bucket, total)
             self.storage.apply_bucket(bucket, total)
         except Exception:
-            # Nothing was published: what was counted is forgotten, so that it can be sent again.
+            # Nothing was published: forget the contributions, so that they can be sent again.
             bucket.contributions.clear()
             bucket.hyper = None
             raise
 
     def completed(self, bucket: BucketView, step: int) -> None:
-        """Tell who waits for it."""
+        """Report the new values."""
         self.storage.observers.on_publish(bucket.number)
 
     def _check_sum(self, bucket: BucketView, total: Partial) -> None:
-        """Finite contributions can have a sum that is not; it is never applied."""
+        """Check that the sum is finite, even though all contributions are; a sum that is not is never applied."""
         values, count = total.values, self.terms.contributors
         if count == 1 or values is None or stays_finite(total.bound, values.dtype) or is_finite(values):
             return

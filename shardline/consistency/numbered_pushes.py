@@ -1,4 +1,4 @@
-"""Numbered pushes (PROTOCOL 1.5): a worker numbers its pushes to a shard, and each counts once, in its order."""
+"""Numbered pushes (PROTOCOL 1.5): a worker numbers its pushes to a shard, and each counts once, in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardline.core.reduce import Block
 def admit_push(seq: int, *, last_seq: int, skip: bool = False) -> Decision:
     """Whether push number `seq` of an incarnation counts at a shard that has counted up to last_seq.
 
-    Exactly last_seq + 1 is accepted: remembering only the highest number would lose the retry of a lower one.
+    Only last_seq + 1 is accepted: remembering just the highest number would lose the retry of a lower one.
     """
     if seq < 1:
         return Decision(Outcome.REFUSED, f"sequence number {seq}; numbers start at 1")
@@ -30,37 +30,39 @@ def admit_push(seq: int, *, last_seq: int, skip: bool = False) -> Decision:
 
 
 def resume(seq: int, *, last_seq: int) -> int | None:
-    """Number under which a push without an answer is sent again when the history has changed: its own.
+    """Number for resending an unanswered push on a new timeline: its own number.
 
-    last_seq: what the shard says now. Where it holds the push already the answer is DUPLICATE. None where it has gone
-    back behind the push before: that one is lost too, and this one is computed anew.
+    last_seq: the shard's current number. If the shard already has the push it answers DUPLICATE. None if the shard went
+    back behind the previous push: that one is lost too, and this one is computed again.
     """
     return seq if seq <= last_seq + 1 else None
 
 
 def staleness(version: int, base_version: int) -> int:
-    """Updates applied by others between the pull and this push's apply."""
+    """Number of updates by others between the pull and the application of this push."""
     return max(0, version - base_version)
 
 
 Totals = Sequence[tuple[BucketView, Partial]]
-"""What each bucket gets of a push."""
+"""Each bucket's part of a push."""
 
 
 class NumberedPushes(ServerHalf):
-    """The numbers of every worker's pushes. A subclass says what becomes of a push that counts."""
+    """Keeps the numbers of every worker's pushes. A subclass decides what a counted push does."""
 
     def __init__(self, storage: Storage, terms: Terms) -> None:
         super().__init__(storage, terms)
         self.pushes: dict[str, AppliedPush] = {}
-        """The last push of each worker that counted. `order` guards it."""
+        """The last counted push of each worker. Guarded by `order`."""
 
-    # What a subclass decides
+    # Decided by subclasses
 
     def take(self, totals: Totals, context: PushContext, *, scale: float, record: int | None) -> None:
-        """A push counts. At a standby too, where totals may lack buckets that are not copied yet. `order` held.
+        """Take a push that counts; also at a standby, where totals may lack buckets that are not copied yet.
 
-        scale: what its gradients are still to be multiplied by. record: for Storage.apply_now().
+        Call with `order` held.
+
+        scale: factor still to be applied to its gradients. record: for Storage.apply_now().
         """
         raise NotImplementedError
 
@@ -78,7 +80,7 @@ class NumberedPushes(ServerHalf):
         """See ServerHalf."""
         storage = self.storage
         self._check(gradients, hyper)
-        # A codec may have made infinities of what was finite at the worker.
+        # A codec may have turned finite values into infinities.
         skip = push.skip or (self.terms.nan_policy == "skip" and not all_finite(gradients.values()))
         with storage.order:
             refused = guard()
@@ -105,7 +107,7 @@ class NumberedPushes(ServerHalf):
         return decision, lag
 
     def admit(self, push: Push, last: AppliedPush, *, skip: bool) -> Decision:
-        """Whether a push counts; last: the one before it. `order` held."""
+        """Whether a push counts. last: the previous one. Call with `order` held."""
         stop = self.storage.stop_step
         if stop is not None and self.storage.buckets[0].step >= stop:
             return Decision(Outcome.STOPPED, f"the job stops at version {stop}")
@@ -126,7 +128,7 @@ class NumberedPushes(ServerHalf):
             self.storage.check_hyper(bucket, hyper)
 
     def _totals(self, gradients: Mapping[int, Gradient], hyper: Hyper) -> Totals:
-        """What each bucket gets, on its device; its hyper-parameters are set. `order` held."""
+        """Each bucket's part on its device; sets the bucket's hyper-parameters. Call with `order` held."""
         totals = []
         for bucket in self.storage.buckets:
             gradient, total = gradients.get(bucket.number), Partial(None, ())
@@ -138,10 +140,10 @@ class NumberedPushes(ServerHalf):
             totals.append((bucket, total))
         return totals
 
-    # What may be asked
+    # Queries
 
     def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
-        """See ServerHalf. Values of an earlier step are not kept."""
+        """See ServerHalf. Values of earlier steps are not kept."""
         if want.step is None:
             return Outcome.SERVED
         if want.step > bucket.step:
@@ -149,7 +151,7 @@ class NumberedPushes(ServerHalf):
         return Outcome.SERVED if want.at_least or want.step == bucket.step else Outcome.OVERTAKEN
 
     def progress(self, replica: int) -> int:
-        """The shard's version: no replica is waited for."""
+        """The shard's version, since no replica is waited for."""
         return min(bucket.step for bucket in self.storage.buckets)
 
     def last_push(self, task: str, incarnation: int = 0) -> int:
@@ -159,20 +161,20 @@ class NumberedPushes(ServerHalf):
         return known.last_seq if known is not None and incarnation in (0, known.incarnation) else 0
 
     def _last(self, task: str, incarnation: int) -> AppliedPush:
-        """The last push of an incarnation that counted; a new incarnation starts at 0."""
+        """The last counted push of an incarnation; a new incarnation starts at 0."""
         known = self.pushes.get(task)
         if known is None or known.incarnation != incarnation:
             return AppliedPush(task=task, incarnation=incarnation, last_seq=0, outcome=Outcome.APPLIED)
         return known
 
-    # History
+    # Timelines
 
     def sequences(self) -> dict[str, WorkerSequence]:
         """See ServerHalf."""
         return {task: WorkerSequence(push.incarnation, push.last_seq) for task, push in self.pushes.items()}
 
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
-        """The next push of each worker is expected."""
+        """See ServerHalf. Each worker's next push is expected."""
         with self.storage.order:
             self.pushes = {
                 task: AppliedPush(
@@ -193,7 +195,7 @@ class NumberedPushes(ServerHalf):
             self.pushes = {push.task: push for push in pushes}
 
     def replay(self, record: Record, *, whole: bool) -> None:
-        """See ServerHalf. The numbers come with the mark; those of records before it are among them."""
+        """See ServerHalf. The numbers come with recall(), which includes those of earlier records."""
         push = record.push
         if push is None:
             return
@@ -210,7 +212,7 @@ class NumberedPushes(ServerHalf):
                 self.storage.tally.applied(push.staleness)
 
     def _recorded(self, record: Record) -> Totals:
-        """What each copied bucket gets of a recorded push; its hyper-parameters are set. `order` held."""
+        """Each copied bucket's part of a recorded push; sets the bucket's hyper-parameters. Call with `order` held."""
         totals = []
         for part in record.parts:
             bucket = self.storage.buckets[part.bucket]

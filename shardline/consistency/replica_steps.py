@@ -1,6 +1,6 @@
-"""Synchronous steps (PROTOCOL 1.4): which contribution counts, which pull is served. Eager and voted steps share this.
+"""Synchronous steps (PROTOCOL 1.4), eager and voted: which contributions count, which pulls are served.
 
-A bucket at `step` t holds theta_t, collects contributions of step t, and still publishes theta_{t-1}.
+A bucket at `step` t has theta_t, collects contributions of step t, and still publishes theta_{t-1}.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from shardline.core.reduce import Block, is_node
 
 
 def admit_push(step: int, counted: Collection[int], block: Block, *, bucket_step: int, replicas: int) -> Decision:
-    """Whether a whole contribution of `block` for `step` counts in a bucket at bucket_step.
+    """Whether a contribution of `block` for `step` counts in a bucket at bucket_step.
 
-    counted: replicas whose contribution to bucket_step is held. The caller holds the bucket's lock.
+    counted: replicas already counted in bucket_step. Call with the bucket's lock held.
     """
     if block.count < 1 or block.end > replicas:
         return Decision(Outcome.REFUSED, f"block {block} is outside the job's {replicas} replicas")
@@ -39,8 +39,8 @@ def admit_push(step: int, counted: Collection[int], block: Block, *, bucket_step
 def serve_pull(want: int, *, bucket_step: int, oldest: int = 0) -> Outcome:
     """Whether theta_want can be sent: SERVED, WAITING (not there yet) or OVERTAKEN (gone).
 
-    oldest: step at which the bucket got its values by Init or Restore; what came before it was never published here,
-    and the second buffer holds nothing yet.
+    oldest: step at which the bucket got its values by Init or Restore; earlier ones were never published here, and the
+    second buffer is still empty.
     """
     if want > bucket_step:
         return Outcome.WAITING
@@ -50,25 +50,25 @@ def serve_pull(want: int, *, bucket_step: int, oldest: int = 0) -> Outcome:
 
 
 def progress(bucket_step: int, replica_counted: bool) -> int:
-    """The step a replica has to work on, as far as one bucket knows. A (re)started worker takes the lowest."""
+    """The step that a replica has to work on according to one bucket. A (re)started worker takes the lowest."""
     return bucket_step + 1 if replica_counted else bucket_step
 
 
 class ReplicaSteps(ServerHalf):
-    """Each bucket gathers the contributions of all replicas to its open step. A subclass says what closes the step."""
+    """Each bucket collects all replicas' contributions to its open step. A subclass decides what closes the step."""
 
     outcome: ClassVar[Outcome] = Outcome.COUNTED
-    """What a contribution that counts is answered."""
+    """The outcome of a contribution that counts."""
 
     def __init__(self, storage: Storage, terms: Terms) -> None:
         super().__init__(storage, terms)
         self._opened_s: float | None = None
-        """When the first contribution to bucket 0's open step came."""
+        """When the first contribution to bucket 0's open step arrived."""
 
-    # What a subclass decides
+    # Decided by subclasses
 
     def admit(self, bucket: BucketView, step: int, block: Block) -> Decision:
-        """Whether a contribution counts. The bucket's lock held."""
+        """Whether a contribution counts. Call with the bucket's lock held."""
         stop = self.storage.stop_step
         if stop is not None and step >= stop:
             return Decision(Outcome.STOPPED, f"the job stops at step {stop}")
@@ -81,23 +81,23 @@ class ReplicaSteps(ServerHalf):
         )
 
     def ready(self, bucket: BucketView) -> bool:
-        """Whether the open step of a bucket is complete. Its lock held."""
+        """Whether the open step of a bucket is complete. Call with its lock held."""
         return bucket.contributions.complete
 
     @property
     def divisor(self) -> int:
-        """What the sum of a step's contributions is divided by."""
+        """Divisor of the sum of a step's contributions."""
         return self.terms.contributors
 
     def counted(self, step: int, nonfinite: Collection[str]) -> None:
-        """A contribution counts from now on, and may make the step complete. The bucket's lock held."""
+        """A contribution was counted and may make the step complete. Called with the bucket's lock held."""
 
     def complete(self, bucket: BucketView) -> None:
-        """A bucket has all contributions of its step. Its lock held."""
+        """A bucket has all contributions of its step. Called with its lock held."""
         raise NotImplementedError
 
     def completed(self, bucket: BucketView, step: int) -> None:
-        """The same after it, without the lock."""
+        """Called after complete(), without the lock."""
         raise NotImplementedError
 
     # Contributions
@@ -140,7 +140,7 @@ class ReplicaSteps(ServerHalf):
             if ready:
                 self.complete(to)
         if bucket == 0:
-            # One bucket stands for the push: the others needn't meet at the shard's lock.
+            # One bucket represents the push, so that the others don't contend for the shard's lock.
             with storage.lock:
                 storage.tally.pushes += 1
         storage.observers.on_counted()
@@ -155,7 +155,7 @@ class ReplicaSteps(ServerHalf):
         to.contributions.add(block, values, gradient.present, gradient.fingerprint, borrowed=borrowed, bound=bound)
 
     def _time_barrier(self, bucket: BucketView, block: Block) -> None:
-        """Tell how long the step's first contribution waited for its last; bucket 0 stands for the shard."""
+        """Report how long the step's first contribution waited for its last, measured at bucket 0."""
         now_s = time.monotonic()
         if self._opened_s is None or not bucket.contributions.counted:
             self._opened_s = now_s
@@ -172,7 +172,7 @@ class ReplicaSteps(ServerHalf):
             mismatch=True,
         )
 
-    # What may be asked
+    # Queries
 
     def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
         """See ServerHalf."""

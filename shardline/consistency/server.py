@@ -1,11 +1,11 @@
 """The server half of a mode: one object per shard that decides what counts, when it is applied, and what is served.
 
-A shard is three things: storage (buckets with their locks, publication, images), the server half, which goes over that
-storage, and observers, which are told what happened. The server half knows no network and no event loop; any thread
-may call it. It refers to the storage and never to the shard, so that a shard's memory goes with its last user.
+A shard has three parts: storage (buckets with their locks, publication, images), the server half, which works on that
+storage, and observers, which are notified of events. The server half knows no network and no event loop; any thread may
+call it. It references the storage and never the shard, so that a shard's memory is freed with its last user.
 
-Threads: a bucket's lock guards the bucket. `storage.order` is held while an update is made in several buckets as one,
-and while a bucket is copied for a standby; it is taken before a bucket's lock, `storage.lock` (the tally) after it.
+Locks: a bucket's lock guards the bucket. `storage.order` is held while several buckets are updated as one, and while a
+bucket is copied for a standby. Lock order: `storage.order`, bucket's lock, `storage.lock` (the tally).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from shardline.core.reduce import Block
 from shardline.errors import ProtocolError
 
 Guard = Callable[[], Decision | None]
-"""Why a message counts no more, or None where it does."""
+"""Returns why a message does not count any more, or None if it does."""
 Hyper = Mapping[int, Mapping[str, float]]
-"""Hyper-parameters that came with a contribution, by parameter group."""
+"""Hyper-parameters sent with a contribution, by parameter group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a job says of every shard that a server half needs."""
+    """A job's settings that every server half needs."""
 
     plan: Plan
     contributors: int
@@ -62,27 +62,27 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Observers:
-    """Who is told what happens in a shard; nobody at a standby. From any thread, and none of them may block.
+    """Callbacks for events of a shard; a standby has none. Called from any thread; none of them may block.
 
-    They are called without a bucket's lock, but for on_failure.
+    Called without a bucket's lock, except on_failure.
     """
 
     on_publish: Callable[[int], None] = lambda bucket: None
-    """A bucket has new values, or others who wait for it have to look again."""
+    """A bucket has new values, or waiting pulls have to check again."""
     on_counted: Callable[[], None] = lambda: None
     """Contributions were counted or dropped."""
     on_complete: Callable[[int], None] = lambda step: None
-    """All contributions of a step that waits for a verdict are there."""
+    """All contributions of a step that needs a verdict have arrived."""
     on_barrier: Callable[[float], None] = lambda wait_s: None
     """Seconds from a step's first contribution to its last."""
     on_apply: Callable[[float], None] = lambda seconds: None
-    """Seconds of the update rule on one bucket."""
+    """Seconds that the update rule took on one bucket."""
     on_failure: Callable[[Exception], None] = lambda error: None
-    """An update can't be applied: the job can't go on. Locks are held."""
+    """An update can't be applied, so the job can't continue. Called with locks held."""
 
 
 class BucketView(Protocol):
-    """What a server half sees of a bucket. Reading `step` needs no lock; everything else does."""
+    """A bucket as seen by a server half. Reading `step` needs no lock; everything else does."""
 
     lock: threading.Lock
     number: int
@@ -99,37 +99,37 @@ class BucketView(Protocol):
     pending: object | None
 
     def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False, context: PushContext = TOGETHER) -> None:
-        """Make the next values from a gradient and publish them."""
+        """Compute the next values from a gradient and publish them."""
 
 
 class Update(Protocol):
-    """One decision about all buckets of a shard."""
+    """One update of all buckets of a shard."""
 
     @property
     def verdict(self) -> Applied:
-        """What was decided."""
+        """The verdict."""
 
     def total_of(self, bucket: BucketView) -> Partial | None:
-        """What a bucket gets; None where it does not wait for this update any more. Its lock held."""
+        """A bucket's gradient; None if the bucket does not wait for this update any more. Call with its lock held."""
 
     def applied(self, bucket: BucketView) -> None:
-        """A bucket has published it. Its lock held."""
+        """Note that a bucket has published the update. Call with its lock held."""
 
     def closed(self) -> None:
-        """All buckets have. `order` held."""
+        """Note that all buckets have published it. Call with `order` held."""
 
 
 class Storage(Protocol):
-    """What a server half goes over."""
+    """The storage that a server half works on."""
 
     number: int
-    """Of the shard."""
+    """Number of the shard."""
     lock: threading.Lock
     order: threading.Lock
     tally: Tally
     observers: Observers
     stop_step: int | None
-    """Nothing goes past it, where it is known."""
+    """Last step of the job, if known."""
 
     @property
     def buckets(self) -> Sequence[BucketView]:
@@ -137,22 +137,22 @@ class Storage(Protocol):
 
     @property
     def version(self) -> int:
-        """Updates that every bucket has seen."""
+        """Number of updates that every bucket has seen."""
 
     def hold(self, difference: int) -> None:
-        """Sums that wait take so many bytes more or less; their buckets' own contributions count by themselves."""
+        """Change the bytes of waiting sums by this difference; the buckets' own contributions count separately."""
 
     def check_hyper(self, bucket: BucketView, hyper: Hyper | None) -> None:
-        """Raise JobError or ProtocolError where the rule takes no such hyper-parameters."""
+        """Raise JobError or ProtocolError if the rule does not take these hyper-parameters."""
 
     def apply_bucket(self, bucket: BucketView, total: Partial) -> None:
         """Apply a step to one bucket, its lock held, and publish it: at once, or when the standby has it."""
 
     def apply_together(self, update: Update) -> None:
-        """The same for all buckets as one; takes `order` and their locks."""
+        """The same for all buckets at once; takes `order` and their locks."""
 
     def record(self, parts: Sequence[tuple[BucketView, Partial]], *, scale: float, push: AppliedPush) -> int | None:
-        """Tell the standby of a push; returns the record's number, None where nobody is told. `order` held."""
+        """Record a push for the standby; returns the record's number, None without a standby. `order` held."""
 
     def apply_now(
         self, bucket: BucketView, total: Partial, *, scale: float, context: PushContext, record: int | None
@@ -167,32 +167,32 @@ class Push:
     task: str
     incarnation: int
     seq: int
-    """Its number at this shard; the first one of an incarnation is 1."""
+    """Its number at this shard; the first of an incarnation is 1."""
     base_version: int
-    """Lowest version of the values that it was computed on."""
+    """Lowest version of the values that it was computed from."""
     scale: float = 1.0
-    """What the worker's clipping multiplies the gradient by."""
+    """Factor for the gradient from clipping at the worker."""
     skip: bool = False
-    """It only takes up its number."""
+    """It uses up its number and changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWanted:
-    """What a pull asks for."""
+    """The values that a pull asks for."""
 
     step: int | None
-    """None = whatever there is."""
+    """None = the latest."""
     at_least: bool = False
-    """A later step will do."""
+    """Also accept a later step."""
     have: int | None = None
-    """Step of which the puller has the values already."""
+    """Step whose values the puller already has."""
     task: str = ""
-    """Who asks."""
+    """The pulling task."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardVote:
-    """What a shard says of its mean gradient at one step."""
+    """A shard's vote on its mean gradient at one step."""
 
     step: int
     sums: tuple[tuple[int, float], ...]
@@ -203,7 +203,7 @@ class ShardVote:
 
 @dataclass(frozen=True)
 class Staged:
-    """Mean gradients of a step that waits for its verdict, one per bucket."""
+    """Mean gradients of a step that waits for its verdict, by bucket."""
 
     step: int
     epoch: int
@@ -211,7 +211,7 @@ class Staged:
 
 
 class ServerHalf:
-    """What a mode does at one shard. Subclasses take contributions by bucket or by push, as `whole_pushes` says."""
+    """A mode's half at one shard. Subclasses take contributions by bucket or by push, according to `whole_pushes`."""
 
     def __init__(self, storage: Storage, terms: Terms) -> None:
         self.storage = storage
@@ -232,9 +232,9 @@ class ServerHalf:
     ) -> Decision:
         """Count one bucket of a contribution to a step.
 
-        The gradient's tensor is the shard's from now on, unless it is borrowed. nonfinite: tensors that the worker
-        found not finite. guard is asked under the bucket's lock, so that nothing of another history counts.
-        Raises TensorError or NonFiniteError, the bucket unchanged.
+        The shard takes over the gradient's tensor, unless it is borrowed. nonfinite: tensors that the worker found not
+        finite. guard is called under the bucket's lock, so that nothing of another timeline counts. Raises TensorError
+        or NonFiniteError and leaves the bucket unchanged.
         """
         raise ProtocolError("this job's consistency takes whole pushes, not single buckets of a step")
 
@@ -249,41 +249,42 @@ class ServerHalf:
     ) -> tuple[Decision, int]:
         """Count a whole push, once; returns the decision and its staleness.
 
-        then() runs under `order` after the decision, for a reply that no other push comes between; guard is asked
-        under it before. Raises TensorError or NonFiniteError, nothing changed.
+        Under `order`, guard() is called before the decision and then() after it, for a reply that no other push can
+        precede. Raises TensorError or NonFiniteError and changes nothing.
         """
         raise ProtocolError("this job's consistency takes the buckets of a step, not whole numbered pushes")
 
-    # What may be asked
+    # Queries
 
     def serve(self, bucket: BucketView, want: StepWanted) -> Outcome:
-        """Whether a pull may be answered now: SERVED, WAITING or OVERTAKEN. No lock is needed; where it is not held
-        the caller looks again whether what it sends was overwritten.
+        """Whether a pull may be answered now: SERVED, WAITING or OVERTAKEN.
+
+        No lock is needed; without it the caller checks afterwards whether the values it sends were overwritten.
         """
         raise NotImplementedError
 
     def progress(self, replica: int) -> int:
-        """The step that a replica has to work on, as far as this shard knows."""
+        """The step that a replica has to work on according to this shard."""
         raise NotImplementedError
 
     def last_push(self, task: str, incarnation: int = 0) -> int:
-        """Number of the last push that counted of an incarnation; 0 where there is none, or none is numbered.
+        """Number of an incarnation's last counted push; 0 if there is none, or pushes are not numbered.
 
-        incarnation 0: of whichever was heard last.
+        incarnation 0: the latest one of the task.
         """
         return 0
 
     def waiting_for(self) -> list[int]:
-        """Replicas that the lowest open step lacks."""
+        """Replicas missing in the lowest open step."""
         return []
 
-    # Votes, where a step waits for a verdict
+    # Votes, if a step waits for a verdict
 
     last_verdict: Applied | None = None
-    """The last one that is known; its step may not be published yet."""
+    """The last known verdict; its step may not be published yet."""
 
     def vote(self, step: int) -> tuple[ShardVote, Staged] | None:
-        """What the shard says of a complete step; None where there is nothing to vote on any more."""
+        """The shard's vote on a complete step; None if there is nothing to vote on any more."""
         return None
 
     def waits_for(self, staged: Staged) -> bool:
@@ -291,48 +292,49 @@ class ServerHalf:
         return False
 
     def decided(self, staged: Staged, verdict: Applied) -> None:
-        """The verdict of an open vote is known, and a new lead has to be told of it from now on."""
+        """Store the verdict of an open vote, so that a new lead can learn it."""
 
     def apply_verdict(self, staged: Staged, *, scale: float, skip: bool) -> None:
-        """Apply or skip a step in every bucket; nothing where the shard was restored since the vote."""
+        """Apply or skip a step in every bucket; does nothing if the shard was restored since the vote."""
 
-    # History
+    # Timelines
 
     def members_changed(self, tasks: Collection[str]) -> None:
-        """These workers are admitted from now on, and no others. Returns at once."""
+        """Set the admitted workers. Returns at once."""
 
     def sequences(self) -> dict[str, WorkerSequence]:
-        """What a cut has to remember besides the buckets: the last push of each worker that they hold. `order` held."""
+        """What a cut stores besides the buckets: the last push of each worker that they contain. `order` held."""
         return {}
 
     def abandon(self) -> None:
-        """The history ends here: nothing that is open will be applied. cleared() or restored() follows."""
+        """End the timeline: nothing that is open will be applied. cleared() or restored() follows."""
 
     def cleared(self) -> None:
-        """The buckets' contributions were dropped; their values stay."""
+        """The buckets' contributions were dropped; the values stay."""
 
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
-        """The buckets are those of a cut, which held these pushes."""
+        """The buckets were restored from a cut, which contains these pushes."""
         self.cleared()
 
     # Standby
 
     def settle(self, bucket: BucketView) -> None:
-        """A standby gets this bucket's values: nothing else of it may be open that a record will go on from.
+        """Close everything in this bucket that a later record would build on, before it is copied to a standby.
 
-        Contributions that workers send again after a failover are no concern. `order` and the bucket's lock held.
+        Contributions need not be closed: workers resend them after a failover. Call with `order` and the bucket's lock
+        held.
         """
 
     def remembered(self) -> tuple[Sequence[AppliedPush], Applied | None]:
-        """What a standby has to know besides the buckets. `order` held."""
+        """What a standby has to know besides the buckets. Call with `order` held."""
         return (), self.last_verdict
 
     def recall(self, pushes: Sequence[AppliedPush], verdict: Applied | None) -> None:
-        """Be the standby of a shard that remembered this; its buckets are copied."""
+        """Become the standby of a shard with this result of remembered(); its buckets are copied."""
         self.last_verdict = verdict
 
     def replay(self, record: Record, *, whole: bool) -> None:
-        """Do what the primary did; only for buckets that are copied. whole: all of them are, and recall() came."""
+        """Repeat the primary's update, only for copied buckets. whole: all are copied, and recall() was called."""
         for part in record.parts:
             bucket = self.storage.buckets[part.bucket]
             total = self.total_of(part.tensor(), part.present, bucket)

@@ -1,4 +1,4 @@
-"""Voted synchronous steps: a complete step waits until the lead has decided on it for all shards. PROTOCOL 1.4."""
+"""Voted synchronous steps: a complete step waits for the lead's decision for all shards. PROTOCOL 1.4."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ class Voted(Consistency):
 
 
 class VotedSteps(ReplicaSteps):
-    """Contributions are staged; the whole shard votes on its mean gradient and applies the verdict in all buckets."""
+    """Contributions are staged; the shard votes on its mean gradient and applies the verdict in all buckets."""
 
     outcome: ClassVar[Outcome] = Outcome.STAGED
 
     def __init__(self, storage: Storage, terms: Terms) -> None:
         super().__init__(storage, terms)
         self._nonfinite: dict[int, set[str]] = {}
-        """Tensors that workers named as not finite, by step."""
+        """Tensors that workers reported as not finite, by step."""
         self._completed: set[int] = set()
         self._staged: Staged | None = None
-        """What the open vote is about."""
+        """Gradients of the open vote."""
         self._epoch = 0
-        """Counts rollbacks and restores, so that a verdict of before changes nothing."""
+        """Counts rollbacks and restores, so that an earlier verdict changes nothing."""
 
-    # Until all is there
+    # Until the step is complete
 
     def counted(self, step: int, nonfinite: Collection[str]) -> None:
-        """Note what the vote has to name, before the step can be seen complete, so that the vote never misses it."""
+        """Record names for the vote, before the step can be seen complete, so that the vote never misses them."""
         if nonfinite:
             with self.storage.lock:
                 self._nonfinite.setdefault(step, set()).update(nonfinite)
 
     def complete(self, bucket: BucketView) -> None:
-        """Nothing: the other buckets are waited for."""
+        """Does nothing: the step waits for the other buckets."""
 
     def completed(self, bucket: BucketView, step: int) -> None:
-        """Tell once when every bucket has all contributions of the step."""
+        """Report once that every bucket has all contributions of the step."""
         for other in self.storage.buckets:
             with other.lock:
                 if other.step != step or not self.ready(other):
@@ -77,9 +77,9 @@ class VotedSteps(ReplicaSteps):
     # The vote
 
     def vote(self, step: int) -> tuple[ShardVote, Staged] | None:
-        """The mean gradient of a complete step with its square sums. Its replicas stay counted until the verdict.
+        """The mean gradient of a complete step with its sums of squares. Its replicas stay counted until the verdict.
 
-        None where the contributions were dropped since the step was complete (a new timeline).
+        None if the contributions were dropped after the step was complete (a new timeline).
         """
         with self.storage.lock:
             nonfinite = set(self._nonfinite.pop(step, set()))
@@ -104,7 +104,7 @@ class VotedSteps(ReplicaSteps):
         with self.storage.lock:
             self._staged = staged
         if epoch != self._epoch:
-            # Dropped while the vote was made.
+            # Dropped while the vote was being made.
             self._forget_staged()
             return None
         return vote, staged
@@ -116,7 +116,7 @@ class VotedSteps(ReplicaSteps):
     def decided(self, staged: Staged, verdict: Applied) -> None:
         """See ServerHalf."""
         with self.storage.lock:
-            # Not where the shard has gone back meanwhile: the steps that follow there are others.
+            # Not if the shard went back meanwhile: then other steps follow.
             if self.waits_for(staged):
                 self.last_verdict = verdict
 
@@ -126,46 +126,46 @@ class VotedSteps(ReplicaSteps):
         self.storage.apply_together(_StagedUpdate(self, staged, verdict))
 
     def open_for(self, bucket: BucketView, staged: Staged) -> bool:
-        """Whether the bucket waits for this verdict: it was not restored since the vote. Its lock held."""
+        """Whether the bucket waits for this verdict: it was not restored since the vote. Call with its lock held."""
         return bucket.step == staged.step and staged.epoch == self._epoch
 
     def let_go(self, staged: Staged, bucket: int) -> None:
-        """A total was applied, or never will be. The bucket's lock is held."""
+        """Free a total that was applied, or never will be. Call with the bucket's lock held."""
         self.storage.hold(-staged.totals[bucket].held_bytes)
         staged.totals[bucket] = Partial(None, ())
 
     def close(self, staged: Staged, verdict: Applied) -> None:
-        """A step is published in every bucket. `order` held. Nothing where the shard was restored since."""
+        """Close a step that every bucket has published; does nothing after a restore. Call with `order` held."""
         self.storage.observers.on_counted()
         with self.storage.lock:
             if staged.epoch != self._epoch:
                 return
             if self._staged is staged:
-                # Else the next step is voted on already, and its verdict may be known.
+                # Otherwise the next step is already voted on, and its verdict may be known.
                 self._staged, self.last_verdict = None, verdict
             self._completed.discard(staged.step)
             self.storage.tally.skipped_steps += verdict.skip
 
-    # History
+    # Timelines
 
     def abandon(self) -> None:
-        """No vote of before is open any more."""
+        """Close all earlier votes."""
         self._epoch += 1
         self._forget_staged()
 
     def cleared(self) -> None:
-        """What was noted of open steps is forgotten."""
+        """Forget what was recorded for open steps."""
         with self.storage.lock:
             self._nonfinite.clear()
             self._completed.clear()
 
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
-        """The steps that follow will get verdicts of their own."""
+        """See ServerHalf. The steps that follow will get their own verdicts."""
         self.last_verdict = None
         self.cleared()
 
     def _forget_staged(self) -> None:
-        """Let go of what a vote is about; whoever still holds it finds nothing in it."""
+        """Free the gradients of a vote; other references to it find nothing in it."""
         with self.storage.lock:
             staged, self._staged = self._staged, None
         if staged is None:
@@ -177,7 +177,7 @@ class VotedSteps(ReplicaSteps):
 
 @dataclass(frozen=True)
 class _StagedUpdate:
-    """A verdict on its way into all buckets."""
+    """A verdict being applied to all buckets."""
 
     steps: VotedSteps
     staged: Staged

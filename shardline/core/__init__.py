@@ -1,1 +1,1 @@
-"""Values that all parts share: plan, job, contributions, records, status. Imports neither rpc nor lanes."""
+"""Value types shared by all parts: plan, job, contributions, records, status. Imports neither rpc nor lanes."""

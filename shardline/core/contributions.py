@@ -1,4 +1,4 @@
-"""Contributions of one step to one bucket, summed by the canonical tree as soon as siblings meet."""
+"""Contributions of one step to one bucket, summed along the canonical tree as soon as siblings meet."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Present = tuple[bool, ...]
 
 @dataclass
 class Partial:
-    """The sum over one block. values: flat, in the bucket's layout; None where no slice has a gradient."""
+    """The sum over one block. values: flat, in the bucket's layout; None if no slice has a gradient."""
 
     values: torch.Tensor | None
     present: Present
     borrowed: bool = False
     """The memory belongs to somebody else (a worker's segment, a received message): it is read, never written."""
     bound: float = math.inf
-    """No element is larger in magnitude; infinity where nobody looked."""
+    """Upper bound of the elements' magnitudes; infinity if unknown."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the values, borrowed ones too: they keep a message or a segment alive."""
+        """Bytes of the values, including borrowed ones, which keep a message or a segment alive."""
         return 0 if self.values is None else self.values.nbytes
 
 
 def merge(left: Partial, right: Partial, bucket: BucketSpec) -> Partial:
     """The sum left + right, in memory of one of the two that isn't borrowed, else in new memory.
 
-    A slice absent on one side takes the other's bits: not even a zero is added. The bits don't depend on where they go.
+    A slice absent on one side takes the other's bits, without adding zero. The bits don't depend on the memory used.
     """
     if right.values is None:
         return left
@@ -58,10 +58,10 @@ def _either(left: Present, right: Present) -> Present:
 
 
 def _merge_slices(left: Partial, right: Partial, bucket: BucketSpec) -> torch.Tensor:
-    """merge() where some slices are absent on one side or on both."""
+    """merge() for slices that are absent on one side or on both."""
     assert left.values is not None and right.values is not None
     target = _target(left, right)
-    # Zeros: what nobody wrote (padding, slices absent on both sides) has to be finite.
+    # Zeros: unwritten elements (padding, slices absent on both sides) have to be finite.
     out = torch.zeros_like(left.values) if target is None else target
     for number, piece in enumerate(bucket.slices):
         span = slice(piece.offset, piece.end)
@@ -75,9 +75,9 @@ def _merge_slices(left: Partial, right: Partial, bucket: BucketSpec) -> torch.Te
 
 
 def mean(total: Partial, replicas: int) -> Partial:
-    """A sum over replicas divided by their number, in place where the memory isn't borrowed.
+    """A sum over replicas divided by their number, in place if the memory isn't borrowed.
 
-    One replica needs no arithmetic at all.
+    For one replica the sum is returned unchanged.
     """
     if total.values is None or replicas == 1:
         return total
@@ -88,7 +88,7 @@ def mean(total: Partial, replicas: int) -> Partial:
 
 
 def scaled(total: Partial, scale: float) -> Partial:
-    """A gradient times a clipping factor, in place where the memory isn't borrowed; 1 or more changes nothing."""
+    """A gradient times a clipping factor, in place if the memory isn't borrowed; 1 or more changes nothing."""
     if total.values is None or scale >= 1.0:
         return total
     if total.borrowed:
@@ -98,12 +98,12 @@ def scaled(total: Partial, scale: float) -> Partial:
 
 
 class Contributions:
-    """Which replicas are counted in the open step, and the partial sums. The bucket's lock guards it."""
+    """The counted replicas of the open step, and their partial sums. Guarded by the bucket's lock."""
 
     def __init__(
         self, bucket: BucketSpec, replicas: int, *, on_held: Callable[[int], None] = lambda difference: None
     ) -> None:
-        """on_held(bytes more or less) is called when held_bytes changes."""
+        """on_held(difference in bytes) is called when held_bytes changes."""
         self._bucket = bucket
         self._on_held = on_held
         self._replicas = replicas
@@ -111,7 +111,7 @@ class Contributions:
         self._fingerprints: dict[Block, int] = {}
         self.counted: set[int] = set()
         self.mask = 0
-        """Bit r is set where replica r is counted. One number: readable without the lock."""
+        """Bit r is set if replica r is counted. A single number: readable without the lock."""
         self.held_bytes = 0
         """Bytes of partial sums. Readable without the lock."""
 
@@ -127,8 +127,8 @@ class Contributions:
     ) -> None:
         """Count a block that the rule admitted.
 
-        The tensor belongs to the contributions from now on; a borrowed one is only read, until clear() or take().
-        bound: as in Partial.
+        The contributions take over the tensor; a borrowed one is only read, until clear() or take(). bound: as in
+        Partial.
         """
         self.counted.update(range(block.first, block.end))
         self.mask |= ((1 << block.count) - 1) << block.first
@@ -147,25 +147,25 @@ class Contributions:
         self._measure()
 
     def bits_differ(self, block: Block, fingerprint: int) -> bool:
-        """Whether a repeated contribution of this block carries other bits than the one that was counted."""
+        """Whether a repeated contribution of this block has other bits than the one that was counted."""
         known = self._fingerprints.get(block, 0)
         return bool(known and fingerprint and known != fingerprint)
 
     @property
     def complete(self) -> bool:
-        """All replicas are counted."""
+        """Whether all replicas are counted."""
         return len(self.counted) == self._replicas
 
     def partials(self) -> dict[Block, Partial]:
-        """The partial sums held, by block."""
+        """The current partial sums, by block."""
         return dict(self._partials)
 
     def missing(self) -> list[int]:
-        """Replicas not counted yet."""
+        """Replicas that are not counted yet."""
         return [replica for replica in range(self._replicas) if replica not in self.counted]
 
     def take(self) -> Partial:
-        """The sum over all replicas. They stay counted until clear(), which the applied step calls."""
+        """The sum over all replicas. They stay counted until clear(), which is called when the step is applied."""
         total = self._partials.pop(Block(0, self._replicas))
         self._measure()
         return total
@@ -185,5 +185,5 @@ class Contributions:
 
 
 def none_present(bucket: BucketSpec) -> Present:
-    """No slice has a gradient."""
+    """The presence mask in which no slice has a gradient."""
     return (False,) * len(bucket.slices)

@@ -1,4 +1,4 @@
-"""What a task and a shard tell each other in one exchange: pushes, a pull, and what became of them."""
+"""The data of one exchange between a task and a shard: pushes, a pull, and their outcomes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardline.core.reduce import Block
 from shardline.core.tensor_bytes import Buffer
 
 CHUNK_BYTES = BUCKET_BYTES
-"""Of a bucket, in one message of a push or pull: mostly all of it, which then need not be put together."""
+"""Maximum bytes of a bucket in one message of a push or pull: usually all of it, which then need not be reassembled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sender:
-    """Who speaks, and in which history."""
+    """The sender of an exchange and its timeline."""
 
     job: str
     timeline: int
@@ -28,7 +28,7 @@ class Sender:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPayload:
-    """One bucket on its way out. data: encoded bytes, unchanged until acknowledged (retries resend them)."""
+    """One outgoing bucket. data: encoded bytes, unchanged until acknowledged (retries resend them)."""
 
     bucket: int
     dtype: str
@@ -38,44 +38,44 @@ class BucketPayload:
     data: Buffer
     raw_bytes: int
     digest: int
-    """Of `data`; 0 = it was to stay where it lies. Where it travels after all, the lane makes it."""
+    """Digest of `data`; 0 = the bytes were to stay in place. If they are sent after all, the lane computes it."""
     nonfinite: Sequence[str] = ()
     """Tensors of the bucket in which the worker found NaN or infinity (policy "skip")."""
     bound: float = 0.0
-    """No element is larger in magnitude, as the worker has seen; 0 = nobody looked, or all are zero."""
+    """Upper bound of the elements' magnitudes, from the worker; 0 = unknown, or all are zero."""
     fingerprint: int = 0
-    """Of `data`, see core.tensor_bytes.fingerprint; 0 = not known."""
+    """Of `data`, see core.tensor_bytes.fingerprint; 0 = unknown."""
 
 
 class Payloads(Protocol):
     """The encoded buckets of one push, some of them perhaps still being computed.
 
-    May be gone through several times, by several threads: a retry begins at the first bucket again.
+    May be iterated several times, by several threads: a retry starts again at the first bucket.
     """
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all payloads together, at most; for deadlines."""
+        """Upper bound for the bytes of all payloads together, for deadlines."""
         ...
 
     @property
     def empty(self) -> Sequence[int]:
-        """Buckets to which the push adds nothing; known when batches() has ended."""
+        """Buckets to which the push adds nothing; known once batches() has ended."""
         ...
 
     @property
     def in_place(self) -> bool:
-        """Whether all of them are made, and lie where the shard reads them as long as the lane shares memory."""
+        """Whether all payloads are ready and in memory that the shard reads, as long as the lane shares memory."""
         ...
 
     def batches(self) -> Iterator[Sequence[BucketPayload]]:
-        """What is ready, in the order to send it; waits for more until all have come. Ends early by raising."""
+        """Yield ready payloads in the order of sending; waits for more until all have come. Ends early by raising."""
         ...
 
 
 @dataclass(frozen=True)
 class Whole:
-    """Payloads that are all there."""
+    """Payloads that are all ready."""
 
     items: Sequence[BucketPayload] = ()
     empty: Sequence[int] = ()
@@ -87,7 +87,7 @@ class Whole:
         return sum(len(item.data) for item in self.items)
 
     def batches(self) -> Iterator[Sequence[BucketPayload]]:
-        """Everything at once."""
+        """Yield everything at once."""
         if self.items:
             yield self.items
 
@@ -105,7 +105,7 @@ class Contribution:
     base_max: int = 0
     hyper: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     codec: str = ""
-    """Of the payloads; "" = as they are."""
+    """Of the payloads; "" = not encoded."""
     nonfinite: Sequence[str] = ()
     num_samples: int = 0
     scale: float = 1.0
@@ -114,18 +114,18 @@ class Contribution:
 
 @dataclass(frozen=True, kw_only=True)
 class Want:
-    """What to pull. step None = the latest."""
+    """The values to pull. step None = the latest."""
 
     step: int | None
     have_step: int | None = None
     buckets: Sequence[int] = ()
-    """In the order wanted; empty = all."""
+    """In the requested order; empty = all."""
     wait_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """Head of one pulled bucket."""
+    """Header of one pulled bucket."""
 
     bucket: int
     step: int
@@ -134,18 +134,18 @@ class Arrival:
     codec: str
     payload_bytes: int
     area: int = 0
-    """shm: 0 or 1 = what the shard publishes at even or odd steps, 2 = this worker's replies."""
+    """shm: 0 or 1 = the shard's publication of even or odd steps, 2 = replies to this worker."""
     offset: int = 0
-    """shm: bytes from the start of the area."""
+    """shm: offset in bytes from the start of the area."""
 
 
 ACCEPTED = (Outcome.COUNTED, Outcome.STAGED, Outcome.APPLIED, Outcome.DUPLICATE, Outcome.SKIPPED)
-"""Outcomes of a push that counts, or did before."""
+"""Outcomes of a push that counts, or counted before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ack:
-    """What became of a push."""
+    """The answer to a push."""
 
     outcome: Outcome
     reason: str = ""
@@ -155,11 +155,11 @@ class Ack:
     next_seq: int = 0
     timeline: int = 0
     mismatch: bool = False
-    """DUPLICATE: the shard counted other bits than these before."""
+    """DUPLICATE: the contribution that the shard counted before has other bits."""
 
     @property
     def accepted(self) -> bool:
-        """The push counts, or did before."""
+        """Whether the push counts, or counted before."""
         return self.outcome in ACCEPTED
 
 
@@ -177,15 +177,15 @@ class End:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged:
-    """Result of one exchange; `end` is None where nothing was pulled.
+    """Result of one exchange; `end` is None if nothing was pulled.
 
-    It ends early at the first push that is not accepted: its ack is the last one, and there is no end of the pull.
+    It ends early at the first push that is not accepted: its ack is the last one, and the pull has no end.
     """
 
     acks: tuple[Ack, ...]
     end: End | None
     push_s: float = 0.0
-    """Seconds until the last ack came."""
+    """Seconds until the last ack arrived."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,16 +202,16 @@ class Standing:
 
 
 class Sink(Protocol):
-    """Takes pulled buckets. Called on the exchanging thread, bucket after bucket."""
+    """Receives pulled buckets, one after another. Called on the exchanging thread."""
 
     def buffer(self, arrival: Arrival) -> memoryview:
-        """Writable memory of payload_bytes for this bucket."""
+        """Writable memory of payload_bytes bytes for this bucket. Raises ProtocolError."""
         ...
 
     def done(self, arrival: Arrival) -> None:
-        """All bytes of the bucket are in the memory that buffer() gave; or it is unchanged, or has no bytes."""
+        """All bytes of the bucket are in the memory from buffer(); or it is unchanged, or has no bytes."""
         ...
 
     def take(self, arrival: Arrival, memory: memoryview) -> None:
-        """All bytes of the bucket are in somebody else's memory, to be copied from before this returns."""
+        """All bytes of the bucket are in foreign memory, which must be copied before this returns."""
         ...

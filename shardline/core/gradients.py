@@ -1,4 +1,4 @@
-"""What a contribution brings to a bucket, and what can be said of it: finite or not, its square sums."""
+"""A contribution's gradient for one bucket, and its properties: whether it is finite, its sums of squares."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from shardline.errors import NonFiniteError, TensorError
 
 @dataclass(frozen=True)
 class Gradient:
-    """One bucket's part of a contribution. values: flat tensor, None where nothing is contributed."""
+    """One bucket's part of a contribution. values: flat tensor, None if nothing is contributed."""
 
     values: torch.Tensor | None
     present: Present
     fingerprint: int = 0
-    """Of the encoded bytes, to tell a repetition with other bits by; 0 = not known."""
+    """Of the encoded bytes, to detect a repetition with other bits; 0 = unknown."""
     bound: float = math.inf
-    """No element is larger in magnitude, as the sender has seen; infinity where it has not looked."""
+    """Upper bound of the elements' magnitudes, from the sender; infinity if unknown."""
     borrowed: bool = False
-    """values is memory of somebody else (a worker's segment, a received message): it is read, never written, and no
-    reference to it is left once the step is applied or its contributions are dropped."""
+    """values is in foreign memory (a worker's segment, a received message): it is read, never written, and no reference
+    to it remains once the step is applied or its contributions are dropped."""
 
 
 def on_device(gradient: Gradient, device: torch.device) -> tuple[torch.Tensor | None, bool]:
-    """The gradient's values on a bucket's device, and whether they are still borrowed: a copy is the shard's own."""
+    """The gradient's values on a bucket's device, and whether they are still borrowed: a copy belongs to the shard."""
     values = gradient.values
     if values is None or values.device == device:
         return values, gradient.borrowed
@@ -47,17 +47,17 @@ def all_finite(gradients: Collection[Gradient]) -> bool:
 
 
 def peak(gradient: Gradient, values: torch.Tensor) -> float:
-    """The largest magnitude: what its sender has seen, or what is seen now; not finite where an element isn't."""
+    """The largest magnitude, from the sender or computed now; not finite if an element isn't."""
     return gradient.bound if is_bounded(gradient, values) else magnitude(values)
 
 
 def is_bounded(gradient: Gradient, values: torch.Tensor) -> bool:
-    """Whether its sender has seen that it is finite, with room for it to be doubled."""
+    """Whether the sender's bound shows that all elements are finite, even when doubled."""
     return stays_finite(gradient.bound, values.dtype)
 
 
 def nonfinite_names(names: Sequence[str], bucket: BucketSpec, values: torch.Tensor) -> list[str]:
-    """Tensors of the bucket whose slice isn't finite, quoted; names: one per slice."""
+    """Tensors of the bucket whose slice isn't finite, quoted. names: one per slice."""
     found = []
     for name, piece in zip(names, bucket.slices, strict=True):
         if not is_finite(values[piece.offset : piece.end]) and repr(name) not in found:
@@ -66,7 +66,7 @@ def nonfinite_names(names: Sequence[str], bucket: BucketSpec, values: torch.Tens
 
 
 def norm_parts(plan: Plan, bucket: BucketSpec, total: Partial) -> tuple[list[tuple[int, float]], set[str]]:
-    """(quantum in the plan, square sum) of a bucket's mean gradient, and the names of tensors that aren't finite."""
+    """(quantum in the plan, sum of squares) of a bucket's mean gradient, and names of tensors that aren't finite."""
     values = total.values
     if values is None:
         return [], set()
@@ -85,9 +85,10 @@ def norm_parts(plan: Plan, bucket: BucketSpec, total: Partial) -> tuple[list[tup
 def check_gradient(
     gradient: Gradient, *, shard: int, bucket: BucketSpec, names: Sequence[str], block: Block, refuse_nonfinite: bool
 ) -> float:
-    """Refuse what a contribution may not hold, by the kind of bucket; returns the largest magnitude, if looked.
+    """Refuse a contribution that does not fit the kind of bucket; returns an upper bound of the magnitudes.
 
-    names: one per slice of the bucket. Raises TensorError or NonFiniteError.
+    The bound is infinity if it was not determined. names: one per slice of the bucket. Raises TensorError or
+    NonFiniteError.
     """
     values = gradient.values
     if values is None:

@@ -1,4 +1,4 @@
-"""Who a message is from: one life of a task."""
+"""The sender of a message: one incarnation of a task."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Identity:
-    """One life of a task, as the chief admitted it."""
+    """One incarnation of a task, as admitted by the chief."""
 
     task: str
     """Such as "worker/3"."""
     incarnation: int = 0
-    """term << 32 | counter; anybody may know it."""
+    """term << 32 | counter; not secret."""
     secret: bytes = field(default=b"", repr=False)
-    """What the chief gave to this life alone; empty without a chief. Who lacks it can't speak for the task."""
+    """Given by the chief to this incarnation only; empty without a chief. Without it, nobody can speak for the task."""

@@ -1,4 +1,4 @@
-"""Everything one bucket holds, as a value: what a cut copies, a checkpoint stores, a restore brings back."""
+"""The whole contents of one bucket as a value: copied by a cut, stored in a checkpoint, restored from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VALUE = "value"
 
 @dataclass(frozen=True)
 class WorkerSequence:
-    """Asynchronous mode: the last push that a shard has applied of one life of a worker."""
+    """Asynchronous mode: the last push of an incarnation of a worker that a shard has applied."""
 
     incarnation: int
     last_seq: int
@@ -24,8 +24,8 @@ class BucketImage:
     """A bucket at one step.
 
     tensors: VALUE and each optimizer state ("exp_avg"), all flat CPU tensors in the bucket's layout, padding included.
-    A state may have another dtype than the values, never another length. Whole-tensor rules whose states have other
-    shapes store them flat under the same layout rules of their own (see shardline.update).
+    A state may have another dtype than the values, never another length. Whole-tensor rules with states of other shapes
+    store them flat in a layout of their own (see shardline.update).
     scalars: per-tensor states ("step"), one number per slice of the bucket.
     initialized: per slice, whether its optimizer state exists yet.
     """

@@ -1,4 +1,4 @@
-"""What the chief wants of a task, and what a task reports of its steps."""
+"""The chief's orders to a task, and a task's reports on its steps."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec
 
 LOST, REPEATED = "lost_updates", "repeated_batches"
-"""Figures of a worker's life in asynchronous mode: acknowledged updates that a restored shard has no more, and batches
-that were sent and computed again."""
+"""Figures that a worker reports in asynchronous mode: acknowledged updates lost with a restored shard, and batches that
+were sent and computed again."""
 
 
 @dataclass(frozen=True, order=True)
 class BarrierPlace:
-    """One barrier. Places are ordered: who is at a later one has been at all before it."""
+    """One barrier. Places are ordered: a worker at a later one has been at all earlier ones."""
 
     step: int
-    """Step that the worker is in; 0 in asynchronous mode."""
+    """The worker's step; 0 in asynchronous mode."""
     begun: bool
-    """It has begun a step since its process was started."""
+    """Whether it has begun a step since its process started."""
     number: int
-    """How many it has met before in this step; in asynchronous mode since its process was started."""
+    """Number of barriers passed before in this step; in asynchronous mode since its process started."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BarrierState:
-    """How it stands with the barrier that a worker told last."""
+    """State of the barrier that a worker reported last."""
 
     place: BarrierPlace
     passed: bool
-    """All workers have been there: it may go on."""
+    """All workers have been there, so it may continue."""
     hopeless: bool = False
-    """Somebody it waits for has ended and will never come."""
+    """A worker that it waits for has ended and will never come."""
     waits_for: tuple[str, ...] = ()
-    """Workers that have not been there; of a hopeless one those that have ended."""
+    """Workers that have not been there; if hopeless, those that have ended."""
 
 
 class Phase(enum.Enum):
-    """Where the job is; names of proto Phase."""
+    """The phase of the job; names of proto Phase."""
 
     WAITING = 1
     INIT = 2
@@ -51,7 +51,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What the chief wants of this task now."""
+    """The chief's current orders to this task."""
 
     version: int = 0
     phase: Phase = Phase.WAITING
@@ -59,7 +59,7 @@ class Orders:
     replicas: tuple[int, ...] = ()
     init: bool = False
     stop_step: int = 0
-    """Nothing goes past this step; 0 = not decided."""
+    """Last step of the job; 0 = not decided."""
     exit_code: int = 0
     reason: str = ""
     checkpoint_step: int = -1
@@ -68,9 +68,9 @@ class Orders:
     first_step: int = 0
     fenced: bool = False
     awaited: tuple[str, ...] = ()
-    """Before training begins: tasks that it waits for."""
+    """Before training begins: tasks that the job waits for."""
     barrier: BarrierState | None = None
-    """How it stands with the barrier that this task told last."""
+    """State of the barrier that this task reported last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class JobView:
-    """What the chief tells a task about the job."""
+    """The chief's description of the job for a task."""
 
     job: JobSpec
     plan: Plan

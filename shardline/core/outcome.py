@@ -1,4 +1,4 @@
-"""What a rule says of a push: an outcome and the reason, for logs and for the worker."""
+"""The result of a rule for a push: an outcome and the reason, for logs and for the worker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Outcome(enum.Enum):
-    """What became of a push or a pull; the names of proto Outcome."""
+    """Outcome of a push or a pull; the names of proto Outcome."""
 
     COUNTED = 1
     STAGED = 2
@@ -29,7 +29,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """An outcome and why. `reason` is a sentence for a person, empty where the outcome says it all."""
+    """An outcome and its reason. `reason` is a sentence for the user, empty if the outcome is clear by itself."""
 
     outcome: Outcome
     reason: str = ""

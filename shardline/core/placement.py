@@ -1,4 +1,4 @@
-"""Which parameter server holds what."""
+"""Placement of shards on parameter servers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which ps hosts a shard, and where it answers."""
+    """The ps of a shard, and its address."""
 
     shard: int
     task: str
     address: str
     standby_task: str = ""
-    """Which ps holds its standby, and where that answers; empty = it has none."""
+    """The ps of its standby, and that one's address; empty = it has none."""
     standby_address: str = ""
     appointment: int = 0
-    """A new number for each standby that the shard gets; 0 = it has none, or the chief does not number them."""
+    """A new number for each standby of the shard; 0 = it has none, or the chief does not number them."""

@@ -1,10 +1,10 @@
-"""The plan: which rows of which tensor live in which bucket of which shard. Pure.
+"""The plan: which rows of which tensor are in which bucket of which shard. Pure.
 
     plan = make_plan(tensors, num_shards=2)
 
 A tensor is cut only at multiples of its quantum (about 16,384 elements of whole rows). Slices are packed into buckets
-of one dtype, kind and parameter group, and start at multiples of 64 elements, padded with zeros: element-wise rules,
-fused kernels included, then give the same bits wherever a tensor is cut. PROTOCOL 1.1.
+of one dtype, kind and parameter group, and start at multiples of 64 elements, padded with zeros: then element-wise
+rules, including fused kernels, give the same bits wherever a tensor is cut. PROTOCOL 1.1.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardline.errors import JobError, ProtocolError
 QUANTUM_ELEMENTS = 16_384
 ALIGNMENT_ELEMENTS = 64
 MIN_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 4 << 20
-"""Target size of a bucket: cache-sized optimizer work, and one gRPC message. A bucket costs each side some 0.1 ms
-whatever its size, so large shards have large ones; small shards small ones, so that there is something to overlap."""
+"""Target size of a bucket: cache-sized optimizer work, and one gRPC message. A bucket costs each side about 0.1 ms
+whatever its size, so large shards have large buckets, and small shards small ones to allow overlap."""
 BUCKETS_WANTED = 16
-"""Of a shard, within those sizes."""
+"""Number of buckets per shard to aim for, within those sizes."""
 SPLIT_FLOOR_BYTES = 256 << 10
 """Tensors below this are never cut (TensorFlow's MinSizePartitioner has the same floor)."""
 PIECE_FLOOR_BYTES = 64 << 10
-"""Pieces are not made smaller than this for balance's sake; it is one quantum of float32."""
+"""Pieces are not cut smaller than this for balance; it is one quantum of float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +49,12 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSpec:
-    """A flat piece of a shard: the unit of atomicity, of transfer and of optimizer work."""
+    """A flat part of a shard: the unit of atomicity, of transfer and of optimizer work."""
 
     dtype: str
     kind: TensorKind
     elements: int
-    """With padding."""
+    """Number of elements including padding."""
     slices: tuple[Slice, ...]
 
     @property
@@ -65,7 +65,7 @@ class BucketSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """The buckets one shard holds, in plan order."""
+    """The buckets of one shard, in plan order."""
 
     buckets: tuple[BucketSpec, ...]
 
@@ -77,14 +77,14 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """Tensors and how they are cut. Equal inputs give equal plans, everywhere."""
+    """Tensors and how they are cut. Equal inputs give equal plans on every machine."""
 
     tensors: tuple[TensorSpec, ...]
     shards: tuple[ShardSpec, ...]
 
     @functools.cached_property
     def plan_id(self) -> str:
-        """Digest that every data message carries, so that differently cut tensors never meet."""
+        """Digest in every data message, so that differently cut tensors are never mixed."""
         form = [
             [[t.name, list(t.shape), t.dtype, t.kind.value, t.group, t.whole, list(t.aliases)] for t in self.tensors],
             [
@@ -108,7 +108,7 @@ class Plan:
 
     @functools.cached_property
     def quantum_base(self) -> tuple[int, ...]:
-        """Number of the first quantum of each tensor in plan order; the order in which norms are added up."""
+        """Number of the first quantum of each tensor in plan order, which is also the order for adding up norms."""
         bases, total = [], 0
         for tensor in self.tensors:
             bases.append(total)
@@ -125,19 +125,19 @@ class Plan:
 
 
 def quantum_rows(tensor: TensorSpec) -> int:
-    """Rows between two places where the tensor may be cut."""
+    """Number of rows between two positions where the tensor may be cut."""
     return max(1, -(-QUANTUM_ELEMENTS // max(1, tensor.row_elements)))
 
 
 def num_quanta(tensor: TensorSpec) -> int:
-    """Quanta of a tensor; 0 where it has no elements."""
+    """Number of quanta of a tensor; 0 if it has no elements."""
     if tensor.elements == 0:
         return 0
     return -(-tensor.rows // quantum_rows(tensor))
 
 
 def padded(elements: int) -> int:
-    """Elements rounded up to the alignment."""
+    """Number of elements rounded up to the alignment."""
     return -(-elements // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 
@@ -159,7 +159,7 @@ def _cut(number: int, tensor: TensorSpec, target_bytes: int) -> list[_Piece]:
         return [_Piece(number, 0, tensor.rows, tensor.elements, total)]
     row_bytes = tensor.row_elements * size
     rows_per_piece = max(step, target_bytes // row_bytes // step * step)
-    # Even pieces, so that the last one is not a crumb.
+    # Even pieces, so that the last one is not tiny.
     count = -(-tensor.rows // rows_per_piece)
     even = -(-tensor.rows // count)
     rows_per_piece = -(-even // step) * step
@@ -173,14 +173,14 @@ def _cut(number: int, tensor: TensorSpec, target_bytes: int) -> list[_Piece]:
 def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: int | None = None) -> Plan:
     """Cut the tensors into buckets of about bucket_bytes over num_shards shards, balanced by bytes.
 
-    bucket_bytes: None = by the size of a shard.
+    bucket_bytes: None = according to the size of a shard.
 
     Deterministic. balance(plan) <= 1 + (1 - 1 / num_shards) * largest piece / mean shard (greedy placement: Graham,
-    "Bounds on Multiprocessing Timing Anomalies", 1969), and pieces are at most 1/12 of the mean where tensors can be
-    cut that finely. Hence balance <= 1.1 whenever the mean shard has at least 10 * PIECE_FLOOR_BYTES (640 KiB) and no
-    single quantum, whole tensor or tensor under SPLIT_FLOOR_BYTES exceeds a tenth of it.
-    Where there are fewer pieces than shards, the plan has fewer shards: none is empty, so nobody ever waits for one.
-    Raises JobError for an empty model, a repeated name or num_shards < 1.
+    "Bounds on Multiprocessing Timing Anomalies", 1969), and pieces are at most 1/12 of the mean if tensors can be cut
+    that finely. Hence balance <= 1.1 whenever the mean shard has at least 10 * PIECE_FLOOR_BYTES (640 KiB) and no
+    single quantum, whole tensor or tensor under SPLIT_FLOOR_BYTES exceeds a tenth of it. If there are fewer pieces than
+    shards, the plan has fewer shards: none is empty, so nobody ever waits for one. Raises JobError for an empty model,
+    a repeated name, an unknown dtype or num_shards < 1.
     """
     if num_shards < 1:
         raise JobError(f"{num_shards} parameter servers: a plan needs at least 1")
@@ -195,8 +195,8 @@ def make_plan(tensors: Sequence[TensorSpec], num_shards: int, *, bucket_bytes: i
                 raise JobError(f"two tensors are named {name!r} ({seen[name]} and {tensor.name}); names must be unique")
             seen[name] = tensor.name
 
-    # Pieces small enough that greedy placement balances: at most a bucket, and at most 1/12 of a shard's fair share
-    # (1/10 would do for a balance of 1.1 but for the padding).
+    # Pieces small enough for balanced greedy placement: at most a bucket, and at most 1/12 of a shard's fair share
+    # (without the padding, 1/10 would be enough for a balance of 1.1).
     total = sum(tensor.elements * itemsize(tensor.dtype) for tensor in tensors)
     if bucket_bytes is None:
         bucket_bytes = min(max(total // (BUCKETS_WANTED * num_shards), MIN_BUCKET_BYTES), BUCKET_BYTES)
@@ -256,7 +256,7 @@ def _pack(held: Sequence[_Piece], tensors: Sequence[TensorSpec], bucket_bytes: i
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise ProtocolError where a plan from the network doesn't hold every element exactly once, cut as make_plan cuts.
+    """Raise ProtocolError unless a received plan has every element exactly once, cut as make_plan does.
 
     Checked: names and dtypes; slices in order, aligned, within their bucket and tensor, cut at quanta only; buckets of
     one dtype, kind and group, as large as their slices; no empty shard; every row of every tensor in exactly one slice.

@@ -1,4 +1,4 @@
-"""The version of the protocol that this code speaks, and what a peer may ask of it."""
+"""The protocol version of this code, and the features that a peer may require."""
 
 PROTOCOL_MINOR = 1
 FEATURES = ("sync", "async", "voted", "cut", "restore")

@@ -1,4 +1,4 @@
-"""Where an update comes from: what a rule may want to know besides the gradient."""
+"""The origin of an update: what a rule may need besides the gradient."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PushContext:
-    """Who pushed, and from what. The default is an update that several workers made together."""
+    """The pusher and its base version. The default is an update that several workers made together."""
 
     task: str = ""
-    """Such as "worker/3"; empty where it is no single worker's."""
+    """Such as "worker/3"; empty for an update of several workers."""
     incarnation: int = 0
-    """Which life of that task."""
+    """Incarnation of that task."""
     base_version: int | None = None
-    """Lowest version of the values that the gradient was computed on; None where it follows from the step."""
+    """Lowest version of the values from which the gradient was computed; None if it follows from the step."""
     staleness: int = 0
-    """Updates by others between that version and this one."""
+    """Number of updates by others between that version and this one."""
     clock: int = 0
-    """Of the worker that pushed: steps or rounds that it has finished."""
+    """The pushing worker's clock: steps or rounds that it has finished."""
 
 
 TOGETHER = PushContext()
-"""Of an update that all contributors made together."""
+"""For an update that all contributors made together."""

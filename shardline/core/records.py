@@ -1,5 +1,6 @@
-"""What a primary tells its standby, as values: images, records and marks. rpc.messages.records puts them on the
-wire. PROTOCOL 1.8.
+"""What a primary sends to its standby, as values: images, records and marks.
+
+rpc.messages.records encodes them for the wire. PROTOCOL 1.8.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """The verdict under which a shard has applied a voted step."""
+    """The verdict with which a shard has applied a voted step."""
 
     step: int
     scale: float
@@ -26,7 +27,7 @@ class Applied:
 
 @dataclass(frozen=True, kw_only=True)
 class AppliedPush:
-    """Asynchronous mode: the last push that a shard has applied of one life of a worker, and what it came to."""
+    """Asynchronous mode: the last push of an incarnation of a worker that a shard has applied, and its outcome."""
 
     task: str
     incarnation: int
@@ -37,11 +38,11 @@ class AppliedPush:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one bucket gets. values: the gradient's bytes, padding included; None where nothing was contributed."""
+    """One bucket's part of a record. values: the gradient's bytes, padding included; None if there is none."""
 
     bucket: int
     step: int
-    """Before the record."""
+    """The bucket's step before the record."""
     values: Buffer | None
     dtype: str
     present: tuple[bool, ...]
@@ -56,19 +57,19 @@ class Part:
         present: tuple[bool, ...],
         hyper: Mapping[str, float] | None,
     ) -> Part:
-        """A copy of a gradient, which its owner may overwrite afterwards."""
+        """A part with a copy of a gradient, which its owner may overwrite afterwards."""
         dtype = "float32" if values is None else str(values.dtype).removeprefix("torch.")
         data = None if values is None else bytes(tensor_bytes(values.cpu()))
         return cls(bucket=bucket, step=step, values=data, dtype=dtype, present=present, hyper=hyper)
 
     def tensor(self) -> torch.Tensor | None:
-        """The gradient, in memory of its own."""
+        """The gradient, in its own memory."""
         return None if self.values is None else tensor_from_bytes(self.values, self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """Whose stream it is. copy: names the copy that records belong to; 0 = none yet. appointment: see Placement."""
+    """Header of a stream. copy: the copy that records belong to; 0 = none yet. appointment: see Placement."""
 
     job: str
     timeline: int
@@ -81,14 +82,14 @@ class Head:
 
 @dataclass(frozen=True)
 class Begin:
-    """The standby is copied anew, and refuses to be promoted until the mark."""
+    """Start of a new copy: the standby refuses to be promoted until the mark."""
 
     copy: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One decision of the primary: gradients for some buckets, all at once."""
+    """One decision of the primary: gradients for some buckets, applied together."""
 
     number: int
     parts: tuple[Part, ...]
@@ -100,7 +101,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """One bucket as it is. previous: the values of the step before, where they may still be asked for."""
+    """One bucket's current contents."""
 
     number: int
     image: BucketImage
@@ -108,7 +109,7 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """All buckets are copied: from now on the standby may be promoted."""
+    """End of a copy: from now on the standby may be promoted."""
 
     number: int
     pushes: tuple[AppliedPush, ...] = ()
@@ -117,7 +118,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Digest:
-    """What the primary's bucket holds right after record `number`."""
+    """Digest of the primary's bucket right after record `number`."""
 
     number: int
     bucket: int

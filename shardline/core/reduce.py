@@ -34,13 +34,13 @@ class Block:
 
 
 def split(block: Block) -> tuple[Block, Block]:
-    """The two subtrees of a node of more than one replica."""
+    """The two subtrees of a node with more than one replica."""
     left = 1 << (block.count - 1).bit_length() - 1
     return Block(block.first, left), Block(block.first + left, block.count - left)
 
 
 def nodes(block: Block) -> Iterator[Block]:
-    """Every node of the tree below and including `block`, parents first."""
+    """Every node of the tree at and below `block`, parents first."""
     yield block
     if block.count > 1:
         left, right = split(block)
@@ -49,7 +49,7 @@ def nodes(block: Block) -> Iterator[Block]:
 
 
 def is_node(block: Block, replicas: int) -> bool:
-    """Whether `block` is a node of the tree over [0, replicas): only such blocks may be summed beforehand."""
+    """Whether `block` is a node of the tree over [0, replicas): only such blocks may be summed in advance."""
     node = Block(0, replicas)
     while True:
         if node == block:
@@ -61,7 +61,7 @@ def is_node(block: Block, replicas: int) -> bool:
 
 
 def cover(owned: Iterable[int], replicas: int) -> list[Block]:
-    """The fewest tree nodes that hold exactly the owned replicas, in order."""
+    """The smallest list of tree nodes that contain exactly the owned replicas, in order."""
     wanted = set(owned)
 
     def walk(node: Block) -> Iterator[Block]:
@@ -90,7 +90,8 @@ def sibling(block: Block, replicas: int) -> tuple[Block, Block, Block] | None:
 def tree_sum(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """Canonical sum of one tensor per replica; None = that replica has no gradient for it.
 
-    Returns a new tensor where it added two or more, the only one there is (not a copy), or None where all are None.
+    Returns a new tensor if it added two or more, the single one (not a copy) if there is just one, None if all are
+    None.
     """
 
     def walk(node: Block) -> torch.Tensor | None:
@@ -106,7 +107,7 @@ def tree_sum(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def mean_(total: torch.Tensor, replicas: int) -> torch.Tensor:
-    """Divide a sum over replicas in place; one replica needs no arithmetic at all."""
+    """Divide a sum over replicas in place; for one replica it is returned unchanged."""
     return total if replicas == 1 else total.div_(replicas)
 
 
@@ -122,7 +123,7 @@ def slice_quanta(tensor: TensorSpec, piece: Slice) -> Iterator[tuple[int, int, i
 def square_sums(flat: torch.Tensor, tensor: TensorSpec, piece: Slice) -> Iterator[tuple[int, float]]:
     """(quantum number within the tensor, sum of squares in float64) of a slice's flat values.
 
-    flat: 1-d, the slice's elements without padding. Per quantum, so that the norm doesn't move with the plan.
+    flat: 1-d, the slice's elements without padding. Per quantum, so that the norm doesn't depend on the plan.
     """
     alone = replace(piece, offset=0)
     for _, quantum, value in bucket_square_sums(flat, [(tensor, alone)]):
@@ -132,13 +133,13 @@ def square_sums(flat: torch.Tensor, tensor: TensorSpec, piece: Slice) -> Iterato
 def bucket_square_sums(
     flat: torch.Tensor, pieces: Sequence[tuple[TensorSpec, Slice]]
 ) -> Iterator[tuple[int, int, float]]:
-    """(index among pieces, quantum number within that tensor, sum of squares in float64); flat: a bucket's values."""
+    """(index among pieces, quantum number within that tensor, sum of squares in float64). flat: a bucket's values."""
     if flat.is_complex():
         squares = torch.view_as_real(flat).to(torch.float64).square_().sum(1)  # two terms: one rounding, any order
     else:
         squares = flat.to(torch.float64, copy=True).square_()
-    # Not torch.dot: its last bits depend on the threads and on where in memory a quantum starts. Pieces of a quantum
-    # this small are summed by one thread, in an order that depends on nothing but their length.
+    # Not torch.dot: its last bits depend on the threads and on a quantum's position in memory. Parts this small are
+    # summed by one thread, in an order that depends only on their length.
     owners, sums = [], []
     for index, (tensor, piece) in enumerate(pieces):
         for number, start, end in slice_quanta(tensor, piece):
@@ -155,14 +156,15 @@ def bucket_square_sums(
 
 
 def magnitude(values: torch.Tensor) -> float:
-    """The largest absolute value (of a complex number's two parts); not finite where an element isn't, 0 for integers.
+    """The largest absolute value (of a complex number's two parts); not finite if an element isn't, 0 for integers.
 
-    One pass: aminmax propagates NaN and costs a fourteenth of an infinity norm (2.9 against 41 ms per 64 MB).
+    One pass: aminmax propagates NaN and takes a fourteenth of the time of an infinity norm (2.9 against 41 ms per 64
+    MB).
     """
     if values.numel() == 0 or not (values.is_floating_point() or values.is_complex()):
         return 0.0
     low, high = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
-    # NaN reaches both ends.
+    # NaN propagates to both ends.
     return max(-low.item(), high.item())
 
 
@@ -172,13 +174,13 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def stays_finite(bound: float, dtype: torch.dtype) -> bool:
-    """Whether sums of numbers whose magnitudes add up to `bound` are finite for certain, in whatever order."""
+    """Whether sums of numbers whose magnitudes add up to `bound` are certainly finite, in any order."""
     # Rounding enlarges a sum by less than a factor of 2, whatever the dtype and the number of replicas.
     return not (dtype.is_floating_point or dtype.is_complex) or bound <= torch.finfo(dtype).max / 2
 
 
 def global_norm(sums: Sequence[tuple[int, float]]) -> float:
-    """Norm from (quantum number in the plan, square sum), added one after another in plan order."""
+    """Norm from (quantum number in the plan, sum of squares), added one after another in plan order."""
     total = 0.0
     for _, value in sorted(sums):
         total += value
@@ -186,10 +188,10 @@ def global_norm(sums: Sequence[tuple[int, float]]) -> float:
 
 
 def clip_scale(norm: float, clip_norm: float) -> float:
-    """Factor that brings a gradient of this norm down to clip_norm: torch's clip_grad_norm_ formula, in float64."""
+    """Factor that reduces a gradient of this norm to clip_norm: torch's clip_grad_norm_ formula, in float64."""
     return min(1.0, clip_norm / (norm + 1e-6)) if clip_norm > 0.0 else 1.0
 
 
 def quantum_key(plan: Plan, tensor: int, quantum: int) -> int:
-    """Position of a quantum in the plan's order of tensors, whatever the shards."""
+    """Position of a quantum in the plan's order of tensors, independent of the shards."""
     return plan.quantum_base[tensor] + quantum

@@ -1,7 +1,7 @@
-"""The numbers and choices of a job: declared here once, for jobs, the command line, the wire and checkpoints alike.
+"""A job's numbers and choices: declared once, for jobs, the command line, the wire and checkpoints.
 
-A field that is added here can be set in a job file, by `--set` and by shardline.connect(), travels to every task,
-is compared when a task joins, and is kept in checkpoints. Nothing else has to be told of it.
+A field added here can be set in a job file, by `--set` and by shardline.connect(), is sent to every task, is compared
+when a task joins, and is stored in checkpoints. Nothing else has to change.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any, TypeVar
 from shardline.errors import JobError
 
 Setting = bool | int | float | str
-"""What a setting can be."""
+"""Types of a setting."""
 MAX_WHOLE = 2**63
 
 
 def setting(default: Any = dataclasses.MISSING, *, lowest: int | None = None, doc: str = "") -> Any:
-    """A field of Settings. lowest: the smallest whole number that it may be."""
+    """A field of Settings. lowest: the smallest allowed whole number."""
     return dataclasses.field(default=default, metadata={"lowest": lowest, "doc": doc})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a job has besides its model, data and optimizer. Checked by check()."""
+    """A job's settings besides its model, data and optimizer. Checked by check()."""
 
     replicas: int = setting(1, lowest=1, doc="Logical replicas, whatever the number of workers that run them.")
     batch_size: int = setting(1, lowest=1, doc="Samples of one microbatch of one replica.")
@@ -40,7 +40,7 @@ class Settings:
     topology: str = setting("flat", doc="Whom a worker talks to.")
 
     def settings(self) -> dict[str, Any]:
-        """The fields declared here and their values, to make another holder of them."""
+        """The values of the fields declared here, to make another object with the same settings."""
         return {item.name: getattr(self, item.name) for item in dataclasses.fields(Settings)}
 
 
@@ -53,12 +53,12 @@ def known() -> Mapping[str, dataclasses.Field[Any]]:
 
 
 def kind_of(name: str) -> type:
-    """int, float, bool or str: what a setting holds."""
+    """Type of a setting: int, float, bool or str."""
     return type(known()[name].default)
 
 
 def check(holder: Settings, where: str = "Job") -> None:
-    """Raise JobError naming a setting that holds what it can't."""
+    """Raise JobError naming a setting with an invalid value."""
     for name, item in known().items():
         value, kind = getattr(holder, name), kind_of(name)
         lowest = item.metadata["lowest"]
@@ -72,7 +72,7 @@ def check(holder: Settings, where: str = "Job") -> None:
 
 
 def read(name: str, text: str, kind: type) -> Setting:
-    """A value of `kind` from its text. Raises JobError naming the setting for text that is none."""
+    """A value of `kind` from its text. Raises JobError naming the setting if the text is invalid."""
     try:
         if kind is bool:
             return {"true": True, "false": False}[text.lower()]

@@ -1,4 +1,4 @@
-"""What is trained, as values that travel: tensors, update rule, schedule, consistency, the job's identity.
+"""What is trained, as values sent to all tasks: tensors, update rule, schedule, consistency, the job's identity.
 
 Everything here is frozen and compares by value. shardline.rpc.messages.convert turns it into protobuf and back.
 """
@@ -36,13 +36,13 @@ DTYPES: Mapping[str, torch.dtype] = {
     "complex64": torch.complex64,
     "complex128": torch.complex128,
 }
-"""dtypes that a plan can hold, by the name used in specs, manifests and errors."""
+"""dtypes that a plan supports, by the name used in specs, manifests and errors."""
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """Name of a torch dtype; raises TensorError naming the tensor where the plan can't hold it."""
+    """Name of a torch dtype. Raises TensorError naming the tensor if the plan does not support it."""
     try:
         return DTYPE_NAMES[dtype]
     except KeyError:
@@ -78,7 +78,7 @@ class TensorSpec:
     group: int = 0
     """Parameter group of the rule; 0 for buffers and frozen parameters."""
     whole: bool = False
-    """True where the rule needs the whole matrix, so it is never cut."""
+    """True if the rule needs the whole tensor, so it is never cut."""
     aliases: tuple[str, ...] = ()
     """Other state_dict names of the same storage (tied weights)."""
 
@@ -128,10 +128,10 @@ class ScheduleSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ConsistencySpec:
-    """Who may proceed and what counts."""
+    """Mode, clipping and NaN policy."""
 
     mode: str = "sync"
-    """The mode, as CONSISTENCIES of shardline.consistency reads it: NAME or NAME:KEY=VALUE,...: "sync", "async"."""
+    """The mode as CONSISTENCIES parses it, NAME or NAME:KEY=VALUE,...: "sync", "async"."""
     clip_norm: float = 0.0
     """Global gradient norm above which gradients are scaled down; 0 = off."""
     nan_policy: str = "stop"
@@ -146,9 +146,9 @@ class ConsistencySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec(Settings):
-    """A job's identity: two tasks train the same job where these are equal.
+    """A job's identity: two tasks train the same job if these are equal.
 
-    `replicas` is 1 in a mode whose updates are made of one worker's gradients.
+    `replicas` is 1 in a mode whose updates come from one worker's gradients.
     """
 
     name: str
@@ -159,9 +159,9 @@ class JobSpec(Settings):
     best_metric: str = ""
     best_is_lowest: bool = False
     samples: int = 0
-    """Length of a map-style data set; 0 where it is iterable or a script's own."""
+    """Length of a map-style data set; 0 if it is iterable or a script's own."""
     script: bool = False
-    """A person's own script drives the steps."""
+    """Whether the user's own script drives the steps."""
 
 
 def _flatten(value: Any, path: str, out: dict[str, Any]) -> None:
@@ -182,9 +182,9 @@ def _flatten(value: Any, path: str, out: dict[str, Any]) -> None:
 
 
 def differences(ours: JobSpec, theirs: JobSpec, *, limit: int = 5) -> list[str]:
-    """How two jobs differ, one short phrase each: "tensors[fc1.weight].shape: (10, 4) here, (10, 8) in the job".
+    """Differences of two jobs, one short phrase each: "tensors[fc1.weight].shape: (10, 4) here, (10, 8) in the job".
 
-    `ours` is the asking task's, `theirs` the cluster's. At most `limit` phrases, then a count.
+    `ours` is the joining task's, `theirs` the cluster's. At most `limit` phrases, then a count.
     """
     mine: dict[str, Any] = {}
     other: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""A JobSpec as plain JSON values and back, exactly: ints stay ints, floats keep every bit, sequences are tuples again.
+"""A JobSpec as plain JSON values and back, exactly: ints stay ints, floats keep every bit, sequences become tuples.
 
-NaN and infinities, which JSON has no word for, are written as {"float": "nan" | "inf" | "-inf"}.
+NaN and infinities, which JSON does not have, are written as {"float": "nan" | "inf" | "-inf"}.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def job_to_json(job: JobSpec) -> dict[str, Any]:
-    """The job as dicts, lists, strings, numbers, booleans and None. Raises JobError naming a value JSON can't hold."""
+    """The job as dicts, lists, strings, numbers, booleans and None. Raises JobError naming an unsupported value."""
     encoded = _encode(job, "job")
     assert isinstance(encoded, dict)
     return encoded
@@ -30,8 +30,8 @@ def job_to_json(job: JobSpec) -> dict[str, Any]:
 def job_from_json(value: Any) -> JobSpec:
     """The job that job_to_json wrote, equal to the original.
 
-    A field that is absent takes its default, so that a field added later needs no new format. Raises JobError naming
-    the place for an unknown or required field, a wrong type or an unknown enum value.
+    A missing field gets its default, so that a field added later needs no new format. Raises JobError naming the place
+    of an unknown or missing required field, a wrong type or an unknown enum value.
     """
     return typing.cast(JobSpec, _decode(JobSpec, value, "job"))
 
@@ -55,7 +55,7 @@ def _encode(value: Any, path: str) -> Any:
 
 
 def _non_finite(value: Any) -> float | None:
-    """The float that {"float": "inf"} stands for, or None where value is something else."""
+    """The float for {"float": "inf"} and the like, or None if value is something else."""
     if isinstance(value, dict) and set(value) == {"float"} and isinstance(value["float"], str):
         return _NON_FINITE.get(value["float"])
     return None
@@ -116,7 +116,7 @@ def _decode_argument(value: Any, path: str) -> Argument:
 
 
 def _decode_scalar(hint: Any, value: Any, path: str) -> Any:
-    # type(), not isinstance(): True is an int in Python, and a flag read as a number would pass unseen.
+    # type(), not isinstance(): True is an int in Python, and a flag read as a number would go unnoticed.
     if hint is float:
         special = _non_finite(value)
         if special is not None:

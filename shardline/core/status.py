@@ -1,4 +1,4 @@
-"""What the chief and the parameter servers say about themselves."""
+"""Status of the chief and the parameter servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes of tensors since a task started; raw: as held in memory, wire: as sent."""
+    """Bytes of tensors since a task started. raw: as in memory, wire: as sent."""
 
     push_raw_bytes: int = 0
     push_wire_bytes: int = 0
@@ -26,7 +26,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldCut:
-    """A cut that a shard holds for the chief."""
+    """A cut that a shard keeps for the chief."""
 
     step: int
     complete: bool = False
@@ -35,17 +35,17 @@ class HeldCut:
 
 @dataclass(frozen=True, kw_only=True)
 class StandbyStatus:
-    """A standby that a ps holds."""
+    """A standby on a ps."""
 
     shard: int
     synced: bool = False
-    """It may be promoted."""
+    """Whether it may be promoted."""
     record: int = 0
-    """The last record of its copy that it holds."""
+    """The last record of its copy that it has."""
     copy: int = 0
     bytes: int = 0
     appointment: int = 0
-    """The one that it was copied for."""
+    """The appointment that it was copied for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class PsStatus:
     shards: tuple[ShardStatus, ...] = ()
     traffic: Traffic = field(default_factory=Traffic)
     failure: str = ""
-    """Sentence for the person where it can't go on."""
+    """Message for the user if it can't continue."""
     standbys: tuple[StandbyStatus, ...] = ()
 
 
@@ -111,16 +111,16 @@ class TaskStatus:
     shards: tuple[ShardStatus, ...] = ()
     steps_per_s: float = 0.0
     staleness: float = 0.0
-    """Mean of its last steps, in versions."""
+    """Mean staleness of its last steps, in versions."""
     compute_s: float = 0.0
-    """Seconds of computing in one of its last steps, on average."""
+    """Mean seconds of computing per step, over its last steps."""
     exchange_s: float = 0.0
-    """The same of push, barrier wait and pull."""
+    """The same for push, barrier wait and pull."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EventStatus:
-    """One sentence of the chief's."""
+    """One event message of the chief."""
 
     time: float
     """Unix time."""
@@ -149,9 +149,9 @@ class ChiefStatus:
     """One of PHASES."""
     step: int = 0
     steps: int = 0
-    """Steps to train; 0 where a script ends the job by itself."""
+    """Steps to train; 0 if a script ends the job by itself."""
     first_step: int = 0
-    """Step this run started from."""
+    """First step of this run."""
     loss: float = float("nan")
     steps_per_s: float = 0.0
     bytes_per_s: float = 0.0
@@ -172,26 +172,26 @@ class ChiefStatus:
     missing: tuple[str, ...] = ()
     """Tasks of the cluster spec that have never joined."""
     said: tuple[EventStatus, ...] = ()
-    """`events` with their time and level."""
+    """`events` with time and level."""
     checkpoints: tuple[CheckpointStatus, ...] = ()
     last_metrics_step: int = -1
     best_step: int = -1
     best_metrics: Mapping[str, float] = field(default_factory=dict)
     staleness: float = 0.0
-    """Mean of the last steps, in versions."""
+    """Mean staleness of the last steps, in versions."""
     staleness_max: int = 0
-    """Highest of the run."""
+    """Highest staleness of the run."""
     push_bytes_per_s: float = 0.0
-    """Through all parameter servers."""
+    """Bytes/s through all parameter servers."""
     pull_bytes_per_s: float = 0.0
     replicas: int = 0
     rule: str = ""
     """Name of the update rule."""
     dead_s: float = 0.0
-    """Silence after which a task is dead."""
+    """Seconds of silence after which a task is dead."""
     page: str = ""
-    """Address of the chief's own page; empty where it serves none."""
+    """Address of the chief's own page; empty if it serves none."""
     shard_bytes: tuple[int, ...] = ()
     """Bytes of the values in each shard, by its number."""
     faults: tuple[str, ...] = ()
-    """What fails at present while the job goes on (checkpoints, logs, the journal), a sentence each."""
+    """Current faults that do not stop the job (checkpoints, logs, the journal), a sentence each."""

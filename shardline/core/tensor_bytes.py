@@ -1,4 +1,4 @@
-"""Tensors to bytes and back, without copies where memory allows it."""
+"""Tensors to bytes and back, without copies if possible."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from shardline.errors import ProtocolError
 
 Buffer = bytes | bytearray | memoryview
 FINGERPRINT_BYTES = 64 << 10
-"""Of fewer all are looked at."""
+"""Below this, a fingerprint reads all bytes."""
 FINGERPRINT_STRIDE = 2 << 10
 FINGERPRINT_LINE = 64
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The little-endian bytes of a CPU tensor as a view of its memory (a copy where it is not contiguous).
+    """The little-endian bytes of a CPU tensor as a view of its memory (a copy if it is not contiguous).
 
     Works for every dtype, 0-d and empty tensors. The view is valid as long as the tensor is unchanged.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
-    # One element counts as contiguous whatever its stride, but can't be viewed as bytes with another than 1.
+    # A single element counts as contiguous with any stride, but can be viewed as bytes only with stride 1.
     return memory_of(flat.as_strided(flat.shape, (1,)).view(torch.uint8))
 
 
@@ -36,7 +36,7 @@ def memory_of(octets: torch.Tensor) -> memoryview:
 
 
 def tensor_from_bytes(data: Buffer, dtype: str) -> torch.Tensor:
-    """1-d tensor over (not a copy of) writable bytes, a copy of read-only ones; ProtocolError on a partial element."""
+    """1-d tensor over (not a copy of) writable bytes, a copy of read-only ones; ProtocolError for a partial element."""
     size = DTYPES[dtype].itemsize
     if len(data) % size:
         raise ProtocolError(f"{len(data)} bytes are not a whole number of {dtype} elements ({size} bytes each)")
@@ -49,9 +49,9 @@ def tensor_from_bytes(data: Buffer, dtype: str) -> torch.Tensor:
 
 
 def borrowed_tensor(data: Buffer, dtype: str) -> torch.Tensor:
-    """1-d tensor over (not a copy of) any bytes, read-only ones too: it must not be written to.
+    """1-d tensor over (not a copy of) any bytes, including read-only ones: it must not be written to.
 
-    A copy where the bytes don't lie at a multiple of the element's size. ProtocolError on a partial element.
+    A copy if the bytes are not aligned to the element's size. Raises ProtocolError for a partial element.
     """
     view, size = memoryview(data), DTYPES[dtype].itemsize
     if not view.readonly or len(view) == 0 or len(view) % size:
@@ -59,22 +59,22 @@ def borrowed_tensor(data: Buffer, dtype: str) -> torch.Tensor:
     address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     if address % size:
         return tensor_from_bytes(data, dtype)
-    # torch warns of read-only buffers; over an array of ctypes it knows nothing of that.
+    # torch warns about read-only buffers; for a ctypes array it can't tell.
     memory = (ctypes.c_char * len(view)).from_address(address)
     memory.owner = view  # type: ignore[attr-defined]  # an array of ctypes takes attributes; keeps the bytes alive
     return torch.frombuffer(memory, dtype=torch.uint8).view(DTYPES[dtype])
 
 
 def copy_bytes(target: memoryview, source: Buffer) -> None:
-    """Copy bytes of the same length; other threads run meanwhile, which a slice assignment doesn't let them."""
+    """Copy bytes of the same length; unlike a slice assignment, this lets other threads run meanwhile."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def fingerprint(data: Buffer) -> int:
-    """xxh3-64 of a sample of encoded bytes, a cache line of each 2 KiB, and of few bytes all; never 0.
+    """xxh3-64 of a sample of encoded bytes, one cache line per 2 KiB, or of all bytes if there are few; never 0.
 
-    Tells contributions that were computed twice with other bits apart at an eighth of a digest's price: other threads,
-    kernels or machines round all over a tensor, not in one place.
+    Distinguishes contributions that were computed twice with different bits, at an eighth of a digest's cost: other
+    threads, kernels or machines round differently all over a tensor, not in one place.
     """
     octets = np.frombuffer(data, np.uint8)
     if octets.nbytes < FINGERPRINT_BYTES:

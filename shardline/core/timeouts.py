@@ -1,4 +1,4 @@
-"""How long everything may take: one number of the user's, and what derives from it."""
+"""All durations, derived from one number set by the user."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardline.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """All durations, in seconds: how long joining may take at the start, and what derives from --timeout T."""
+    """All durations in seconds: the time for joining, and those derived from --timeout T."""
 
     total_s: float = 60.0
     join_s: float = 600.0
-    """How long a task tries to join its cluster, and a chief that starts waits for its tasks; apart from T, since tasks
-    are started by hand, one after another, and a busy machine needs minutes to import torch."""
+    """How long a task tries to join its cluster, and a starting chief waits for its tasks; independent of T, since
+    tasks are started by hand, one after another, and a busy machine needs minutes to import torch."""
 
     def __post_init__(self) -> None:
         for flag, value in (("--timeout", self.total_s), ("--join-timeout", self.join_s)):
@@ -33,7 +33,7 @@ class Timeouts:
 
     @property
     def suspect_s(self) -> float:
-        """Silence after which a task is suspected."""
+        """Silence after which a task is suspect."""
         return self.total_s / 10
 
     @property
@@ -43,7 +43,7 @@ class Timeouts:
 
     @property
     def lost_s(self) -> float:
-        """How long the cluster waits for a lost task, a task for a lost chief, and the end for the last score."""
+        """How long the cluster waits for a lost task, a task for a lost chief, and the job's end for the last score."""
         return self.total_s
 
     @property

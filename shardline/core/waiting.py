@@ -1,11 +1,11 @@
-"""A wait that may take minutes says for whom it is and how long it still goes on. Pure; the clock is an argument."""
+"""Messages of a wait that may take minutes: what it waits for, and the time left. Pure; the clock is an argument."""
 
 from __future__ import annotations
 
 import math
 
 FIRST_S = 1.0
-"""A wait that is over sooner says nothing, where it need not be."""
+"""A shorter wait logs nothing, if it doesn't have to."""
 EVERY_S = 10.0
 
 
@@ -16,7 +16,7 @@ def duration(seconds: float) -> str:
 
 
 class Waiting:
-    """One wait, from now_s to deadline_s; infinity = others decide how long."""
+    """One wait, from now_s to deadline_s; infinity = no deadline of its own."""
 
     def __init__(self, now_s: float, deadline_s: float = math.inf, *, first_s: float = FIRST_S) -> None:
         self.deadline_s = deadline_s
@@ -24,7 +24,7 @@ class Waiting:
         self._told_why = False
 
     def sentence(self, now_s: float, whom: str, why: str = "") -> str:
-        """What to say now; empty while the last sentence is fresh. The first reason is said at once."""
+        """The message to log now; empty while the last one is recent. The first reason is returned at once."""
         if now_s < self._next_s and (self._told_why or not why):
             return ""
         self._next_s, self._told_why = now_s + EVERY_S, bool(why)
@@ -34,5 +34,5 @@ class Waiting:
         return f"{text}: {why}" if why else text
 
     def pause_s(self, now_s: float) -> float:
-        """Until the next sentence is due, or the deadline."""
+        """Seconds until the next message is due, or the deadline."""
         return max(0.0, min(self._next_s, self.deadline_s) - now_s)

@@ -9,16 +9,16 @@ from shardline.lanes.tcp.lane import Tcp
 from shardline.seams import Table
 
 LANES: Table[LaneKind] = Table("lane", Grpc, Tcp, Shm)
-"""From the one that always works to the fastest: a lane that can't be used gives way to those before it."""
+"""From the lane that always works to the fastest: a lane that can't be used falls back to those before it."""
 AUTO = "auto"
 CHOICES = (AUTO, *LANES.names)
-"""What --lane takes."""
+"""Values of --lane."""
 OPENED = tuple(sorted(kind.name for kind in LANES if kind.opened))
-"""Lanes that a worker has to open, and that may give way to another."""
+"""Lanes that a worker has to open, and that may fall back to another."""
 
 
 def candidates(choice: str, *, local: bool, shared_dir: bool = False) -> tuple[LaneKind, ...]:
-    """Lanes to try for --lane, in order. local: both tasks are on this host; shared_dir: they share a --run-dir."""
+    """Lanes to try for --lane, in order. local: both tasks are on this host. shared_dir: they share a --run-dir."""
     kinds = [LANES.parse(name) for name in LANES.names]
     if choice == AUTO:
         kinds = [kind for kind in kinds if local or shared_dir or not kind.same_host]
@@ -28,6 +28,6 @@ def candidates(choice: str, *, local: bool, shared_dir: bool = False) -> tuple[L
 
 
 def offered(choice: str) -> tuple[LaneKind, ...]:
-    """Lanes that a server of this --lane lets workers open."""
+    """Lanes that a server with this --lane lets workers open."""
     kinds = [LANES.parse(name) for name in LANES.names]
     return tuple(kind for kind in kinds if kind.opened and choice in (AUTO, kind.name))

@@ -1,7 +1,7 @@
-"""The server half of the lane seam: what a lane other than the call's own stream has to do, and who has opened one.
+"""The server half of the lane seam: interfaces of lanes other than the call's own stream, and the open attachments.
 
 An attachment belongs to one incarnation of one worker and to one shard. It changes no state: references in the calls
-say what its bytes are, and the calls' replies say what became of them.
+identify its bytes, and the calls' replies report the outcome.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shardline.storage.publication import Publication
 
 log = logging.getLogger("shardline.lanes")
 MAX_ATTACHMENTS = 4096
-"""Per server; far above what a cluster has, so that a client gone wrong can't fill the memory."""
+"""Limit per server; far above what a cluster needs, so that a faulty client can't fill the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Whose attachment it is."""
+    """The owner of an attachment."""
 
     task: str
     incarnation: int
@@ -36,69 +36,69 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosted:
-    """What a lane is told of the shard that it is opened to."""
+    """A shard's description for a lane that is opened to it."""
 
     shard: int
     publication: Publication
     by_reference: bool
-    """A published step is what a pull of it brings, and stays as it is until every replica has pushed the next."""
+    """Whether a pull is answered with a published step, which stays until every replica has pushed the next."""
     pushes: int
-    """Contributions that one step takes of one worker, at most."""
+    """Maximum number of contributions of one worker to one step."""
 
 
 class Ticket(Protocol):
-    """One referred bucket on its way in. Used on the server's loop."""
+    """One incoming referred bucket. Used on the server's loop."""
 
     @property
     def memory(self) -> memoryview:
-        """The encoded bytes, valid when done."""
+        """The encoded bytes; valid when done."""
         ...
 
     @property
     def done(self) -> bool:
-        """All bytes are there, or never will be: then wait() raises."""
+        """Whether all bytes have arrived, or never will: then wait() raises."""
         ...
 
     async def wait(self) -> None:
-        """Return when all bytes are there. Raises UnreachableError where the attachment broke or is late."""
+        """Wait until all bytes have arrived. Raises UnreachableError if the attachment broke or is late."""
         ...
 
 
 class Attachment(Protocol):
-    """One open lane, as push and pull see it. Used on the server's loop, unless a method says otherwise."""
+    """One open lane, as used by push and pull. Used on the server's loop, unless a method says otherwise."""
 
     lane: str
     holder: Holder
     borrowed: bool
-    """The bytes of a push lie in memory that the worker writes again after the step: never to be written here."""
+    """Whether a push's bytes are in memory that the worker writes again after the step; never write to it here."""
     window: int
-    """Buckets of a push to expect at once, at most."""
+    """Maximum number of buckets of a push to expect at once."""
 
     def expect(self, offset: int, nbytes: int) -> Ticket:
-        """The next referred bucket of a push. Raises ProtocolError where it can't lie there."""
+        """Expect the next referred bucket of a push. Raises ProtocolError if its place is invalid."""
         ...
 
     def published(self, bucket: int, step: int) -> tuple[int, int] | None:
-        """(area, offset) at which the worker itself sees theta_step of a bucket; None = its bytes have to be sent."""
+        """(area, offset) at which the worker can read theta_step of a bucket; None = its bytes have to be sent."""
         ...
 
     def reply_slot(self, bucket: int, nbytes: int) -> tuple[int, memoryview] | None:
-        """(offset in area 2, memory) that the worker can read, for bytes made for it; None = send() them.
+        """(offset in area 2, memory) for bytes that the worker can read; None = send() them.
 
-        May be called from any thread. The worker has read what was there before: it asks for one pull at a time.
+        May be called from any thread. The worker has read the previous contents: it makes one pull at a time.
         """
         ...
 
     async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
-        """Send bytes after those sent before; returns when they are queued and the queue is short enough.
+        """Queue bytes for sending; returns when the queue is short enough.
 
-        intact() is asked when they have left: False = what was sent was overwritten meanwhile, and the attachment is
-        broken so that nobody uses it.
+        intact() is called when they have been sent: False = they were overwritten meanwhile, and the attachment is
+        broken so that nobody uses them.
         """
         ...
 
     def abort(self, reason: str) -> None:
-        """A push or pull ended in mid-transfer: what is under way means nothing any more. May be called twice."""
+        """End it after a push or pull broke off: bytes in flight have no meaning any more. May be called twice."""
         ...
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Attachment(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What a worker needs to take its side of a new attachment."""
+    """What a worker needs to open its side of a new attachment."""
 
     attachment: Attachment
     port: int = 0
@@ -123,10 +123,10 @@ class LaneOffer(Protocol):
 
     lane: str
     keeps_replies: bool
-    """Each attachment has memory for the replies that are made for one worker; else they are sent as they are made."""
+    """Whether each attachment has memory for replies to one worker; else they are sent as they are made."""
 
     def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> Opening:
-        """Prepare an attachment; the worker's sockets come later. Raises LaneUnavailable with a sentence."""
+        """Prepare an attachment; the worker's sockets come later. Raises LaneUnavailable."""
         ...
 
     def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> Publication | None:
@@ -134,7 +134,7 @@ class LaneOffer(Protocol):
         ...
 
     def close(self) -> None:
-        """Take no more sockets."""
+        """Accept no more sockets."""
         ...
 
 
@@ -144,7 +144,7 @@ class Attachments:
     def __init__(self) -> None:
         self._offers: dict[str, LaneOffer] = {}
         self._held: dict[int, Attachment] = {}
-        # Numbers of an earlier life of this server mean nothing here, and can't be mistaken for ours.
+        # Numbers given by an earlier process of this server must not match ours.
         self._numbers = itertools.count(secrets.randbits(48) + 1)
 
     def offer(self, offer: LaneOffer) -> None:
@@ -179,7 +179,7 @@ class Attachments:
         return number, opening
 
     def find(self, number: int, lane: str, holder: Holder) -> Attachment:
-        """The attachment of this number; raises UnreachableError where its holder has to open one anew."""
+        """The attachment with this number. Raises UnreachableError if its holder has to open a new one."""
         attachment = self._held.get(number)
         if attachment is None or attachment.holder != holder or attachment.lane != lane:
             raise UnreachableError(
@@ -189,7 +189,7 @@ class Attachments:
         return attachment
 
     def drop(self, attachment: Attachment, reason: str) -> None:
-        """End one attachment, whoever holds it."""
+        """End one attachment."""
         for number, held in list(self._held.items()):
             if held is attachment:
                 self._drop(number, reason)

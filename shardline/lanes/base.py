@@ -1,6 +1,6 @@
-"""The lane seam: how the bytes of pushes and pulls between one task and one shard travel.
+"""The lane seam: how the bytes of pushes and pulls travel between one task and one shard.
 
-A lane changes no state: what became of a push is only what the shard's ack says.
+A lane changes no state: only the shard's ack says what became of a push.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from shardline.core.exchange import Contribution, Exchanged, Sender, Sink, Stand
 
 
 class LaneUnavailable(Exception):
-    """The pair of tasks can't use this lane; the sentence says why. Another lane takes its place."""
+    """The two tasks can't use this lane; the message says why. Another lane takes its place."""
 
 
 class SharedMemory(Protocol):
-    """Segments that a task and a shard both map."""
+    """Segments mapped by both a task and a shard."""
 
     @property
     def is_read(self) -> bool:
-        """Whether the shard may still read what was pushed, since no pull has shown a later step of it."""
+        """Whether the shard may still read pushed bytes, since no pull has shown a later step yet."""
         ...
 
     def slot(self, offset: int, nbytes: int) -> memoryview:
-        """A place of the segment from which the shard reads gradients, writable."""
+        """Writable part of the segment from which the shard reads gradients."""
         ...
 
     def area(self, number: int) -> memoryview:
-        """What the shard publishes at even (0) or odd (1) steps, read-only."""
+        """The shard's publications of even (0) or odd (1) steps, read-only."""
         ...
 
 
 class Lane(Protocol):
-    """One task's way to one shard. Used by one thread at a time; cancel() may come from any."""
+    """One task's connection to one shard. Used by one thread at a time; any thread may call cancel()."""
 
     @property
     def name(self) -> str:
@@ -45,34 +45,34 @@ class Lane(Protocol):
     ) -> Exchanged:
         """Push contributions and pull in one call.
 
-        Raises UnreachableError on a broken or late call, ProtocolError where the shard refuses it as malformed.
+        Raises UnreachableError on a broken or late call, ProtocolError if the shard refuses it as malformed.
         """
         ...
 
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        """What the shard has counted of some replicas; asked once. Raises UnreachableError."""
+        """The shard's standing on some replicas; one call, no retry. Raises UnreachableError."""
         ...
 
     def cancel(self) -> None:
-        """End a running exchange early; it raises UnreachableError."""
+        """Make a running exchange raise UnreachableError early."""
         ...
 
     def close(self) -> None:
         """Free the connection."""
         ...
 
-    # What lanes have that share memory with the shard
+    # For lanes that share memory with the shard
 
     @property
     def by_reference(self) -> bool:
-        """Whether payloads lie in memory that both sides map, so that none of their bytes is on a wire."""
+        """Whether payloads are in memory that both sides map, so that no bytes are sent."""
         return False
 
     @property
     def published(self) -> SharedMemory | None:
-        """Memory in which this side reads the shard's parameters where they lie; None where there is none (yet)."""
+        """Memory in which this side reads the shard's parameters in place; None if there is none (yet)."""
         return None
 
     def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
-        """Memory that the shard reads: a gradient computed there needs no copy. None where there is none now."""
+        """Memory that the shard reads: a gradient computed there needs no copy. None if there is currently none."""
         return None

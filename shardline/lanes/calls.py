@@ -1,4 +1,4 @@
-"""What lanes have in common: the RPCs of one task to one shard, and how they end."""
+"""Common to all lanes: the RPCs of one task to one shard, and how they end."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from shardline.rpc.messages.data import (
 from shardline.wire.protobuf import ReplyView, RequestView
 
 LAST_WORD_S = 1.0
-"""How long the shard's own words are waited for after bytes that travel elsewhere broke off."""
+"""Seconds to wait for the shard's own answer after bytes on another connection broke off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """What OpenLane gave; see parameter_server.proto."""
+    """The reply of OpenLane; see parameter_server.proto."""
 
     attachment: int
     port: int
@@ -46,7 +46,7 @@ class Opened:
 
 
 class NotAdmittedError(Exception):
-    """The shard takes nothing of this sender at present; `outcome` is what a push or pull would be answered with."""
+    """The shard currently accepts nothing from this sender; `outcome` is what a push or pull would get."""
 
     def __init__(self, outcome: Outcome, reason: str) -> None:
         super().__init__(reason)
@@ -60,7 +60,7 @@ class NotAdmittedError(Exception):
 
 
 class ShardCalls:
-    """The calls of one lane to one shard. Used by one thread at a time; cancel() may come from any."""
+    """The calls of one lane to one shard. Used by one thread at a time; any thread may call cancel()."""
 
     name = ""
     by_reference = False
@@ -77,7 +77,7 @@ class ShardCalls:
         self._cancelled = False
 
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        """Ask the shard what it has counted."""
+        """See Lane.progress."""
         self._arm()
         request = progress_request(sender, self._shard, replicas)
         return standing_from_proto(self._ask(self._stub.Progress, request, "Progress", timeout_s))
@@ -99,11 +99,11 @@ class ShardCalls:
                 self._call.cancel()
 
     def close(self) -> None:
-        """The channel belongs to Peers; a running call is ended."""
+        """End a running call. The channel belongs to Peers."""
         self.cancel()
 
     def _arm(self) -> None:
-        """Begin: what was cancelled before is over."""
+        """Forget earlier cancellations."""
         with self._lock:
             self._cancelled = False
 
@@ -121,7 +121,7 @@ class ShardCalls:
             end_call(call)
 
     def _ask(self, method: Any, request: Any, what: str, timeout_s: float) -> Any:
-        """One unary call that cancel() ends. Raises the error of rpc.errors.from_status."""
+        """Make one unary call that cancel() ends. Raises the error of rpc.errors.from_status."""
         start_s = time.monotonic()
         try:
             return self._started(method.future(request, timeout=timeout_s)).result()
@@ -136,7 +136,7 @@ class ShardCalls:
     def _open(self, sender: Sender, *, timeout_s: float) -> Opened:
         """Ask the shard for an attachment of this lane.
 
-        Raises LaneUnavailable where it offers none, NotAdmittedError where it takes nothing of this sender now.
+        Raises LaneUnavailable if it offers none, NotAdmittedError if it currently accepts nothing from this sender.
         """
         request = open_lane_request(sender, self._shard, self.name)
         try:
@@ -173,9 +173,9 @@ class ShardCalls:
     ) -> Exchanged:
         """Run one PushPull to its end; see Lane.exchange.
 
-        single: there is one request; it is made, and what follows it on another way is sent, on this thread.
-        fill: takes a bucket whose bytes come by the lane's attachment. It and `requests` raise UnreachableError where
-        the attachment breaks: then the shard's own words, if any come soon, are what the caller gets.
+        single: there is one request; this thread makes it and sends what follows it on another connection.
+        fill: takes a bucket whose bytes come by the lane's attachment. It and `requests` raise UnreachableError if the
+        attachment breaks: then the caller gets the shard's own answer, if one comes soon.
         """
         talk = _Conversation(sink, self._elements, fill)
         try:
@@ -199,7 +199,7 @@ class ShardCalls:
         return talk.result()
 
     def _begin(self, talk: _Conversation, requests: Iterable[RequestView], timeout_s: float) -> Any:
-        """The replies to requests that a thread of gRPC's takes."""
+        """The replies to requests that a gRPC thread sends."""
         call = self._started(self._push_pull(talk.sending(requests), timeout=timeout_s))
         talk.began(call)
         call.add_done_callback(talk.over)
@@ -211,7 +211,7 @@ class ShardCalls:
         iterator = iter(requests)
         request = next(iterator)
         if self._cancelled:
-            # While it waited. What has not left is not to be counted either.
+            # It was cancelled while waiting. Nothing was sent, so nothing is counted.
             raise UnreachableError(f"{self._peer}: the exchange was given up before it began")
         call = self._started(self._single_push_pull(request, timeout=end_s - time.monotonic()))
         talk.began(call)
@@ -220,7 +220,7 @@ class ShardCalls:
 
 
 class _Conversation:
-    """One PushPull: what was heard, and what went wrong on our side."""
+    """One PushPull: its replies, and errors on our side."""
 
     def __init__(self, sink: Sink, elements: Sequence[int], fill: Callable[[Arrival], None]) -> None:
         self._fill = fill
@@ -233,11 +233,11 @@ class _Conversation:
         self.reader = PullReader(sink, elements)
         self.acks: list[Ack] = []
         self.broken: list[Exception] = []
-        """What ended the exchange on our side; the first one counts."""
+        """Errors on our side; the first one counts."""
         self._over = threading.Event()
 
     def began(self, call: Any) -> None:
-        """The call runs."""
+        """The call has started."""
         with self._lock:
             self._call = call
             if self._given_up:
@@ -248,14 +248,14 @@ class _Conversation:
         self._over.set()
 
     def _give_up(self) -> None:
-        """End this call, and no later one of the same lane."""
+        """End this call, but no later one of the same lane."""
         with self._lock:
             self._given_up = True
             if self._call is not None:
                 self._call.cancel()
 
     def sending(self, requests: Iterable[RequestView]) -> Iterator[RequestView]:
-        """The requests; what they raise is kept, since gRPC would make CANCELLED of it."""
+        """The requests; an error that they raise is stored, since gRPC would turn it into CANCELLED."""
         try:
             yield from requests
         except Exception as error:
@@ -265,7 +265,7 @@ class _Conversation:
             self._give_up()
 
     def follow(self, requests: Iterator[RequestView]) -> None:
-        """Send what belongs to the only request and travels elsewhere."""
+        """Send the data that belongs to the only request but travels elsewhere."""
         try:
             for _ in requests:
                 raise AssertionError("a second request in a call that takes one")
@@ -273,14 +273,14 @@ class _Conversation:
             self._await_last_word(error)
 
     def _await_last_word(self, error: UnreachableError) -> None:
-        """The attachment broke: what the shard says of it is heard for a while."""
+        """The attachment broke: wait a little for the shard's own answer."""
         self.broken.append(error)
         self._patience = threading.Timer(LAST_WORD_S, self._give_up)
         self._patience.daemon = True
         self._patience.start()
 
     def heard(self, reply: ReplyView) -> bool:
-        """Take one reply; False = a push was not accepted, so nothing else is worth waiting for."""
+        """Process one reply; False = a push was not accepted, so nothing else is worth waiting for."""
         if reply.error is not None:
             raise reply.error
         if reply.ack is not None:
@@ -301,7 +301,7 @@ class _Conversation:
             self._await_last_word(error)
 
     def cause(self, error: grpc.RpcError, peer: str) -> Exception:
-        """What the caller is told when the call failed: the shard's own status, unless it was we who gave up."""
+        """The error for the caller of a failed call: the shard's own status, unless this side gave up."""
         code = error.code() if isinstance(error, grpc.Call) else None
         first = self.broken[0] if self.broken else None
         if first is not None and (code is grpc.StatusCode.CANCELLED or not isinstance(first, UnreachableError)):
@@ -309,11 +309,11 @@ class _Conversation:
         return from_status(error, peer=peer, what="PushPull", waited_s=time.monotonic() - self._start_s)
 
     def result(self) -> Exchanged:
-        """What was heard."""
+        """The replies so far."""
         return Exchanged(acks=tuple(self.acks), end=self.reader.end, push_s=self._push_s)
 
     def close(self) -> None:
-        """Let go of whoever waits for the last word."""
+        """Release threads that wait for the last answer."""
         self._over.set()
         if self._patience is not None:
             self._patience.cancel()

@@ -1,4 +1,4 @@
-"""What a lane is, to whoever has to choose one: its name, where it can be used, and how to make either half.
+"""The description of a lane for its choice: its name, where it can be used, and how to make either half.
 
 The halves are imported when they are made: choosing needs neither sockets nor tensors.
 """
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LaneKind(Resident):
-    """One way for the bytes of pushes and pulls. Residents of `shardline.lanes.LANES`."""
+    """One way to transfer the bytes of pushes and pulls. Residents of `shardline.lanes.LANES`."""
 
     same_host: ClassVar[bool] = False
-    """It joins tasks of one host only: `--lane auto` tries it where both may be on one."""
+    """It connects tasks of one host only: `--lane auto` tries it if both may be on one host."""
     opened: ClassVar[bool] = True
-    """A worker has to open it, which may fail; otherwise it is always there, inside the call's own stream."""
+    """Whether a worker has to open it, which may fail; otherwise it is always there, inside the call's own stream."""
 
     def connect(self, config: RoleConfig, peer: Peer, shard: int, spec: ShardSpec) -> Lane:
-        """The worker's half, to one shard of one server. Nothing is connected before the first exchange."""
+        """The worker's half, to one shard of one server. Connects only with the first exchange."""
         raise NotImplementedError
 
     def offer(
@@ -40,9 +40,9 @@ class LaneKind(Resident):
         take: Callable[[int], memoryview],
         on_refused: Callable[[str, Exception], None],
     ) -> LaneOffer | None:
-        """The server's half; None where this machine has no such lane, or nothing has to be opened for it.
+        """The server's half; None if this machine has no such lane, or nothing has to be opened for it.
 
-        on_host: the shards' values are in the machine's own memory. take: memory for what comes in, in bytes.
-        on_refused(label, error): told of connections that were turned away. Raises UsageError where it can't listen.
+        on_host: the shards' values are in host memory. take: memory for incoming data, in bytes. on_refused(label,
+        error): called for connections that were turned away. Raises UsageError if it can't listen.
         """
         return None

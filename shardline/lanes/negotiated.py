@@ -1,4 +1,4 @@
-"""The best lane that a pair of tasks can do: tried in order when it is first needed, and left when it can't go on."""
+"""The best lane that two tasks can use: tried in order when first needed, and left when it fails."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shardline.lanes.base import Lane, LaneUnavailable, SharedMemory
 
 log = logging.getLogger("shardline.lanes")
 BREAKS = 3
-"""Exchanges in a row that may fail on a lane, while the shard still answers calls, before another takes its place."""
+"""Failed exchanges in a row, while the shard still answers calls, before another lane takes over."""
 
 Fallback = Callable[[str, str], None]
-"""Told (lane, reason) once for each lane that was asked for and can't be used."""
+"""Called with (lane, reason) once for each requested lane that can't be used."""
 
 
 class NegotiatedLane:
-    """A lane that is one of several. See Lane; the last candidate is grpc, which always works.
+    """One of several candidate lanes. See Lane; the last candidate is grpc, which always works.
 
-    expected: lanes whose absence is worth a warning; others are tried in silence (automatic choice on one host).
+    expected: lanes whose failure is logged as a warning; others are tried silently (automatic choice on one host).
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class NegotiatedLane:
 
     @property
     def current(self) -> Lane:
-        """The lane in use, or to be tried next."""
+        """The lane in use, or the next to try."""
         with self._lock:
             return self._left[0]
 
@@ -55,11 +55,11 @@ class NegotiatedLane:
     def exchange(
         self, sender: Sender, contributions: Sequence[Contribution], want: Want | None, sink: Sink, *, timeout_s: float
     ) -> Exchanged:
-        """Push and pull by the best lane; see Lane.exchange."""
+        """Push and pull over the best lane; see Lane.exchange."""
         try:
             return self._exchange(sender, contributions, want, sink, timeout_s=timeout_s)
         finally:
-            # Here and not at the beginning: cancel() may come before the exchange that it is meant for has begun.
+            # At the end, not at the beginning: cancel() may come before its exchange has begun.
             self._cancelled.clear()
 
     def _exchange(
@@ -73,7 +73,7 @@ class NegotiatedLane:
                 self._leave(lane, str(reason))
             except UnreachableError as error:
                 if self._cancelled.is_set():
-                    # Given up by this side, which says nothing of the lane.
+                    # This side gave up, which says nothing about the lane.
                     raise
                 self._broken += 1
                 if self._broken >= BREAKS and len(self._left) > 1 and self._answers(lane, sender, timeout_s):
@@ -85,7 +85,7 @@ class NegotiatedLane:
                 return done
 
     def _answers(self, lane: Lane, sender: Sender, timeout_s: float) -> bool:
-        """Whether the shard answers calls, and is still wanted: then the lane is what is broken, not the shard."""
+        """Whether the shard answers calls and is still wanted: then the lane is broken, not the shard."""
         try:
             lane.progress(sender, (), timeout_s=min(timeout_s, 5.0))
         except UnreachableError:
@@ -113,20 +113,20 @@ class NegotiatedLane:
 
     @property
     def by_reference(self) -> bool:
-        """Of the lane in use; see Lane.by_reference."""
+        """See Lane.by_reference, for the lane in use."""
         return self.current.by_reference
 
     @property
     def published(self) -> SharedMemory | None:
-        """Of the lane in use; see Lane.published."""
+        """See Lane.published, for the lane in use."""
         return self.current.published
 
     def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
-        """Of the lane in use; see Lane.allocate."""
+        """See Lane.allocate, for the lane in use."""
         return self.current.allocate(bucket, nbytes)
 
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
-        """What the shard has counted; see Lane.progress."""
+        """See Lane.progress."""
         return self.current.progress(sender, replicas, timeout_s=timeout_s)
 
     def cancel(self) -> None:
@@ -135,7 +135,7 @@ class NegotiatedLane:
         self.current.cancel()
 
     def close(self) -> None:
-        """Free all that is left."""
+        """Close all remaining lanes."""
         with self._lock:
             left = list(self._left)
         for lane in left:

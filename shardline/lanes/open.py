@@ -1,4 +1,4 @@
-"""Opens the best lane that a pair of tasks can use."""
+"""Opens the best lane that two tasks can use."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def open_lane(
     *,
     on_fallback: Fallback = lambda lane, reason: None,
 ) -> Lane:
-    """The lane from this task to one shard, as --lane says; nothing is connected before the first exchange.
+    """The lane from this task to one shard, as --lane says; connects only with the first exchange.
 
-    on_fallback: told (lane, reason) of a lane that was to be used and can't be.
+    on_fallback: called with (lane, reason) for a requested lane that can't be used.
     """
     kinds = candidates(config.lane, local=on_this_host(peer.address), shared_dir=config.run_dir is not None)
     lanes = [kind.connect(config, peer, shard, spec) for kind in kinds]
@@ -34,7 +34,7 @@ def open_lane(
 
 
 def on_this_host(address: str) -> bool:
-    """Whether an address belongs to this host (or to this network namespace): then it can be bound here."""
+    """Whether an address belongs to this host (or to this network namespace), so that it can be bound."""
     host, _ = parse_address(address)
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)

@@ -1,4 +1,4 @@
-"""A thread that owns many sockets: whoever wants something of them posts it, and none gets a thread of its own."""
+"""A thread that owns many sockets: other threads post actions to it, and no socket needs its own thread."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import Protocol
 log = logging.getLogger("shardline.ps")
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 TICK_S = 0.25
-"""How often silence is looked for while something is waited for."""
+"""Seconds between two checks for stalled lines."""
 
 
 class Line(Protocol):
-    """Something that has to move within a time."""
+    """Something that must make progress within a time limit."""
 
     moved_s: float
-    """When it last did, by time.monotonic()."""
+    """Time of the last progress, by time.monotonic()."""
     limit_s: float
 
     def stalled(self) -> None:
-        """It did not move for limit_s seconds. Called on the socket thread, again and again until unguarded."""
+        """There was no progress for limit_s seconds. Called on the socket thread, repeatedly until unguarded."""
         ...
 
 
 class SocketThread:
-    """Runs what is posted, calls back for sockets that are ready, and tells lines that don't move.
+    """Runs posted actions, calls back for sockets that are ready, and notifies stalled lines.
 
-    Only post() and close() are for other threads. Nothing wakes the thread while nobody waits for anything.
+    Other threads may only call post() and close(). Nothing wakes the thread while nobody waits for anything.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,17 +47,20 @@ class SocketThread:
         self._guarded: set[Line] = set()
         self._look_s = 0.0
         self._watched: dict[socket.socket, tuple[int, Callable[[], None]]] = {}
-        """What the selector knows. Asking it is dear: it names a socket that it lacks in an error, by system calls."""
+        """Sockets registered with the selector.
+
+        Asking the selector is expensive: for an unknown socket it raises an error with its name, found by system calls.
+        """
         self._selector.register(self._listener, READ, self._answer)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def post(self, act: Callable[[], None]) -> None:
-        """Have something done by this thread, soon. From any thread; does nothing after close()."""
+        """Run an action on this thread soon. From any thread; does nothing after close()."""
         self._acts.append(act)
         if not self._rung:
             self._rung = True
-            # Full means that it was rung already, closed that nobody needs it any more.
+            # Full: it was already signalled. Closed: nobody needs it any more.
             with contextlib.suppress(OSError):
                 self._bell.send(b"!")
 
@@ -72,17 +75,17 @@ class SocketThread:
         self._watched[sock] = wanted
 
     def unwatch(self, sock: socket.socket) -> None:
-        """Call back no more. May be called twice; before the socket is closed."""
+        """Stop calling back. May be called twice; call it before the socket is closed."""
         if self._watched.pop(sock, None) is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(sock)
 
     def guard(self, line: Line) -> None:
-        """Tell this line when it doesn't move. May be called twice."""
+        """Call stalled() of this line if it makes no progress. May be called twice."""
         self._guarded.add(line)
 
     def unguard(self, line: Line) -> None:
-        """It need not move any more. May be called twice."""
+        """Stop guarding this line. May be called twice."""
         self._guarded.discard(line)
 
     def close(self) -> None:
@@ -106,7 +109,7 @@ class SocketThread:
                 ready = self._selector.select(TICK_S if self._guarded else None)
                 for key, _ in ready:
                     self._call(key.data)
-                # Before the acts are taken: what is posted from now on rings again.
+                # Before taking the actions: anything posted from now on signals again.
                 self._rung = False
                 while self._acts:
                     self._call(self._acts.popleft())
@@ -129,5 +132,5 @@ class SocketThread:
         try:
             act()
         except Exception:
-            # One connection's defect must not end what all the others depend on.
+            # An error of one connection must not end the thread that all others depend on.
             log.exception("unexpected error in a thread of bulk sockets")

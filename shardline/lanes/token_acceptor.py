@@ -1,8 +1,8 @@
-"""Lets workers in on sockets of their own: one-time tokens, and who has connected without having shown one yet.
+"""Admits workers' own connections by one-time tokens, and limits connections that have not shown one yet.
 
-A call gives a worker its token; the worker shows it on a new connection, in its lane's own words (a Handshake). Every
-lane uses this, so that the same bounds hold on each: MAX_GUESTS connections without a token at a time, GUEST_S seconds
-for each of them, one use of a token, and an end to its validity.
+A call gives a worker its token; the worker shows it on a new connection, in its lane's format (a Handshake). Every lane
+uses this, so that the same limits apply to each: MAX_GUESTS connections without a token at a time, GUEST_S seconds for
+each of them, one use per token, and a limited validity.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shardline.lanes.socket_thread import READ, WRITE, SocketThread
 
 log = logging.getLogger("shardline.lanes")
 MAX_GUESTS = 64
-"""Connections that have not shown a token yet; the kernel keeps more of them waiting."""
+"""Limit of connections that have not shown a token yet; the kernel queues more of them."""
 GUEST_S = 5.0
-"""Seconds that one of them may take."""
+"""Seconds that each of them may take."""
 TOKEN_BYTES = 32
 _KEY_BYTES = 8
 
@@ -52,11 +52,11 @@ class Tokens(Generic[T]):
     def __init__(self, valid_s: float) -> None:
         self._valid_s = valid_s
         self._lock = threading.Lock()
-        # Looked up by its first bytes, which takes any time; compared as a whole in constant time.
+        # Looked up by the first bytes in variable time, then compared as a whole in constant time.
         self._granted: dict[bytes, _Granted[T]] = {}
 
     def grant(self, bearer: T, *, now_s: float) -> bytes:
-        """A token that redeem() turns into `bearer`, once."""
+        """Create a token that redeem() turns into `bearer`, once."""
         token = new_token()
         with self._lock:
             self._prune(now_s)
@@ -64,7 +64,7 @@ class Tokens(Generic[T]):
         return token
 
     def redeem(self, token: bytes, *, now_s: float) -> T | None:
-        """What the token was granted for; None if it is wrong, was used before or comes late."""
+        """The bearer of a token; None if the token is wrong, used or expired."""
         with self._lock:
             self._prune(now_s)
             granted = self._granted.get(token[:_KEY_BYTES])
@@ -74,7 +74,7 @@ class Tokens(Generic[T]):
             return granted.bearer
 
     def revoke(self, token: bytes) -> None:
-        """Make a token worthless. May be called twice."""
+        """Invalidate a token. May be called twice."""
         with self._lock:
             self._granted.pop(token[:_KEY_BYTES], None)
 
@@ -90,38 +90,38 @@ class Tokens(Generic[T]):
 
 
 class LeftQuietly(Exception):
-    """The guest hung up without a word: nothing to count or to report."""
+    """The guest closed the connection without sending anything: nothing to count or to report."""
 
 
 class Handshake(Protocol[B]):
-    """One connection's introduction, in its lane's words. Used by the socket thread alone; nothing here may block."""
+    """One connection's handshake, in its lane's format. Used only by the socket thread; nothing here may block."""
 
     sock: socket.socket
     """Non-blocking. hear() may replace it (TLS) before it raises for the first time."""
 
     @property
     def who(self) -> str:
-        """The guest, for the sentence that says why it was refused."""
+        """The guest, for the message that explains a refusal."""
         ...
 
     def hear(self) -> bytes:
-        """The token, once all of the introduction has come.
+        """The token, once the whole handshake has arrived.
 
-        Raises BlockingIOError, SSLWantReadError or SSLWantWriteError while more has to come; ProtocolError or OSError
+        Raises BlockingIOError, SSLWantReadError or SSLWantWriteError while bytes are missing; ProtocolError or OSError
         with the reason for a refusal; LeftQuietly.
         """
         ...
 
     def admit(self, bearer: B) -> None:
-        """Pass on what the guest brought. Raises ProtocolError or OSError if it can't be used."""
+        """Pass on the guest's socket and data. Raises ProtocolError or OSError if they can't be used."""
         ...
 
     def refuse(self) -> None:
-        """Say that the guest is not let in. May raise OSError."""
+        """Send a refusal. May raise OSError."""
         ...
 
     def close(self) -> None:
-        """Close the socket and whatever else was not passed on."""
+        """Close the socket and everything that was not passed on."""
         ...
 
 
@@ -136,25 +136,25 @@ class Guest(Generic[T]):
         self._acceptor = acceptor
 
     def stalled(self) -> None:
-        """It said too little for too long. Its time does not begin again with each byte."""
+        """Turn the guest away: it took too long. Its time does not start again with each byte."""
         self._acceptor.turn_away(self, f"no token within {self.limit_s:.0f} s")
 
     def step(self) -> None:
-        """Hear what there is."""
+        """Process received bytes."""
         self._acceptor.hear(self)
 
 
 class TokenAcceptor(Generic[T]):
     """A listening socket, its tokens, and the guests that have not shown theirs yet.
 
-    listener: non-blocking; closed with the acceptor. thread: runs everything but grant(), revoke(), open() and
-    close(), which any thread may call. handshake(socket, address): for each new connection. label: of this kind of
-    connection, in on_refused(label, error), which is called on the thread for every guest that was turned away.
-    valid_s: seconds for which a token is good.
+    listener: non-blocking; closed with the acceptor. thread: runs everything except grant(), revoke(), open() and
+    close(), which any thread may call. handshake(socket, address): for each new connection. label: kind of connection,
+    for on_refused(label, error), which is called on the thread for every guest that was turned away. valid_s: seconds
+    for which a token is valid.
     """
 
     limit_s = 1.0
-    """Pause after the system refused to accept a connection."""
+    """Seconds to pause after the system failed to accept a connection."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class TokenAcceptor(Generic[T]):
     ) -> None:
         self.moved_s = 0.0
         self.refused = 0
-        """Guests that were turned away."""
+        """Number of guests that were turned away."""
         self.tokens: Tokens[T] = Tokens(valid_s)
         self._listener = listener
         self._thread = thread
@@ -180,15 +180,15 @@ class TokenAcceptor(Generic[T]):
 
     @property
     def guests(self) -> int:
-        """Connections that have not shown a token yet."""
+        """Number of connections that have not shown a token yet."""
         return len(self._guests)
 
     def grant(self, bearer: T) -> bytes:
-        """A token whose holder is passed to Handshake.admit() with `bearer`."""
+        """Create a token; the connection that shows it is passed to Handshake.admit() with `bearer`."""
         return self.tokens.grant(bearer, now_s=time.monotonic())
 
     def revoke(self, *tokens: bytes) -> None:
-        """Make tokens worthless. May be called twice."""
+        """Invalidate tokens. May be called twice."""
         for token in tokens:
             self.tokens.revoke(token)
 
@@ -197,7 +197,7 @@ class TokenAcceptor(Generic[T]):
         self._thread.post(self._look)
 
     def close(self) -> None:
-        """Accept no more, and turn away who has not shown a token. Called before the thread ends."""
+        """Accept no more, and turn away all guests. Called before the thread ends."""
         self._thread.post(self._close)
 
     # On the thread
@@ -211,7 +211,7 @@ class TokenAcceptor(Generic[T]):
             self.turn_away(guest, "this server ends")
 
     def stalled(self) -> None:
-        """The pause after a failed accept is over."""
+        """Accept again after the pause."""
         self._thread.unguard(self)
         self._look()
 
@@ -245,7 +245,7 @@ class TokenAcceptor(Generic[T]):
         guest.step()
 
     def hear(self, guest: Guest[T]) -> None:
-        """Let a guest in, turn it away, or wait for the rest of what it says."""
+        """Admit a guest, turn it away, or wait for the rest of its handshake."""
         handshake = guest.handshake
         try:
             token = handshake.hear()
@@ -274,14 +274,14 @@ class TokenAcceptor(Generic[T]):
             self._refuse(guest, str(error))
 
     def _goes(self, guest: Guest[T]) -> None:
-        """It is a guest no longer; there is room for another."""
+        """Remove a guest; there is room for another."""
         self._guests.discard(guest)
         self._thread.unguard(guest)
         self._thread.unwatch(guest.handshake.sock)
         self._look()
 
     def turn_away(self, guest: Guest[T], reason: str) -> None:
-        """Tell a guest that it is not let in, and close its connection."""
+        """Refuse a guest and close its connection."""
         self._goes(guest)
         self._refuse(guest, reason)
 

@@ -1,1 +1,1 @@
-"""The server half of push and pull, for any service that holds parameters."""
+"""The server half of push and pull, for any service that hosts parameters."""

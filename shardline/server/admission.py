@@ -1,4 +1,4 @@
-"""What every data message is asked first: who sends it, in which history, on which lane."""
+"""The first checks of every data message: its sender, timeline and lane."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def outcome_name(outcome: int) -> str:
 
 
 def attachment_of(attachments: Attachments, data: common_pb2.DataHeader) -> Attachment | None:
-    """The attachment that a message's bytes ride on; None = on its own stream. Raises UnreachableError."""
+    """The attachment for a message's bytes; None = its own stream. Raises UnreachableError if it is not open."""
     lane = lane_name(data.lane)
     if lane is None or lane == ON_STREAM.lane:
         return None
@@ -37,7 +37,7 @@ def attachment_of(attachments: Attachments, data: common_pb2.DataHeader) -> Atta
 
 
 def drop_named(attachments: Attachments, data: common_pb2.DataHeader, reason: str) -> None:
-    """End the attachment that a message names, where it is its sender's: the number is known to who opened it alone."""
+    """End the attachment that a message names, if it belongs to the sender: only its opener knows the number."""
     with contextlib.suppress(UnreachableError):
         named = attachment_of(attachments, data)
         if named is not None:
@@ -45,12 +45,12 @@ def drop_named(attachments: Attachments, data: common_pb2.DataHeader, reason: st
 
 
 def holder_of(data: common_pb2.DataHeader) -> Holder:
-    """Who sent a message."""
+    """The sender of a message, as an attachment's holder."""
     return Holder(task=data.task, incarnation=data.incarnation, shard=data.shard)
 
 
 def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> Decision:
-    """Whether a data message may be looked at at all. Raises ProtocolError where its names are none."""
+    """Whether a data message may be processed. Raises ProtocolError for malformed names."""
     at_most(len(data.required_features), MAX_FIGURES, "features that a message requires")
     for name in (data.job, data.plan_id, data.task, *data.required_features):
         short(name, "a name in the head of a message")
@@ -74,7 +74,7 @@ def admit_data(backend: Backend, data: common_pb2.DataHeader, *, init: bool) -> 
 
 
 def admit_push(backend: Backend, header: data_pb2.PushHeader, *, init: bool) -> Decision:
-    """Whether a push may be looked at: like all data, and of replicas that there are; sets of them are bitmaps."""
+    """Whether a push may be processed: as admit_data, and its block must be within the job's replicas."""
     decision = admit_data(backend, header.data, init=init)
     if init or decision.outcome is not Outcome.SERVED:
         return decision

@@ -1,7 +1,7 @@
-"""What the server half of push and pull needs of whoever holds the parameters.
+"""Interfaces between the server half of push and pull and the service that hosts the parameters.
 
-A service that implements Backend and HostedShard is served by DataPlane over every lane. Two clocks meet here: the
-server's event loop, on which calls are answered, and a pool of threads, in which tensors are worked on.
+DataPlane serves any implementation of Backend and HostedShard over every lane. Two kinds of threads meet here: the
+server's event loop answers calls, and a thread pool does the tensor work.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HostedShard(Protocol):
 
     @property
     def number(self) -> int:
-        """Of the plan."""
+        """Number in the plan."""
         ...
 
     @property
@@ -42,56 +42,56 @@ class HostedShard(Protocol):
 
     @property
     def consistency(self) -> Consistency:
-        """The job's mode: how pushes come and what may be pulled, by its traits."""
+        """The job's mode; its traits say how pushes come and what may be pulled."""
         ...
 
     @property
     def publication(self) -> Publication:
-        """The memory of the published values."""
+        """Memory of the published values."""
         ...
 
     @property
     def tensors(self) -> int:
-        """Tensors of the whole plan; a push can't name more of them."""
+        """Number of tensors in the whole plan; a push can't name more."""
         ...
 
     @property
     def replicas(self) -> int:
-        """That make one update."""
+        """Number of replicas that make one update."""
         ...
 
     @property
     def on_host(self) -> bool:
-        """The values lie in the machine's own memory."""
+        """Whether the values are in host memory."""
         ...
 
     @property
     def counts_inline(self) -> bool:
-        """Counting a small bucket takes microseconds, update included: no vote and no standby is waited for."""
+        """Counting a small bucket takes microseconds, including the update: no vote and no standby to wait for."""
         ...
 
     @property
     def step_min(self) -> int:
-        """The open step: the lowest over the buckets."""
+        """The open step: the lowest over all buckets."""
         ...
 
     @property
     def step_max(self) -> int:
-        """The highest over the buckets."""
+        """The highest open step over all buckets."""
         ...
 
     @property
     def version(self) -> int:
-        """Updates that every bucket has seen."""
+        """Number of updates that every bucket has seen."""
         ...
 
     @property
     def stop_step(self) -> int | None:
-        """Nothing goes past it, where it is known."""
+        """Last step of the job, if known."""
         ...
 
     def initialize(self, bucket: int, values: torch.Tensor) -> Decision:
-        """Set one bucket's first values; a second time changes nothing."""
+        """Set one bucket's initial values; a repetition changes nothing."""
         ...
 
     def contribute(
@@ -125,7 +125,7 @@ class HostedShard(Protocol):
         ...
 
     def waiting_for(self) -> list[int]:
-        """Replicas that the open step lacks."""
+        """Replicas missing in the open step."""
         ...
 
     def progress(self, replica: int) -> int:
@@ -133,35 +133,35 @@ class HostedShard(Protocol):
         ...
 
     def last_push(self, task: str, incarnation: int = 0) -> int:
-        """Number of the last push that counted of a worker's life (0 = its latest); 0 where there is none."""
+        """Sequence number of the last counted push of an incarnation (0 = the latest); 0 if there is none."""
         ...
 
     async def answerable(self) -> None:
-        """Return when what an answer tells of can't be lost with this process any more. On the loop."""
+        """Wait until the state that an answer reports can't be lost with this process. On the loop."""
         ...
 
 
 class Backend(Protocol):
-    """Who holds the shards. Used on the server's loop, unless a method says otherwise."""
+    """Hosts the shards. Used on the server's loop, unless a method says otherwise."""
 
     staging: Staging
-    """Room for what comes in."""
+    """Room for incoming contributions."""
     staging_wait_s: float
-    """Seconds that one stream may wait for it, in all."""
+    """Seconds that one stream may wait for room in total."""
     buffers: Buffers
-    """Memory for what comes in."""
+    """Memory for incoming buckets."""
     pool_threads: int
     generation: int
-    """Counts histories: what came in under an earlier one counts no more."""
+    """See the glossary: data received under an earlier generation does not count any more."""
 
     @property
     def timeline(self) -> int:
-        """The history in force."""
+        """The current timeline."""
         ...
 
     @property
     def coding(self) -> JobCoding:
-        """How the job's numbers are written. Raises ProtocolError where there is no job."""
+        """Coding of the job's numbers. Raises ProtocolError if there is no job."""
         ...
 
     @property
@@ -170,19 +170,19 @@ class Backend(Protocol):
         ...
 
     def shard(self, number: int) -> HostedShard:
-        """The shard of this number. Raises ProtocolError where it isn't here."""
+        """The shard with this number. Raises ProtocolError if it isn't here."""
         ...
 
     def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:
-        """Whether a message of this sender is looked at: SERVED, or why not. init: it may come before training."""
+        """Whether a message of this sender is processed: SERVED, or why not. init: it may come before training."""
         ...
 
     def fenced(self, task: str, incarnation: int) -> Decision | None:
-        """Why this life of a task counts no more; None where it does. From any thread."""
+        """Why this incarnation does not count any more; None if it does. From any thread."""
         ...
 
     def signal(self, shard: int, bucket: int) -> Signal | None:
-        """What is notified when a bucket has changed; None where it is gone."""
+        """Signal of changes to a bucket; None if the bucket is gone."""
         ...
 
     async def work(self, function: Callable[..., T], *args: object) -> T:
@@ -190,23 +190,23 @@ class Backend(Protocol):
         ...
 
     async def work_whole(self, function: Callable[[], T], after: Callable[[], None]) -> T:
-        """work() that goes on where its caller is cancelled; then after(), also where it never began."""
+        """work() that continues if its caller is cancelled. Then calls after(), even if the work never began."""
         ...
 
     def filled(self) -> None:
-        """A push of first values has counted. In the pool."""
+        """Note that a push of initial values was counted. In the pool."""
         ...
 
     def count(self, *, push_raw: int = 0, push_wire: int = 0, pull_raw: int = 0, pull_wire: int = 0) -> None:
-        """Add bytes to the traffic figures; raw = before the codec. From any thread."""
+        """Add bytes to the traffic metrics; raw = before the codec. From any thread."""
         ...
 
     def pulled(self, task: str, codec: str, lane: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
-        """A pull was answered in full."""
+        """Record that a pull was answered in full."""
         ...
 
 
 def numbers(values: Sequence[int], limit: int = 8) -> str:
-    """A short list for a sentence."""
+    """The numbers as text, shortened for a message."""
     shown = ", ".join(str(value) for value in values[:limit])
     return shown + (f" and {len(values) - limit} more" if len(values) > limit else "")

@@ -1,4 +1,4 @@
-"""Open calls of the data plane by whose they are, so that a fence ends them. PROTOCOL 1.3 (F4)."""
+"""Open calls of the data plane by sender, so that a fence can end them. PROTOCOL 1.3 (F4)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from shardline.errors import UnreachableError
 
 HELD_BYTES = 32 << 10
-"""A shorter message never waits for its reader: it fits what gRPC's smallest window lets through."""
+"""Shorter messages never wait for the reader: they fit into gRPC's smallest flow-control window."""
 READER_S = 20.0
-"""Unless its server says otherwise: a third of --timeout."""
+"""Default of OpenCalls.reader_s: a third of --timeout."""
 
 
 class OpenCall:
-    """One call while its handler runs; a context of the handler's. Used on the server's loop.
+    """One call while its handler runs; a context manager of the handler. Used on the server's loop.
 
-    What it holds (room in staging, copies of parameters) is given back by the handler's own end, whichever it is.
-    Raises UnreachableError from its block when the call is ended by a fence: a worker that is alive after all comes
-    again and is told why it is not admitted, in the words for that.
+    The handler gives back the call's resources (room in staging, copies of parameters) when it ends in any way. If a
+    fence ends the call, the block raises UnreachableError: a worker that is still alive retries and then gets the
+    reason why it is not admitted.
     """
 
     def __init__(self, calls: OpenCalls) -> None:
@@ -29,18 +29,18 @@ class OpenCall:
         self._reason = ""
         self._begun = False
         self.senders: set[tuple[str, int]] = set()
-        """(task, incarnation) of every admitted message in it."""
+        """(task, incarnation) of every admitted message in this call."""
 
     def of(self, task: str, incarnation: int) -> None:
-        """An admitted message in this call is of this life of a task."""
+        """Note the sender of an admitted message in this call."""
         self.senders.add((task, incarnation))
 
     async def write(self, context: Any, message: bytes) -> None:
-        """Send a message of the answer. Raises UnreachableError where the caller takes nothing for too long."""
+        """Send one message of the answer. Raises UnreachableError if the caller reads nothing for reader_s seconds."""
         try:
             async with asyncio.timeout(self._calls.reader_s):
                 if not self._begun and len(message) > HELD_BYTES:
-                    # gRPC could not end the call in mid-write if it were sent with the first message.
+                    # If the metadata were sent with the first message, gRPC could not end the call in mid-write.
                     await context.send_initial_metadata(())
                 self._begun = True
                 await context.write(message)
@@ -50,7 +50,7 @@ class OpenCall:
             ) from None
 
     def end(self, reason: str) -> None:
-        """Cancel the handler."""
+        """End the call: cancel its handler."""
         if not self._reason and self._handler is not None:
             self._reason = reason
             self._handler.cancel()
@@ -70,19 +70,19 @@ class OpenCall:
 
 
 class OpenCalls:
-    """All of them. Used on the server's loop."""
+    """All open calls. Used on the server's loop."""
 
     def __init__(self) -> None:
         self.open: set[OpenCall] = set()
         self.reader_s = READER_S
-        """How long a caller may take nothing of an answer, which waits in memory meanwhile."""
+        """Seconds for which a caller may read nothing of an answer, which waits in memory meanwhile."""
 
     def enter(self) -> OpenCall:
-        """A context for one call."""
+        """A context manager for one call."""
         return OpenCall(self)
 
     def keep_only(self, members: Mapping[str, int] | None) -> None:
-        """End the calls of incarnations that are not in the table of the living."""
+        """End the calls of incarnations that are not in the chief's table."""
         if members is None:
             return
         for call in list(self.open):
@@ -97,9 +97,9 @@ class OpenCalls:
 
 
 async def all_ended(tasks: list[asyncio.Task[None]]) -> None:
-    """Wait for every task, then raise the first error: none is left behind to end unseen. Empties the list."""
-    # An error holds the frames that it passes, this one and its callers'. Where those held the tasks, and so the tasks'
-    # errors, only the garbage collector could free what the call worked on.
+    """Wait for every task, then raise the first error, so that no task ends unnoticed. Empties the list."""
+    # An error references the frames that it passes, this one and its callers'. If those referenced the tasks, and so
+    # the tasks' errors, only the garbage collector could free the memory that the call used.
     try:
         results = await asyncio.gather(*tasks, return_exceptions=True)
     finally:

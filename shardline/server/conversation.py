@@ -1,4 +1,4 @@
-"""One PushPull: pushes come in, a pull runs beside them, and what both answer leaves in one queue."""
+"""One PushPull: pushes come in, a pull runs beside them, and the replies of both leave through one queue."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from shardline.server.push_receiver import PushReceiver
 from shardline.wire.protobuf import PushFrameView, ReplyView, write_reply
 
 REPLY_QUEUE = 4
-"""Messages a call may have ready before a slow reader holds it back."""
+"""Messages that a call may have ready before a slow reader blocks it."""
 JOINED_BYTES = 64 << 10
-"""Of a pull's message to which an ack is joined: a large one would be copied for it."""
+"""Largest message of a pull to which an ack is joined: a larger one would be copied for it."""
 
 
 class Replies:
-    """What one call answers, in order: messages, then None or the error that ended it.
+    """The replies of one call, in order: messages, then None or the error that ended it.
 
-    An ack and the pull's message behind it leave as one where both are ready: a small step is one message each way.
+    An ack and the pull's message behind it are sent as one if both are ready: a small step is one message each way.
     """
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[tuple[bytes, bool] | Exception | None] = asyncio.Queue(REPLY_QUEUE)
         self._next: list[tuple[bytes, bool] | Exception | None] = []
-        """What was taken from the queue and is no part of the message before it."""
+        """Items taken from the queue that were not joined to the previous message."""
 
     async def put(self, message: bytes) -> None:
-        """A message of the pull."""
+        """Add a message of the pull."""
         await self._queue.put((message, False))
 
     async def put_ack(self, ack: data_pb2.PushAck) -> None:
-        """What became of a push."""
+        """Add the ack of a push."""
         await self._queue.put((write_reply(ReplyView(ack=ack)), True))
 
     async def end(self, error: Exception | None) -> None:
-        """Nothing follows."""
+        """Add the end."""
         await self._queue.put(error)
 
     async def get(self) -> bytes | Exception | None:
-        """The next one; waits for it."""
+        """The next reply; waits for it."""
         item = self._next.pop() if self._next else await self._queue.get()
         if not isinstance(item, tuple):
             return item
@@ -58,16 +58,16 @@ class Replies:
         if is_ack and not self._queue.empty():
             following = self._queue.get_nowait()
             if isinstance(following, tuple) and not following[1] and len(following[0]) <= JOINED_BYTES:
-                # Fields of one message, in any order. Behind, it leaves a chunk where it lies aligned.
+                # Fields of one message may be in any order. At the end, the ack keeps a chunk aligned.
                 return following[0] + message
             self._next.append(following)
         return message
 
 
 class PushPullTalk:
-    """Takes the requests of one call; its replies go to `replies`, then None or the error that ended it.
+    """Processes the requests of one call; its replies go to `replies`, then None or the error that ended it.
 
-    on_push: told of every push that has ended.
+    on_push: called with the result of every push that has ended.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class PushPullTalk:
         self._on_push = on_push
 
     async def run(self, request: AsyncIterator[Any]) -> None:
-        """Take all requests, and put the end into the queue."""
+        """Process all requests, then put the end into the queue."""
         try:
             async with asyncio.TaskGroup() as group:
                 await self._read(request, group)
         except* Exception as errors:
             error = first_error(errors)
             if isinstance(error, ShardlineError):
-                # The call may be cancelled before anybody takes it out of the queue. A task group's frame and its error
-                # hold each other.
+                # The call may be cancelled before the error is taken out of the queue. A task group's frame and its
+                # error reference each other.
                 drop_frames(error)
                 drop_frames(errors)
             await self._replies.end(error)
@@ -102,7 +102,7 @@ class PushPullTalk:
             await self._replies.end(None)
 
     async def _read(self, request: AsyncIterator[Any], group: asyncio.TaskGroup) -> None:
-        """Take the call's requests; a pull runs beside the pushes."""
+        """Process the call's requests; a pull runs beside the pushes."""
         fused: AsyncReply | None = None
         latest: data_pb2.PullRequest | None = None
         pulls = 0
@@ -119,7 +119,7 @@ class PushPullTalk:
                 if message.error is not None:
                     raise message.error
                 if message.pull is not None:
-                    # Each pull may hold a copy of the shard, so one call can't ask for any number of them.
+                    # Each pull may take a copy of the shard, so a call can't have any number of them.
                     pulls += 1
                     if pulls > 1:
                         raise ProtocolError("PushPull carries one pull; this call has sent another before")
@@ -128,7 +128,7 @@ class PushPullTalk:
                         latest, shard = message.pull, self._backend.shard(message.pull.data.shard)
                         if shard.consistency.replies_with_push:
                             coding = self._backend.coding.pull
-                            # Answered from the state right after the push that this call brings.
+                            # Answered from the state right after this call's push.
                             attachment = attachment_of(self._attachments, message.pull.data)
                             fused = AsyncReply(message.pull, shard, coding, attachment)
                     elif not is_soon_whole(message.push):
@@ -138,7 +138,7 @@ class PushPullTalk:
                     if result is not None:
                         self._on_push(result)
                         if message.pull is not None and latest is None and is_soon_whole(message.push):
-                            # Of the step that this push was for, mostly: with it, it may be ready at once.
+                            # Usually a pull of this push's step, so after the push it may be ready at once.
                             group.create_task(self._pull(message.pull))
                         await self._replies.put_ack(result.ack)
                         if fused is not None and latest is not None and fused.copied:
@@ -152,7 +152,7 @@ class PushPullTalk:
             await receiver.abandon()
 
     def _follows_push(self, request: data_pb2.PullRequest) -> bool:
-        """Whether a pull of whatever there is means: after the push of this call."""
+        """Whether a pull of the latest values has to wait for this call's push."""
         shard = self._backend.shards.get(request.data.shard)
         admitted = admit_data(self._backend, request.data, init=False).outcome is Outcome.SERVED
         return shard is not None and shard.consistency.whole_pushes and admitted
@@ -173,9 +173,9 @@ def first_error(errors: BaseExceptionGroup[Any]) -> Exception:
 
 
 def is_soon_whole(push: PushFrameView | None) -> bool:
-    """Whether a frame ends a push, of so little that what it leads to had better be answered all at once.
+    """Whether a frame ends a push that is small enough to answer its pull all at once.
 
-    Of more the first buckets are answered while the last are counted.
+    In larger pushes the first buckets are answered while the last are being counted.
     """
     if push is None or push.commit is None:
         return False
@@ -183,7 +183,7 @@ def is_soon_whole(push: PushFrameView | None) -> bool:
 
 
 def readable(frame: PushFrameView | None, error: ProtocolError | None) -> PushFrameView:
-    """The frame of a request, or why it can't be read."""
+    """The frame of a request. Raises its ProtocolError if it can't be read."""
     if error is not None:
         raise error
     if frame is None:

@@ -1,4 +1,4 @@
-"""The gRPC face of the data plane: open a lane, push, pull, progress. Decisions are made elsewhere."""
+"""The gRPC interface of the data plane: open a lane, push, pull, progress. Decisions are made elsewhere."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from shardline.wire.protobuf import ReplyView, read_request, write_reply
 
 
 class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
-    """Serves the calls that workers make over one backend; the other calls of the service are not implemented.
+    """Serves the workers' calls over one backend; the service's other calls are not implemented.
 
-    attachments: lanes that workers may open. on_push: told of every push that has ended, on the loop.
+    attachments: lanes that workers may open. on_push: called on the loop with the result of every push that has ended.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
     async def OpenLane(
         self, request: parameter_server_pb2.OpenLaneRequest, context: Any
     ) -> parameter_server_pb2.OpenLaneReply:
-        """Prepare an attachment for a worker that is admitted."""
+        """Prepare an attachment for an admitted worker."""
         data = request.data
         decision = admit_data(self._backend, data, init=True)
         if decision.outcome is not Outcome.SERVED:
             reason = decision.reason
             if decision.outcome is Outcome.REFUSED:
-                # Not for want of the lane, and another one would bring it no further.
+                # The lane is not the reason, so another one would not help.
                 reason = f"shard {data.shard} takes nothing of {data.task}: {reason}"
             return parameter_server_pb2.OpenLaneReply(outcome=outcome_to_proto(decision.outcome), reason=reason)
         lane = lane_name(data.lane) or f"number {data.lane}"
@@ -96,7 +96,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
     async def Pull(self, request: data_pb2.PullRequest, context: Any) -> None:
         """Buckets as they become ready."""
         with self.calls.enter() as call:
-            # Where it is not admitted it ends by itself.
+            # A call that is not admitted ends by itself.
             call.of(request.data.task, request.data.incarnation)
             answer: Any = pull(self._backend, self._attachments, request, outer=1)
             async with contextlib.aclosing(answer) as messages:
@@ -127,7 +127,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
 
     @rpc_errors.unary
     async def Progress(self, request: data_pb2.ProgressRequest, context: Any) -> data_pb2.ProgressReply:
-        """What the shard has counted of some replicas."""
+        """The shard's progress for some replicas."""
         backend = self._backend
         decision = admit_data(backend, request.data, init=False)
         reply = data_pb2.ProgressReply(
@@ -149,7 +149,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
 
 
 def hosted(backend: Backend, number: int) -> Hosted:
-    """What a lane is told of a shard."""
+    """Description of a shard for a lane."""
     shard = backend.shard(number)
     return Hosted(
         shard=number,
@@ -160,13 +160,13 @@ def hosted(backend: Backend, number: int) -> Hosted:
 
 
 def data_plane_alone(backend: Backend, attachments: Attachments) -> Callable[[grpc.aio.Server], None]:
-    """For RpcServer: the service of which only the data plane is there; its other calls are UNIMPLEMENTED."""
+    """For RpcServer: a service with the data plane only; its other calls are UNIMPLEMENTED."""
     plane = DataPlane(backend, attachments)  # type: ignore[abstract]  # the generated base answers the rest
     return lambda server: add_data_plane(plane, server)
 
 
 def add_data_plane(servicer: DataPlane, server: grpc.aio.Server) -> None:
-    """Add the service to a server; the calls that carry tensor bytes get hand-written frames."""
+    """Add the service to a server, with hand-written message parsing for the calls that carry tensor bytes."""
     generated = _Captured()
     parameter_server_pb2_grpc.add_ParameterServerServicer_to_server(servicer, generated)  # type: ignore[arg-type]
     for service, handlers in generated.handlers.items():
@@ -191,14 +191,14 @@ def add_data_plane(servicer: DataPlane, server: grpc.aio.Server) -> None:
 
 
 class _Captured:
-    """Takes the method table that generated code would give to a server, so that entries can be replaced."""
+    """Captures the method table that generated code would register, so that entries can be replaced."""
 
     def __init__(self) -> None:
         self.handlers: dict[str, dict[str, Any]] = {}
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Generated code also offers the table in this form; the other one names the methods."""
+        """Ignored: the other method also names the methods."""
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        """The table."""
+        """Store the table."""
         self.handlers[service] = handlers

@@ -1,4 +1,4 @@
-"""A push on its way in: what is known of it while its frames come, and what it came to."""
+"""The state of an incoming push while its frames arrive, and its result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardline.server.staging import AsyncPush
 
 @dataclass
 class IncomingPush:
-    """One push on its way in."""
+    """One incoming push."""
 
     header: data_pb2.PushHeader
     shard: HostedShard
@@ -29,20 +29,20 @@ class IncomingPush:
     generation: int
     rejected: Decision | None = None
     coding: Coding | None = None
-    """How its buckets are written; None where it is rejected."""
+    """Coding of its buckets; None if it is rejected."""
     attachment: Attachment | None = None
     referred: deque[Slot] = field(default_factory=deque)
     """Referred buckets whose bytes are not expected yet."""
     more: asyncio.Event = field(default_factory=asyncio.Event)
-    """A reference or the commit has come."""
+    """Set when a reference or the commit arrives."""
     committed: bool = False
     draining: asyncio.Task[None] | None = None
     slots: list[Slot] = field(default_factory=list)
     """Every slot that has asked for room in staging."""
     room: AsyncPush | None = None
-    """What an asynchronous push comes to: it is held whole until its commit."""
+    """Set for an asynchronous push, which is kept whole until its commit."""
     applying: bool = False
-    """An asynchronous push that the pool has: it gives its room back by itself."""
+    """Set while the pool applies an asynchronous push, which then gives its room back by itself."""
 
     def release(self) -> None:
         """Give back all room in staging. May be called twice."""
@@ -59,11 +59,11 @@ class IncomingPush:
 
 @dataclass(frozen=True)
 class PushResult:
-    """What a finished push came to, for the ack and the metrics."""
+    """The result of a finished push, for the ack and the metrics."""
 
     ack: data_pb2.PushAck
     task: str
-    """Who pushed; empty where it was not admitted, so that a stranger's names don't fill the metrics."""
+    """The sender; empty if it was not admitted, so that a stranger's names don't fill the metrics."""
     shard: int
     codec: str
     lane: str
@@ -73,22 +73,22 @@ class PushResult:
 
 
 def gradient_kind(header: data_pb2.PushHeader) -> bool:
-    """Whether a push brings gradients, not first values."""
+    """Whether a push carries gradients, not initial values."""
     return header.kind != data_pb2.PUSH_KIND_INIT
 
 
 def by_bucket(push: IncomingPush) -> bool:
-    """Whether each bucket counts as soon as it is there; first values always do."""
+    """Whether each bucket counts as soon as it is complete; always so for initial values."""
     return not (gradient_kind(push.header) and push.shard.consistency.whole_pushes)
 
 
 def in_tree(push: IncomingPush) -> bool:
-    """Whether it brings parts of sums; first values are set bucket by bucket and wait for nobody."""
+    """Whether the push carries parts of sums; initial values are set bucket by bucket and wait for nobody."""
     return gradient_kind(push.header) and push.shard.consistency.sums_in_tree
 
 
 def held_bytes(push: IncomingPush, number: int) -> int:
-    """What a bucket of a push asks of staging."""
+    """Bytes that a bucket of a push needs in staging."""
     assert push.coding is not None
     return slot_bytes(
         push.coding.bucket(push.shard.number, number),

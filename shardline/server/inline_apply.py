@@ -1,4 +1,4 @@
-"""Which whole buckets are counted where they come in, without the pool."""
+"""Which complete buckets are counted on the loop, without the pool."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from shardline.server.backend import HostedShard
 from shardline.server.slots import Slot
 
 QUICK_BYTES = 64 << 10
-"""Of buckets that are counted on the loop: some ten microseconds of arithmetic."""
+"""Total size of buckets that are counted on the loop: about ten microseconds of arithmetic."""
 
 
 def applies_inline(shard: HostedShard, slots: Sequence[Slot]) -> bool:
-    """Whether to count these buckets on the loop: handing them to the pool and back would take longer.
+    """Whether to count these buckets on the loop, because handing them to the pool would take longer.
 
-    Nothing that may take long: neither many bytes nor a bucket in use, nor what the shard has to wait for.
+    Excludes everything that may take long: many bytes, a locked bucket, or a shard that has to wait.
     """
     return (
         sum(slot.spec.nbytes for slot in slots) <= QUICK_BYTES
@@ -24,6 +24,6 @@ def applies_inline(shard: HostedShard, slots: Sequence[Slot]) -> bool:
 
 
 def release_all(slots: Sequence[Slot]) -> None:
-    """Give back the room of these."""
+    """Release these slots."""
     for slot in slots:
         slot.release()

@@ -1,4 +1,4 @@
-"""Answers one pull: waits for each bucket's step and sends it as soon as it may be sent."""
+"""Answers one pull: waits for each bucket's step and sends it as soon as possible."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from shardline.storage.base import ParameterBlock
 from shardline.wire.protobuf import ChunkView, PullFrameView, write_pull
 
 STATES_PER_FRAME = 16
-"""Buckets in one message at most, so that a worker begins with the first while the last are still applied."""
+"""Maximum number of buckets in one message, so that a worker begins with the first while the last are still applied."""
 GATHER_S = 0.002
-"""How long a bucket that can be referred to waits for those behind it."""
+"""Seconds that a bucket that can be referred to waits for those behind it."""
 REPLIES = 2
-"""Number of the shared area with a worker's own replies."""
+"""Number of the shared area for replies to a single worker."""
 SHARED_CALL = 2
-"""Field of a pull's frames in the messages of PushPull."""
+"""Field number of a pull's frames in PushPull messages."""
 DEFAULT_WAIT_S = 10.0
 MAX_WAIT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One bucket as it leaves."""
+    """One bucket ready to be sent."""
 
     state: data_pb2.BucketState
     payload: Buffer
@@ -48,7 +48,7 @@ class Encoded:
 
 
 def parse_step_wanted(request: data_pb2.PullRequest) -> StepWanted:
-    """The wanted step; raises ProtocolError for wants of later versions."""
+    """The wanted step. Raises ProtocolError for wants of later versions."""
     if request.what not in (data_pb2.PULL_WHAT_UNSPECIFIED, data_pb2.PULL_WHAT_PARAMS):
         # By number: this version may have no name for it.
         raise ProtocolError(f"pull of what = {request.what} is not offered by this ps")
@@ -65,7 +65,7 @@ def parse_step_wanted(request: data_pb2.PullRequest) -> StepWanted:
 
 
 def wanted_buckets(shard: HostedShard, request: data_pb2.PullRequest) -> list[int]:
-    """Buckets in the order asked for, each once; raises ProtocolError where the shard hasn't got one."""
+    """Requested buckets in order. Raises ProtocolError for an unknown or repeated bucket."""
     for number in request.buckets:
         if number >= len(shard.buckets):
             raise ProtocolError(
@@ -79,16 +79,16 @@ def wanted_buckets(shard: HostedShard, request: data_pb2.PullRequest) -> list[in
 def refer_bucket(
     shard: HostedShard, want: StepWanted, coding: Coding, attachment: Attachment | None, number: int
 ) -> Encoded | Outcome:
-    """What a shard has published of a step, without a copy, or why not. Takes no lock, so the loop may run it.
+    """A bucket's published values of a step, not copied, or the reason why not. Takes no lock, so the loop may run it.
 
-    theta_t stays in its buffer until every replica has pushed t + 1, which the one that pulls it does only after it
-    has read it; whoever is overtaken all the same sees `intact` say so, and is not waited for any more.
+    theta_t stays in its buffer until every replica has pushed t + 1, and a replica does so only after it has read
+    theta_t. A worker that is overtaken all the same learns it from `intact` and is not waited for any more.
     """
     bucket = shard.buckets[number]
     if not bucket.initialized:
         return Outcome.NOT_CONFIGURED
     assert want.step is not None
-    # The step is written last when a step is applied: what it says is published is whole.
+    # The step is written last when a step is applied, so everything that it says is published is complete.
     outcome = shard.serve(number, want)
     if outcome is not Outcome.SERVED:
         return outcome
@@ -115,7 +115,7 @@ def refer_bucket(
 
 
 def may_refer(shard: HostedShard, want: StepWanted, coding: Coding) -> bool:
-    """Whether refer_bucket may be asked: an exact step of parameters in the machine's memory, as they are."""
+    """Whether refer_bucket may be used: an exact step of parameters in host memory, not encoded."""
     return (
         shard.consistency.pulls_by_step
         and want.step is not None
@@ -126,7 +126,7 @@ def may_refer(shard: HostedShard, want: StepWanted, coding: Coding) -> bool:
 
 
 def bucket_state(bucket: ParameterBlock, step: int) -> data_pb2.BucketState:
-    """Head of one pulled bucket."""
+    """Header of one pulled bucket."""
     return data_pb2.BucketState(
         bucket=bucket.number,
         step=step,
@@ -137,13 +137,13 @@ def bucket_state(bucket: ParameterBlock, step: int) -> data_pb2.BucketState:
 
 
 Into = Callable[[int, int], tuple[int, memoryview] | None]
-"""(bucket, bytes) -> (offset in area 2, memory) for a copy that the caller's peer can read, or None."""
+"""(bucket, bytes) -> (offset in area 2, memory) for a copy that the caller can read, or None."""
 
 
 def encode_bucket(
     shard: HostedShard, number: int, want: StepWanted, coding: Coding, into: Into = lambda bucket, nbytes: None
 ) -> Encoded | Outcome:
-    """Copy and encode one bucket for a task under its lock, or say why not. Runs in the pool."""
+    """Copy and encode one bucket for a task under its lock, or return why not. Runs in the pool."""
     bucket = shard.buckets[number]
     with bucket.lock:
         if not bucket.initialized:
@@ -160,7 +160,7 @@ def encode_bucket(
         memory = coding.memory(shard.number, number, want.task)
         turn = Turn(step, receiver=want.task, base=want.have, memory=memory)
         values = bucket.answer(step, want.task)
-        # The one copy is made under the lock: nobody sees a torn bucket.
+        # The only copy is made under the lock, so no reader sees a torn bucket.
         payload = memoryview(written.encoder.encode(values.cpu(), turn))
         size = len(payload)
         slot = into(number, size) if size else None
@@ -176,7 +176,7 @@ def encode_bucket(
 
 
 def frames(encoded: Encoded) -> list[PullFrameView]:
-    """One frame per chunk; state and first chunk share one."""
+    """One frame per chunk; the state and the first chunk share one."""
     state, payload = encoded.state, memoryview(encoded.payload)
     if not payload:
         return [PullFrameView(bucket=state)]
@@ -190,7 +190,7 @@ def frames(encoded: Encoded) -> list[PullFrameView]:
 
 
 def pull_end(backend: Backend, shard: HostedShard | None, outcome: Outcome, reason: str = "") -> data_pb2.PullEnd:
-    """The end of a pull."""
+    """The PullEnd message of a pull."""
     end = data_pb2.PullEnd(outcome=outcome_to_proto(outcome), reason=reason, timeline=backend.timeline)
     if shard is not None:
         end.step, end.version = shard.step_min, shard.version
@@ -200,16 +200,16 @@ def pull_end(backend: Backend, shard: HostedShard | None, outcome: Outcome, reas
 
 
 def end_message(backend: Backend, shard: HostedShard | None, outcome: Outcome, outer: int, reason: str = "") -> bytes:
-    """The end of a pull in a message of its own."""
+    """The end of a pull as a message of its own."""
     return write_pull(PullFrameView(end=pull_end(backend, shard, outcome, reason)), outer=outer)
 
 
 async def pull(
     backend: Backend, attachments: Attachments, request: data_pb2.PullRequest, *, outer: int
 ) -> AsyncIterator[bytes]:
-    """Messages of a pull's answer, in the order buckets become ready within the order asked for.
+    """Messages of a pull's answer, sent as buckets become ready, in the requested order.
 
-    outer: field of the frame in the message: 1 in a PullReply, 2 in a PushPullReply.
+    outer: field number of the frame in the message: 1 in a PullReply, 2 in a PushPullReply.
     """
     try:
         async for message in _pull(backend, attachments, request, outer):
@@ -217,12 +217,12 @@ async def pull(
     except _UnservedError as end:
         yield end_message(backend, end.shard, end.outcome, outer, end.reason)
     except Torn as error:
-        # Overwritten while it was sent: nobody waits any more for whoever asked for this step.
+        # Overwritten while it was sent: nobody waits any more for the worker that requested this step.
         yield end_message(backend, None, Outcome.OVERTAKEN, outer, str(error))
 
 
 class _UnservedError(Exception):
-    """A pull ends here without all that it asked for."""
+    """Ends a pull before all requested buckets are sent."""
 
     def __init__(self, shard: HostedShard | None, outcome: Outcome, reason: str) -> None:
         super().__init__(reason)
@@ -267,7 +267,7 @@ async def _pull(
             if isinstance(encoded, Encoded):
                 signal.disarm(waiter)
                 break
-            # What is ready need not wait for what is not.
+            # Send ready buckets before waiting for others.
             async for frame in out.flush():
                 yield frame
             never = _never(shard, want, number, encoded)
@@ -277,7 +277,8 @@ async def _pull(
             left_s = deadline_s - time.monotonic()
             gathers = attachment is not None and attachment.borrowed
             if left_s > 0 and gathers and await signal.wait(waiter, left_s):
-                # Those behind it mostly follow at once: a message for each would cost more than they do.
+                # Those behind it usually follow at once: a message for each would cost more than the buckets
+                # themselves.
                 last = wanted[min(wanted.index(number) + STATES_PER_FRAME, len(wanted)) - 1]
                 await _published(backend, shard, last, want)
             elif left_s <= 0 or gathers or not await signal.wait(waiter, left_s):
@@ -304,7 +305,7 @@ Find = Callable[[int], Encoded | Outcome | Awaitable[Encoded | Outcome]]
 def _finder(
     backend: Backend, shard: HostedShard, want: StepWanted, coding: Coding, attachment: Attachment | None
 ) -> Find:
-    """How the buckets of a pull are found: where they lie, or copied by the pool."""
+    """How to get the buckets of a pull: in place, or copied by the pool."""
     if may_refer(shard, want, coding):
         return functools.partial(refer_bucket, shard, want, coding, attachment)
     into = attachment.reply_slot if attachment is not None else _no_slot
@@ -312,7 +313,7 @@ def _finder(
 
 
 def _never(shard: HostedShard, want: StepWanted, number: int, found: Outcome) -> tuple[Outcome, str] | None:
-    """Why it is no use to wait for a bucket; None where it may come."""
+    """Why waiting for a bucket is pointless; None if it may still come."""
     if found is not Outcome.WAITING:
         return found, f"step {want.step} of bucket {number} is gone; the bucket is at {shard.buckets[number].step}"
     if shard.stop_step is not None and want.step is not None and want.step > shard.stop_step:
@@ -327,10 +328,10 @@ def _lacks(shard: HostedShard, want: StepWanted) -> str:
 
 
 async def _published(backend: Backend, shard: HostedShard, number: int, want: StepWanted) -> None:
-    """Wait until a bucket has reached the wanted step, or a moment."""
+    """Wait until a bucket has reached the wanted step, but GATHER_S seconds at most."""
     signal = backend.signal(shard.number, number)
     if signal is None:
-        # The server was configured anew.
+        # The server was reconfigured.
         return
     waiter = signal.arm()
     if want.step is None or shard.buckets[number].step >= want.step:
@@ -350,18 +351,18 @@ def _encode(
 
 
 class Torn(Exception):
-    """What was being sent has been overwritten by a later step."""
+    """The data being sent has been overwritten by a later step."""
 
 
 MakeEnd = Callable[[], data_pb2.PullEnd]
-"""Called once, when the message that has the end is written."""
+"""Called once, when the message with the end is written."""
 
 
 class PullReply:
-    """Pulled buckets on their way out: as chunks, or as states of what travels by the attachment.
+    """Outgoing pulled buckets: as chunks, or as states if the bytes travel by the attachment.
 
-    Messages are written at once, so that nothing that waits to be sent is a view of parameters. The end of the pull
-    rides with the last of them: each message costs both sides more than a small bucket does.
+    Messages are serialized at once, so that nothing queued for sending is a view of parameters. The pull's end is part
+    of the last message: each message costs both sides more than a small bucket does.
     """
 
     def __init__(self, attachment: Attachment | None, outer: int) -> None:
@@ -372,7 +373,7 @@ class PullReply:
         self.wire_bytes = 0
 
     async def add(self, encoded: Encoded, end: MakeEnd | None = None) -> AsyncIterator[bytes]:
-        """Messages to send now; states may be kept for the next one, unless there is an end. Raises Torn."""
+        """Messages to send now; states may be kept for the next message, unless there is an end. Raises Torn."""
         self.raw_bytes += encoded.raw_bytes
         self.wire_bytes += len(encoded.payload)
         if self._attachment is None:
@@ -391,7 +392,7 @@ class PullReply:
                 yield message
 
     async def flush(self, end: MakeEnd | None = None) -> AsyncIterator[bytes]:
-        """A message of the states kept, if there are any, and their bytes on their way."""
+        """A message with the kept states, if any; sends their bytes."""
         if not self._kept:
             return
         kept, self._kept = self._kept, []
@@ -399,7 +400,7 @@ class PullReply:
         frame = PullFrameView(buckets=[encoded.state for encoded in kept])
         if end is not None and not sent:
             frame.end = end()
-        # The peer must know of the bytes before they come.
+        # The peer must know of the bytes before they arrive.
         yield write_pull(frame, outer=self._outer)
         assert self._attachment is not None
         for encoded in sent:
@@ -409,7 +410,7 @@ class PullReply:
 
 
 class AsyncReply:
-    """Copies of all buckets made under the shard's lock right after an asynchronous push, for the pull of that call."""
+    """Copies of all buckets, made under the shard's lock after an asynchronous push, for the pull of that call."""
 
     def __init__(
         self, request: data_pb2.PullRequest, shard: HostedShard, coding: Coding, attachment: Attachment | None
@@ -422,10 +423,10 @@ class AsyncReply:
         self._task = request.data.task
         self.buckets: list[Encoded] = []
         self.copied = False
-        """False as long as no push of this call was looked at, since it was fenced or malformed."""
+        """False until a push of this call was decided on, which a fenced or malformed one never is."""
 
     def copy(self, shard: HostedShard) -> None:
-        """Called with the shard's lock held."""
+        """Copy the buckets. Call with the shard's lock held."""
         self.buckets, self.copied = [], True
         for number in self._numbers:
             want = replace(self._want, step=None, at_least=False)
@@ -434,7 +435,7 @@ class AsyncReply:
                 self.buckets.append(encoded)
 
     async def messages(self, backend: Backend, shard: HostedShard) -> AsyncIterator[bytes]:
-        """What was copied."""
+        """Messages with the copies."""
         started_s = time.monotonic()
         out = PullReply(self._attachment, SHARED_CALL)
 

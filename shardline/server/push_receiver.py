@@ -1,4 +1,4 @@
-"""One push stream: frames in, whole buckets out. Everything is checked against the plan before it counts."""
+"""One push stream: frames in, complete buckets out. Everything is checked against the plan before it counts."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ SEVERITY = (
     Outcome.APPLIED,
     Outcome.DUPLICATE,
 )
-"""Worst first: a push's outcome is its worst bucket's."""
+"""Worst first: a push's outcome is that of its worst bucket."""
 SENT_AWAY = (Outcome.FENCED, Outcome.WRONG_TIMELINE, Outcome.NOT_CONFIGURED)
-"""Why a worker that was admitted once is not any more: its lane ends with its place in the history."""
+"""Outcomes for a worker that was admitted before: they end its lane."""
 
 
 class NoRoomError(Exception):
-    """A push finds no room in staging as long as its call may wait; `result` is what its sender is told.
+    """A push found no room in staging while its call could wait; `result` is the answer to its sender.
 
-    What came in whole is counted; the sender makes the whole push again.
+    Complete buckets are counted; the sender repeats the whole push.
     """
 
     def __init__(self, result: PushResult) -> None:
@@ -64,13 +64,13 @@ class NoRoomError(Exception):
 
 
 class PushReceiver:
-    """Takes the frames of one stream; a stream may carry several pushes one after another.
+    """Processes the frames of one stream, which may carry several pushes one after another.
 
-    attachments: lanes by which referred bytes may come.
+    attachments: lanes by which referred bytes may arrive.
     async_reply: called under the shard's lock when an asynchronous push is applied, to copy what a pull of the same
     call returns.
     spawn: starts the task that takes referred buckets; its error must end the call.
-    on_admitted(task, incarnation): told whose push it is, once it is admitted.
+    on_admitted(task, incarnation): called with the sender of every admitted push.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class PushReceiver:
         self._push: IncomingPush | None = None
         self._slot: Slot | None = None
         self._waited_s = 0.0
-        """For room in staging, over the whole stream: its sender's deadline is one for all of it."""
+        """Seconds waited for room in staging over the whole stream, since the sender's deadline covers all of it."""
 
     async def feed(self, frame: PushFrameView) -> PushResult | None:
-        """Take one frame; returns the result when it ended a push.
+        """Process one frame; returns the result if it ended a push.
 
-        Raises ProtocolError or TensorError, and NoRoomError where others hold the room for it.
+        Raises ProtocolError or TensorError, and NoRoomError if others occupy the room.
         """
         if frame.header is not None:
             self._begin(frame.header)
@@ -127,7 +127,7 @@ class PushReceiver:
             if decision.outcome in SENT_AWAY:
                 # Nobody will take the bytes that follow on another lane.
                 drop_named(self._attachments, header.data, "a push over it was not admitted")
-            # No shard is looked at, so none is held either.
+            # No shard is looked up, so there is none to store.
             self._push = IncomingPush(header, None, {}, self._backend.generation, rejected=decision)  # type: ignore[arg-type]
             return
         self._on_admitted(header.data.task, header.data.incarnation)
@@ -149,7 +149,7 @@ class PushReceiver:
             push.room = AsyncPush(sum(held_bytes(push, number) for number in coming))
 
     def _coding(self, header: data_pb2.PushHeader) -> Coding:
-        """How a push is written: by the job's codec, first values as they are. Raises ProtocolError."""
+        """Coding of a push: the job's codec; raw for initial values. Raises ProtocolError."""
         coding = self._backend.coding
         if not gradient_kind(header):
             return coding.plain
@@ -159,7 +159,7 @@ class PushReceiver:
             raise ProtocolError(f"shard {header.data.shard}: {error}") from None
 
     def _take_empty(self, push: IncomingPush, numbers: Sequence[int]) -> None:
-        """Buckets that count without bytes."""
+        """Count buckets without bytes."""
         for number in numbers:
             spec = self._check_bucket(push, number)
             push.done.add(number)
@@ -174,7 +174,7 @@ class PushReceiver:
         return buckets[number].spec
 
     async def _reserve(self, push: IncomingPush, slot: Slot, *, at_once: bool = False) -> None:
-        """Room for one bucket of a push. Raises NoRoomError; TimeoutError where it is for `at_once`."""
+        """Room for one bucket of a push. Raises NoRoomError; with `at_once`, TimeoutError if there is none now."""
         nbytes = held_bytes(push, slot.number)
         if nbytes:
             push.slots.append(slot)
@@ -183,7 +183,7 @@ class PushReceiver:
                 self._backend.buffers.fit()
 
     async def _room(self, push: IncomingPush, number: int, nbytes: int, *, at_once: bool) -> StagingLease:
-        """Room for bytes, within what is left of the stream's patience or `at_once`; see _reserve()."""
+        """Reserve room for nbytes, within the stream's remaining patience or `at_once`; see _reserve()."""
         header, step, bucket, block = push.header, None, None, Block(worker_index(push.header.data.task), 1)
         if in_tree(push):
             block, step, bucket = Block(header.block.first, header.block.count), header.step, number
@@ -202,7 +202,7 @@ class PushReceiver:
             self._waited_s += time.monotonic() - began_s
 
     async def _held_up_by(self, push: IncomingPush) -> str:
-        """Who has to come before there is room, and what a person can do."""
+        """What the push is waiting for, and what the user can do."""
         if not in_tree(push):
             return "Unfinished pushes of other workers hold it; this one is retried"
         missing = await self._backend.work(push.shard.waiting_for)
@@ -224,7 +224,7 @@ class PushReceiver:
         return slot
 
     def _announced(self, push: IncomingPush, header: data_pb2.BucketHeader) -> Slot:
-        """The slot of a bucket whose head agrees with the plan, without memory."""
+        """The slot of a bucket whose header fits the plan, without memory. Raises ProtocolError, TensorError."""
         spec = self._check_bucket(push, header.bucket)
         where = f"shard {push.shard.number}, bucket {header.bucket}"
         first = push.shard.buckets[header.bucket].names[0]
@@ -282,7 +282,7 @@ class PushReceiver:
     # Referred buckets
 
     def _refer(self, push: IncomingPush, refs: Sequence[data_pb2.BucketRef], *, last: bool) -> None:
-        """Buckets whose bytes come by the push's attachment, in this order. last: nothing is to be read beside them."""
+        """Announce buckets whose bytes come by the push's attachment, in this order. last: the stream ends here."""
         if push.attachment is None:
             raise ProtocolError("the push refers to bytes elsewhere, but its header names no attachment")
         for ref in refs:
@@ -296,13 +296,13 @@ class PushReceiver:
             push.draining = self._spawn(self._drain(push, push.attachment))
 
     async def _drain(self, push: IncomingPush, attachment: Attachment) -> None:
-        """Expect referred buckets, a window of them at a time, and hand them on as they come in."""
+        """Receive referred buckets, a window of them at a time, and hand them on as they are complete."""
         coming: deque[Slot] = deque()
         while True:
             while push.referred and len(coming) < attachment.window:
                 slot = push.referred[0]
                 try:
-                    # Never waits while others of this push come in: they have to be handed on.
+                    # Don't wait while other buckets of this push arrive: they have to be handed on.
                     await self._reserve(push, slot, at_once=bool(coming))
                 except TimeoutError:
                     break
@@ -313,7 +313,7 @@ class PushReceiver:
                 if push.committed:
                     return
                 push.more.clear()
-                # The call's own deadline ends this wait where the sender falls silent.
+                # The call's deadline ends this wait if the sender falls silent.
                 await push.more.wait()
                 continue
             arrived = await self._arrived(coming)
@@ -322,7 +322,7 @@ class PushReceiver:
             self._take_slots(push, arrived)
 
     async def _arrived(self, coming: deque[Slot]) -> list[Slot]:
-        """The leading slots whose bytes are all there; waits for the first."""
+        """The leading slots that are complete; waits for the first."""
         assert coming[0].ticket is not None
         await coming[0].ticket.wait()
         arrived = []
@@ -337,7 +337,7 @@ class PushReceiver:
     # Whole buckets
 
     def _take_slots(self, push: IncomingPush, slots: Sequence[Slot]) -> None:
-        """Check and decode whole buckets, and hand them on; in the pool, a few on each of its threads."""
+        """Check and decode complete buckets and hand them on; in the pool, spread over its threads."""
         if not by_bucket(push):
             push.running.append(asyncio.create_task(self._stage(push, slots)))
             return
@@ -350,7 +350,7 @@ class PushReceiver:
             push.running.append(asyncio.create_task(counting))
 
     def _count_all(self, push: IncomingPush, slots: Sequence[Slot]) -> None:
-        """Count whole buckets, and give back the room of all, also where one has an error."""
+        """Count complete buckets, and release all their room even on an error."""
         try:
             for slot in slots:
                 gradient = opened(slot, self._backend.buffers.take)
@@ -367,7 +367,7 @@ class PushReceiver:
         await self._backend.work(stage)
 
     def _take(self, push: IncomingPush, items: Sequence[tuple[int, Gradient, Sequence[str]]]) -> None:
-        """Hand gradients on: counted at once by bucket, or held until the whole push is there."""
+        """Hand gradients on: counted at once by bucket, or kept until the whole push is there."""
         if not by_bucket(push):
             push.staged.update((number, gradient) for number, gradient, _ in items)
             return
@@ -379,7 +379,7 @@ class PushReceiver:
         push.running.append(asyncio.create_task(count()))
 
     def _count(self, push: IncomingPush, number: int, gradient: Gradient, nonfinite: Sequence[str]) -> Decision:
-        """Count one bucket's contribution, or set its first values. Runs in the pool."""
+        """Count one bucket's contribution, or set its initial values. Runs in the pool."""
         header = push.header
         if header.kind == data_pb2.PUSH_KIND_INIT:
             if gradient.values is None:
@@ -396,7 +396,7 @@ class PushReceiver:
         )
 
     def _outdated(self, push: IncomingPush) -> Decision | None:
-        """Why a push that was admitted counts no more: the history or its sender's life ended while it came in."""
+        """Why an admitted push does not count any more: the timeline changed, or its sender was fenced meanwhile."""
         if push.generation != self._backend.generation:
             return Decision(Outcome.WRONG_TIMELINE, "the server was configured anew while this push came in")
         data = push.header.data
@@ -423,7 +423,7 @@ class PushReceiver:
                 push.release()
 
     async def _counted(self, push: IncomingPush, commit: data_pb2.Commit) -> PushResult:
-        """What a push that is whole comes to."""
+        """The result of a complete push."""
         header, shard = push.header, push.shard
         if not by_bucket(push):
             return await self._commit_whole(push, commit)
@@ -450,7 +450,7 @@ class PushReceiver:
             raise ProtocolError(f"scale {commit.scale} of the gradient is not a positive finite number")
         await all_ended(push.running)
 
-        # It goes on where this call ends meanwhile, so nothing that it looks at may be changed from here.
+        # It continues if this call ends meanwhile, so nothing that it uses may be changed from here.
         staged, push.staged = push.staged, {}
 
         def apply() -> tuple[Decision, int]:
@@ -473,10 +473,10 @@ class PushReceiver:
             staged.clear()
             push.release()
 
-        # The room is given back by release() alone: what is being applied is still held.
+        # Only release() gives the room back: what is being applied still occupies it.
         push.applying = True
         decision, lag = await self._backend.work_whole(apply, release)
-        # Whatever the answer tells of is in the standby too, a repetition's as well.
+        # Everything that the answer reports must be in the standby too, also for a repetition.
         await shard.answerable()
         return self._result(push, decision, lag)
 
@@ -511,7 +511,7 @@ class PushReceiver:
         )
 
     async def abandon(self, push: IncomingPush | None = None) -> None:
-        """The stream ended: let whole buckets finish counting (they came in whole), drop the rest."""
+        """After the stream's end: let complete buckets finish counting, drop the rest."""
         push = push or self._push
         self._slot = None
         self._push = None
@@ -522,12 +522,12 @@ class PushReceiver:
                 push.draining.cancel()
                 await asyncio.gather(push.draining, return_exceptions=True)
         finally:
-            # Even where the call is cancelled here: a worker that died ends its stream first, then the call.
+            # Even if the call is cancelled here: a worker that dies ends its stream first, then the call.
             if push.attachment is not None:
                 self._attachments.drop(push.attachment, "a push over it ended early")
             push.release()
         if push.running:
             await asyncio.gather(*push.running, return_exceptions=True)
-        # What one of them failed with knows its frames, and those the push.
+        # A task's error references its frames, and those reference the push.
         push.draining = None
         push.running.clear()

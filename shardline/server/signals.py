@@ -14,11 +14,11 @@ class Signal:
         self._waiters: set[asyncio.Future[None]] = set()
 
     def notify(self) -> None:
-        """Wake everybody who waits now; nothing where the loop is closed, since nobody waits on it then."""
+        """Wake all current waiters; does nothing if the loop is closed, since nobody waits on it then."""
         if not self._waiters:
-            # Whoever arms after this sees the change itself.
+            # A waiter that arms after this sees the change itself.
             return
-        # The loop may close between a check and the call, so asking is_closed() first would not do.
+        # The loop may close between a check and the call, so checking is_closed() first would not help.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._wake)
 
@@ -39,7 +39,7 @@ class Signal:
         self._waiters.discard(waiter)
 
     async def wait(self, waiter: asyncio.Future[None], timeout_s: float) -> bool:
-        """Wait for an armed future; False when the timeout ran out."""
+        """Wait for an armed future; False after timeout_s."""
         try:
             await asyncio.wait_for(waiter, timeout_s)
         except TimeoutError:

@@ -16,12 +16,12 @@ from shardline.lanes.attachments import Ticket
 from shardline.server.staging import StagingLease
 
 SLACK = 8
-"""A message may be larger than its payload by this part of it: the heads beside a large chunk are far smaller."""
+"""A message may be larger than its payload by 1/SLACK of it: the headers beside a large chunk are far smaller."""
 
 
 @dataclass
 class Slot:
-    """One bucket on its way in."""
+    """One incoming bucket."""
 
     number: int
     spec: BucketSpec
@@ -33,14 +33,14 @@ class Slot:
     bound: float = math.inf
     """As in Gradient."""
     fingerprint: int = 0
-    """As its sender has made it; 0 = not sent."""
+    """As computed by the sender; 0 = not sent."""
     borrowed: bool = False
     offset: int = 0
-    """Of a referred bucket, in its segment."""
+    """Offset of a referred bucket in its segment."""
     moved: bool = True
-    """The bytes were on their way; those that stayed where they were can't have suffered."""
+    """Whether the bytes were transferred; bytes that stayed in place can't be damaged."""
     size: int = 0
-    """Bytes of the payload, as announced."""
+    """Bytes of the announced payload."""
     filled: int = 0
     chunks: int = 0
     parts: list[Buffer] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Slot:
     lease: StagingLease | None = None
 
     def add(self, offset: int, payload: Buffer) -> None:
-        """One more chunk, in order. Raises ProtocolError, the slot left as it was."""
+        """Add the next chunk. Raises ProtocolError and leaves the slot unchanged if it does not fit."""
         end = offset + len(payload)
         if offset != self.filled or end > self.size:
             raise ProtocolError(
@@ -63,9 +63,9 @@ class Slot:
         self.chunks += 1
 
     def release(self) -> None:
-        """Give back the room in staging, and the bytes that took it: a push keeps its slots until it ends.
+        """Give back the room in staging and the memory: a push keeps its slots until it ends.
 
-        What was counted has a reference of its own. May be called twice.
+        Counted gradients have a reference of their own. May be called twice.
         """
         self.memory, self.ticket, self.parts = memoryview(b""), None, []
         if self.lease is not None:
@@ -73,22 +73,22 @@ class Slot:
 
 
 def slot_bytes(coding: BucketCoding, *, borrowed: bool, summed: bool) -> int:
-    """Most bytes of a bucket as it comes in, of what its codec makes of it, and of its sum with another.
+    """Maximum memory for an incoming bucket: its payload, the decoded values, and its sum with another.
 
-    borrowed: it lies in memory of the worker. summed: there may be another.
+    borrowed: the payload is in the worker's memory. summed: there may be another contribution.
     """
     spec = coding.layout.bucket
     decoded = 0 if coding.codec.is_view else spec.nbytes
-    # What is looked at twice is copied: the worker may write to its memory at any time.
+    # A payload that is read twice is copied: the worker may write to its memory at any time.
     held = decoded if borrowed and coding.codec.fixed_size else decoded + coding.max_bytes
-    # What lies in a message or in the worker's memory is summed elsewhere, what was decoded where it is.
+    # Payloads in a message or the worker's memory are summed elsewhere, decoded values in place.
     return held + spec.nbytes if summed and not (borrowed and decoded) else held
 
 
 def kept(payload: Buffer) -> Buffer:
-    """A payload to be held: within the message that brought it, or a copy where that is much larger than it.
+    """A payload to be kept: as part of the message that carried it, or a copy if the message is much larger.
 
-    What is held of a message is all of it, and only the payload is counted.
+    Keeping a part of a message keeps all of it in memory, but only the payload is accounted for.
     """
     view = memoryview(payload)
     message = memoryview(view.obj).nbytes
@@ -96,21 +96,21 @@ def kept(payload: Buffer) -> Buffer:
 
 
 def opened(slot: Slot, take: Callable[[int], memoryview]) -> Gradient:
-    """The gradient in a slot that is full; take: memory for what came in pieces. Runs in the pool.
+    """The gradient of a complete slot. take: memory for payloads in several chunks. Runs in the pool.
 
-    Raises ProtocolError where its digest differs, or where its push ended and let go of it meanwhile.
+    Raises ProtocolError if the digest differs, or if the push has ended and released the slot.
     """
-    # Held here: release() may come from the end of the push at any moment, and leaves the slot without bytes.
+    # Keep a reference here: the end of the push may call release() at any moment.
     memory = _joined(slot, take)
     if len(memory) != slot.size:
         raise ProtocolError(f"bucket {slot.number}: its push ended before it was counted; nothing was changed")
     if slot.digest and slot.moved and slot.digest != digest(memory):
         raise ProtocolError(f"bucket {slot.number}: the digest of the received bytes differs; nothing was changed")
-    # Of bytes that stayed where they are it would be a pass over cold memory: their sender has them in its cache.
+    # For bytes in place this would be a pass over cold memory, while the sender has them in its cache.
     mark = slot.fingerprint or (fingerprint(memory) if slot.moved else 0)
     turn = Turn(present=slot.present)
     if not slot.coding.codec.is_view:
-        # What the codec makes of the bytes may be larger than what the sender has seen.
+        # The decoded values may be larger than the payload that was checked.
         stable = memory if slot.moved or slot.coding.codec.fixed_size else bytes(memory)
         return Gradient(slot.coding.decoder.decode(stable, turn), slot.present, mark)
     if slot.borrowed:
@@ -121,7 +121,7 @@ def opened(slot: Slot, take: Callable[[int], memoryview]) -> Gradient:
 
 
 def _joined(slot: Slot, take: Callable[[int], memoryview]) -> memoryview:
-    """The bytes of a bucket that came in chunks. One chunk is used where it lies, as long as the contribution lives."""
+    """The bytes of a bucket that came in chunks. A single chunk is used in place as long as the contribution lives."""
     parts, slot.parts = slot.parts, []
     if not parts:
         return slot.memory

@@ -1,1 +1,1 @@
-"""What a shard's memory looks like to whoever serves it."""
+"""A shard's memory as seen by the code that serves it."""

@@ -1,4 +1,4 @@
-"""What a shard is made of, as those see it who serve it: blocks of parameters with a step and a version."""
+"""The parts of a shard as seen by the code that serves it: blocks of parameters with a step and a version."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from shardline.core.plan import BucketSpec
 
 
 class ParameterBlock(Protocol):
-    """Parameters that are pushed, updated and pulled as one. A dense bucket is one.
+    """Parameters that are pushed, updated and pulled as one, such as a dense bucket.
 
-    Whoever reads values that are not to change meanwhile holds `lock`. Whoever sends published values where they lie
-    holds nothing and asks afterwards: they were whole while `overwritten` was below their step and `restored` the same.
+    To read values that must not change meanwhile, hold `lock`. To send published values in place, no lock is needed;
+    check afterwards: they were intact if `overwritten` is below their step and `restored` is unchanged.
     """
 
     lock: threading.Lock
     number: int
-    """Within the shard, from 0."""
+    """Number within the shard, from 0."""
     spec: BucketSpec
     names: tuple[str, ...]
-    """Of the tensors, one per slice of the spec."""
+    """Names of the tensors, one per slice of the spec."""
     step: int
-    """Of the present values. Written last: what it says is published is whole."""
+    """Step of the current values. Written last, so everything that it says is published is complete."""
     version: int
-    """Updates that made them."""
+    """Number of updates."""
     changed_step: int
-    """Lowest step from which on the values have been the present ones: a holder of a later one needs no bytes."""
+    """Lowest step since which the values are unchanged: a client with this or a later step needs no bytes."""
     overwritten: int
-    """Highest step whose values may be written over by now."""
+    """Highest step whose values may have been overwritten."""
     restored: int
-    """How often all values were replaced."""
+    """How many times all values were replaced."""
     initialized: bool
 
     def values_at(self, step: int) -> torch.Tensor:
-        """Flat values of a step that is still there, in the spec's dtype, on the shard's device."""
+        """Flat values of a step that is still available, in the spec's dtype, on the shard's device."""
         ...
 
     def answer(self, step: int, task: str) -> torch.Tensor:
-        """What a pull of that step by `task` gets ("" = one that does not train); to be copied under `lock`."""
+        """Values for a pull of that step by `task` ("" = a task that does not train); copy them under `lock`."""
         ...

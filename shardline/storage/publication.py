@@ -1,7 +1,7 @@
-"""Where a shard's published parameters live: two flat areas, in each all buckets one after another. PROTOCOL 1.9.
+"""Memory of a shard's published parameters: two flat areas, each with all buckets in sequence. PROTOCOL 1.9.
 
-A bucket's theta_t is in area t & 1. The layout is a function of the shard's plan alone, so that whoever else maps the
-areas (a worker on the same host) finds every bucket without being told.
+A bucket's theta_t is in area t & 1. The layout depends only on the shard's plan, so that a worker on the same host that
+maps the areas can find every bucket by itself.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shardline.host.segments import layout
 
 
 def bucket_offsets(spec: ShardSpec) -> tuple[int, ...]:
-    """Bytes from an area's start to each bucket, and after them the area's length."""
+    """Offset in bytes of each bucket from an area's start, then the area's length."""
     return layout([bucket.nbytes for bucket in spec.buckets])
 
 
 def num_areas(bucket: BucketSpec, *, keeps_previous: bool) -> int:
-    """Areas that a bucket uses: one where the step before is not kept, and for frozen buckets."""
+    """Number of areas that a bucket uses: one if the previous step is not kept, and for frozen buckets."""
     return 2 if keeps_previous and bucket.kind is not TensorKind.FROZEN else 1
 
 
@@ -32,7 +32,7 @@ class Publication(Protocol):
         """The values of a bucket in area `which` (0 or 1): flat, the bucket's dtype, zeros at first."""
 
     def offset(self, bucket: int) -> int:
-        """Bytes from an area's start to the bucket, a multiple of 64; the same in both areas."""
+        """Offset in bytes from an area's start to the bucket, a multiple of 64; the same in both areas."""
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +40,7 @@ class Publication(Protocol):
 
 
 class PlainPublication:
-    """Ordinary memory of a device, each area one allocation, made when its first tensor is asked for."""
+    """Ordinary memory of a device; each area is one allocation, made when its first tensor is requested."""
 
     def __init__(self, spec: ShardSpec, device: torch.device) -> None:
         self._spec = spec
@@ -51,7 +51,7 @@ class PlainPublication:
     def tensor(self, which: int, bucket: int) -> torch.Tensor:
         """See Publication."""
         if which not in self._areas:
-            # A frozen bucket's place in area 1 stays untouched: the system gives it no memory.
+            # A frozen bucket's place in area 1 stays untouched, so the system gives it no memory.
             self._areas[which] = torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device)
         return view_of(self._areas[which], self._spec.buckets[bucket], self._offsets[bucket])
 
@@ -68,11 +68,11 @@ class PlainPublication:
 def areas(
     publication: Publication, number: int, bucket: BucketSpec, *, keeps_previous: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a bucket's values live, by step & 1: twice the same where one area is enough."""
+    """A bucket's values by step & 1: twice the same tensor if one area is enough."""
     first = publication.tensor(0, number)
     return first, publication.tensor(1, number) if num_areas(bucket, keeps_previous=keeps_previous) == 2 else first
 
 
 def view_of(area: torch.Tensor, bucket: BucketSpec, offset: int) -> torch.Tensor:
-    """A bucket's values within an area; area: uint8, 1-d, offset in bytes."""
+    """A bucket's values within an area. area: uint8, 1-d. offset: bytes."""
     return area[offset : offset + bucket.nbytes].view(DTYPES[bucket.dtype])

@@ -1,4 +1,4 @@
-"""Topologies: whom a worker talks to for each shard. One file per topology, listed in TOPOLOGIES."""
+"""Topologies: which task a worker talks to for each shard. One file per topology, listed in TOPOLOGIES."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOPOLOGIES: Table[Topology] = Table("topology", Flat)
 
 
 def of(job: JobSpec) -> Topology:
-    """The topology that a job names. Raises JobError for one that does not exist."""
+    """The topology that a job names. Raises JobError for an unknown one."""
     return TOPOLOGIES.parse(job.topology)
 
 

@@ -1,9 +1,9 @@
-"""The topology seam: whom a worker talks to for a shard, and what workers do among themselves before that.
+"""The topology seam: which task a worker talks to for a shard, and what workers exchange among themselves before that.
 
-An aggregator tree answers hops() with the aggregator above this worker, which speaks the servers' protocol. A group
-that adds up among its members before one of them pushes keeps what offer() is given, and hands it round in collect():
-there the member that pushes returns the parts of all, the others nothing. All of them pull. Pure, but for what a route
-opens itself.
+For an aggregator tree, hops() returns the aggregator above this worker, which speaks the servers' protocol. In a group
+that sums among its members before one of them pushes, offer() stores the part and collect() exchanges them: for the
+member that pushes it returns the parts of all, for the others nothing. All of them pull. Pure, except for connections
+that a route opens itself.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a worker knows of its cluster when it opens its lanes."""
+    """A worker's view of its cluster when it opens its lanes."""
 
     task: str
     """This worker, such as "worker/3"."""
     workers: int
-    """Workers of the cluster spec."""
+    """Number of workers in the cluster spec."""
     servers: Mapping[int, Hop]
-    """The server that holds each shard, by shard."""
+    """The server of each shard, by shard."""
 
 
 class Route(abc.ABC):
-    """One worker's ways to all shards, for one plan and one history. Used by one thread."""
+    """One worker's ways to all shards, for one plan and one timeline. Used by one thread."""
 
     @abc.abstractmethod
     def hops(self) -> Mapping[int, Hop]:
@@ -47,31 +47,31 @@ class Route(abc.ABC):
 
     @abc.abstractmethod
     def offer(self, step: int, replica: int, outgoing: Outgoing) -> Outgoing | None:
-        """A replica of this worker has its part of a step: what is to be pushed as that replica's; None = not yet.
+        """Take a replica's part of a step; returns what to push as that replica's, None = nothing yet.
 
-        Returns at once. Whoever keeps a part copies it, unless Outgoing.keep says that nobody writes to it.
+        Returns at once. A route that keeps the part copies it, unless Outgoing.keep is set.
         """
 
     @abc.abstractmethod
     def collect(self, step: int) -> Mapping[int, Outgoing]:
-        """All replicas of this worker have offered theirs: further parts that it has to push, by replica.
+        """Further parts that this worker has to push, by replica, once all its replicas have offered theirs.
 
         May talk to other workers: its waits have deadlines, and it raises UnreachableError.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free what it opened."""
+        """Free everything it opened."""
 
 
 class Topology(Resident, abc.ABC):
-    """Whom a worker talks to."""
+    """Which task a worker talks to for each shard."""
 
     @property
     def streams(self) -> bool:
-        """Whether a worker's gradients go to the hops as they are, so that they may leave before all are computed."""
+        """Whether a worker's gradients go to the hops unchanged, so that they may leave before all are computed."""
         return False
 
     @abc.abstractmethod
     def route(self, around: Surroundings) -> Route:
-        """The working half; made anew with every plan and history."""
+        """The worker's route; a new one for every plan and timeline."""

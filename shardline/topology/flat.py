@@ -1,4 +1,4 @@
-"""Flat: every worker talks to every server that holds a shard."""
+"""Flat: every worker talks to every server that has a shard."""
 
 from __future__ import annotations
 

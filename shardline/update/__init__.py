@@ -1,4 +1,4 @@
-"""Update rules: what an admitted push does to the parameters. RULES lists them; base.py is their interface."""
+"""Update rules: how an admitted push changes the parameters. RULES lists them; base.py is their interface."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ __all__ = [
 ]
 
 RULES: Table[UpdateRule] = Table("rule", Torch)
-"""What a job's `rule` and --rule choose from."""
+"""The choices for a job's `rule` and --rule."""
 
 
 def chosen(spec: RuleSpec) -> UpdateRule:
-    """The rule that a job has chosen. Raises JobError for one that does not exist."""
+    """The rule that a job has chosen. Raises JobError for an unknown one."""
     return RULES.parse(spec.method)
 
 
 def check_rule(spec: RuleSpec) -> None:
-    """Raise JobError for a rule that does not exist, or can't run with the job's optimizer and its arguments."""
+    """Raise JobError for an unknown rule, or one that can't run with the job's optimizer and its arguments."""
     chosen(spec).check(spec)
 
 
 def check_tensors(spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
-    """Raise JobError where the rule can't update a parameter, naming it."""
+    """Raise JobError naming a parameter that the rule can't update."""
     chosen(spec).check_tensors(spec, tensors)
 
 
@@ -64,8 +64,8 @@ def bucket_rule(
 ) -> BucketRule:
     """The rule and its state for one bucket of parameters.
 
-    spec: canonical or not; it is checked and completed here. tensors: the plan's, which the bucket's slices number.
-    Raises JobError for a rule, schedule, dtype, shape or device that can't work, naming it.
+    spec: canonical or not; it is checked and completed here. tensors: the plan's; the bucket's slices refer to them by
+    number. Raises JobError naming a rule, schedule, dtype, shape or device that can't work.
     """
     whole = rule(spec.name, spec.groups, method=spec.method)
     resident = chosen(whole)

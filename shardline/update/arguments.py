@@ -3,10 +3,10 @@
     spec = rule("AdamW", ({"lr": 1e-3}, {"lr": 1e-3, "weight_decay": 0.0}))
     spec = rule_from_optimizer(optimizer)
 
-A RuleSpec made here is canonical: every group holds every argument of the class, defaults filled in, numbers as floats,
-so two jobs with the same rule compare equal. Arguments whose value is None (foreach, fused, adjust_lr_fn) are left out;
-`differentiable` and `capturable` must be False and are left out. A None inside a tuple (Adafactor's first eps) travels
-as -1.0, which torch itself refuses, so it can't mean anything else.
+A RuleSpec made here is canonical: every group has every argument of the class, defaults filled in, numbers as floats,
+so two jobs with the same rule compare equal. Arguments with the value None (foreach, fused, adjust_lr_fn) are left out;
+`differentiable` and `capturable` must be False and are left out. A None inside a tuple (Adafactor's first eps) is
+encoded as -1.0, which torch itself refuses, so it is unambiguous.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ALLOWED: Mapping[str, bool] = {
     "Muon": False,
     "Adafactor": False,
 }
-"""Classes of torch.optim that work; True where the rule is element-wise, so that a tensor may be cut anywhere."""
+"""Classes of torch.optim that work; True if the rule is element-wise, so that a tensor may be cut anywhere."""
 
 REFUSED: Mapping[str, str] = {
     "LBFGS": "it calls a closure that recomputes the loss, and a parameter server has no model to compute one with",
@@ -55,7 +55,7 @@ _NO_EPS = -1.0
 
 @dataclass(frozen=True)
 class _Parameter:
-    """One argument of a class: kind is "number", "integer", "flag", "text" or "numbers"."""
+    """One argument of a class. kind: "number", "integer", "flag", "text" or "numbers"."""
 
     kind: str
     default: Any
@@ -64,7 +64,7 @@ class _Parameter:
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class by its name; raises JobError for one that is refused or unknown, with the reason or what works."""
+    """The class with this name. Raises JobError with the reason for a refused or unknown one."""
     if name in REFUSED:
         raise JobError(f"optimizer {name} can't run on parameter servers: {REFUSED[name]}")
     if name not in ALLOWED:
@@ -78,9 +78,9 @@ def rule(
 ) -> RuleSpec:
     """A validated, canonical RuleSpec; see the top of this module.
 
-    groups: arguments of each parameter group, in the class's own names. method: the choice from
-    shardline.update.RULES, which looks at it later. Raises JobError for a class that doesn't work,
-    no group, an unknown argument, a wrong type, or a value that torch refuses.
+    groups: arguments of each parameter group, with the class's own names. method: the choice from
+    shardline.update.RULES, which is checked later. Raises JobError for a class that doesn't work, no group, an unknown
+    argument, a wrong type, or a value that torch refuses.
     """
     name = _class_name(name)
     if not groups:
@@ -91,16 +91,16 @@ def rule(
 
 
 def rule_from_optimizer(optimizer: torch.optim.Optimizer, *, method: str = "torch") -> RuleSpec:
-    """The rule of a torch.optim optimizer, as its param_groups are now. Raises JobError as rule() does.
+    """The rule of a torch.optim optimizer with its current param_groups. Raises the same JobErrors as rule().
 
-    Keys that the class has no argument for (such as "initial_lr" of a scheduler, or a name) are left out, as torch
-    ignores them. A learning rate in a tensor becomes its number.
+    Keys that are no argument of the class (such as a scheduler's "initial_lr", or a name) are left out, as torch
+    ignores them. A learning rate in a tensor becomes a number.
     """
     name = _class_name(type(optimizer))
     known = (*_parameters(name), *_OFF)
     groups = [{key: value for key, value in group.items() if key in known} for group in optimizer.param_groups]
     if name == "Adagrad":
-        # Adagrad fills its accumulators in the constructor, from the constructor's argument, whatever the group says.
+        # Adagrad fills its accumulators in the constructor, with the constructor's argument, whatever the group says.
         for group in groups:
             group["initial_accumulator_value"] = optimizer.defaults["initial_accumulator_value"]
     return rule(name, groups, method=method)
@@ -116,9 +116,9 @@ def torch_arguments(name: str, group: Mapping[str, Argument]) -> dict[str, Any]:
 
 
 def hyper_numbers(name: str, group: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a param_group that may change from step to step, as PushContext.hyper carries them.
+    """Numbers of a param_group that may change from step to step, as in PushContext.hyper.
 
-    Items of tuples have names such as "betas.0" (OneCycleLR moves them). Flags and texts are not among them.
+    Items of tuples have names such as "betas.0" (OneCycleLR changes them). Flags and texts are not included.
     """
     found: dict[str, float] = {}
     for key, parameter in _parameters(name).items():
@@ -133,8 +133,8 @@ def hyper_numbers(name: str, group: Mapping[str, Any]) -> dict[str, float]:
 def with_hyper(name: str, group: Mapping[str, Argument], hyper: Mapping[str, float]) -> dict[str, Argument]:
     """A canonical group with some numbers replaced.
 
-    Raises ProtocolError for a name that is no number of this rule, a value that is not finite, or a momentum that
-    RMSprop would need a state for which it doesn't keep; nothing is changed then.
+    Raises ProtocolError for a name that is no number of this rule, a value that is not finite, or a momentum for which
+    RMSprop does not keep a state; nothing is changed then.
     """
     merged: dict[str, Argument] = dict(group)
     known = hyper_numbers(name, group)
@@ -179,7 +179,7 @@ def _class_name(name: str | type[torch.optim.Optimizer]) -> str:
 
 @functools.cache
 def _parameters(name: str) -> Mapping[str, _Parameter]:
-    """Arguments of a class, without the parameters and the switches that must stay off."""
+    """Arguments of a class, except the parameters and the switches that must stay off."""
     table = {}
     for key, parameter in inspect.signature(optimizer_class(name)).parameters.items():
         if key == "params" or key in _OFF:
@@ -200,7 +200,7 @@ def _parameters(name: str) -> Mapping[str, _Parameter]:
 
 
 def _group(name: str, number: int, group: Mapping[str, Any]) -> Mapping[str, Argument]:
-    """A canonical group; torch's own constructor has the last word on values."""
+    """A canonical group; torch's own constructor validates the values."""
     where = f"{name}, parameter group {number}"
     table = _parameters(name)
     for key, value in group.items():
@@ -223,7 +223,7 @@ def _group(name: str, number: int, group: Mapping[str, Any]) -> Mapping[str, Arg
 
 
 def _value(where: str, parameter: _Parameter, value: Any) -> Argument:
-    """The value in canonical form; raises JobError for one of the wrong type."""
+    """The value in canonical form. Raises JobError for a wrong type."""
     if value is None and parameter.optional:
         return None
     if parameter.kind == "numbers":

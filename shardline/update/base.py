@@ -1,9 +1,9 @@
 """The interface of update rules: the choice, what it declares, and the object that updates one bucket.
 
-An `UpdateRule` is a choice from the table shardline.update.RULES, such as "torch" or "dc-asgd:strength=2". It says what
-it needs and keeps, and makes one `BucketRule` per bucket, which does the arithmetic and holds the state. A rule that
-lives in a file of its own is added to the table and needs nothing else; shardline.update.elementwise has what most of
-them share. Pure: no messages, threads or sockets.
+An `UpdateRule` is a choice from the table shardline.update.RULES, such as "torch" or "dc-asgd:strength=2". It declares
+its needs and states, and makes one `BucketRule` per bucket, which does the arithmetic and keeps the state. A rule in
+its own file only has to be added to the table; shardline.update.elementwise has what most of them share. Pure: no
+messages, threads or sockets.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Takes(enum.Enum):
 
     GRADIENT = "gradient"
     DELTA = "delta"
-    """Workers run the job's optimizer themselves and push by how much they moved: parameters before less after."""
+    """Workers run the job's optimizer themselves and push their movement: old parameters minus new ones."""
 
 
 class Need(enum.Enum):
-    """What a rule must be told besides the gradient; a consistency that can't tell it refuses the rule."""
+    """What a rule needs besides the gradient; a consistency that can't provide it refuses the rule."""
 
     WORKER = "to know which worker pushed"
     LAG = "to know by how many updates a push is behind"
@@ -48,22 +48,22 @@ class Need(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """One state that a rule keeps: a flat tensor per bucket, or a number per slice (`scalar`)."""
+    """One state of a rule: a flat tensor per bucket, or a number per slice (`scalar`)."""
 
     dtype: torch.dtype
     device: torch.device
     scalar: bool = False
     per_worker: bool = False
-    """Kept once for each worker that has pushed or pulled, under state_key(name, worker)."""
+    """Kept per worker that has pushed or pulled, under state_key(name, worker)."""
     planned: bool = True
-    """False for one that exists only if a later push asks for it; it is left out of the memory sum."""
+    """False for a state that exists only if a later push needs it; it is left out of the memory sum."""
 
 
 class RuleState(NamedTuple):
-    """A bucket rule's state as a value; see BucketImage for how it is laid out.
+    """A bucket rule's state as a value; see BucketImage for its layout.
 
-    tensors: flat CPU tensors by key, zeros as padding; a key is there once some slice has such a state. scalars:
-    numbers by key, one per slice. initialized: per slice, whether it has state.
+    tensors: flat CPU tensors by key, padding zero; a key exists once some slice has such a state. scalars: numbers by
+    key, one per slice. initialized: per slice, whether it has state.
     """
 
     tensors: dict[str, Tensor]
@@ -72,19 +72,19 @@ class RuleState(NamedTuple):
 
 
 def state_key(name: str, worker: str = "") -> str:
-    """Name of a state in images and checkpoints: "momentum", or "momentum@worker.3" for that of "worker/3"."""
+    """Name of a state in images and checkpoints: "momentum", or "momentum@worker.3" for "worker/3"."""
     return f"{name}@{worker.replace('/', '.')}" if worker else name
 
 
 def parse_state_key(key: str) -> tuple[str, str]:
-    """(name, worker) of state_key(); the worker is "" for a state that all share."""
+    """(name, worker) of a state_key(); the worker is "" for a shared state."""
     name, _, worker = key.partition("@")
     return name, worker.replace(".", "/")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What one bucket's rule is made from. tensors: the plan's, which the bucket's slices number."""
+    """The context of one bucket's rule. tensors: the plan's; the bucket's slices refer to them by number."""
 
     spec: RuleSpec
     schedule: ScheduleSpec
@@ -94,12 +94,12 @@ class Site:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values and gradients."""
+        """Dtype of the values and gradients."""
         return DTYPES[self.bucket.dtype]
 
     @property
     def group(self) -> Mapping[str, Argument]:
-        """Arguments of the parameter group that all slices are in."""
+        """Arguments of the parameter group of all slices."""
         return self.spec.groups[self.tensors[self.bucket.slices[0].tensor].group]
 
 
@@ -107,18 +107,18 @@ class Site:
 class UpdateRule(Resident, ABC):
     """Base of the residents of shardline.update.RULES: which rule, with its settings.
 
-    `spec` in the methods below is what the job says besides: an optimizer of torch by name and its parameter groups.
+    `spec` in the methods below is the job's part: an optimizer of torch by name and its parameter groups.
     """
 
     takes: ClassVar[Takes] = Takes.GRADIENT
     needs: ClassVar[frozenset[Need]] = frozenset()
     runs_optimizer: ClassVar[bool] = False
-    """Whether each update has the bits of the job's optimizer on the uncut tensors, and nothing else is kept."""
+    """Whether each update has the bits of the job's optimizer on the uncut tensors, with no further state."""
     looks_ahead: ClassVar[bool] = False
     """Whether a worker's pull gets BucketRule.answer() instead of the parameters."""
 
     def label(self, spec: RuleSpec) -> str:
-        """How errors name the rule with its optimizer."""
+        """Name of the rule with its optimizer in errors."""
         return f"{self} over {spec.name}"
 
     def check(self, spec: RuleSpec) -> None:
@@ -126,43 +126,44 @@ class UpdateRule(Resident, ABC):
 
     @abstractmethod
     def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
-        """Raise JobError where the rule can't update a parameter, naming it; frozen tensors and buffers are ignored."""
+        """Raise JobError naming a parameter that the rule can't update; frozen tensors and buffers are ignored."""
 
     def wants_whole(self, spec: RuleSpec, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape must not be cut: TensorSpec.whole. False: each element by itself."""
+        """Whether a tensor of this shape must not be cut: TensorSpec.whole. False: the rule is element-wise."""
         return False
 
     @abstractmethod
     def states(
         self, spec: RuleSpec, group: Mapping[str, Argument], dtype: torch.dtype, device: torch.device
     ) -> Mapping[str, StateSpec]:
-        """All states that may come to be kept for parameters of this group and dtype, by name.
+        """All states that may be kept for parameters of this group and dtype, by name.
 
-        A name has no "/" and no "@". Raises JobError for a combination that can't be updated.
+        A name contains no "/" and no "@". Raises JobError for a combination that can't be updated.
         """
 
     def packing(self, spec: RuleSpec, state: str) -> Callable[[TensorSpec], Shape | None] | None:
-        """Shape of one tensor's state (None: it has none), where that isn't the tensor's; None = laid out as values.
+        """Function from a tensor to its state's shape if that isn't the tensor's; None = same layout as values.
 
-        Packed states lie slice after slice without padding, and tensors that have them must not be cut.
+        The function returns None for a tensor without such a state. Packed states are stored slice after slice without
+        padding, and tensors that have them must not be cut.
         """
         return None
 
     @abstractmethod
     def make(self, site: Site) -> BucketRule:
-        """The working object of one bucket. Raises JobError for a dtype or device that it can't work with."""
+        """The rule's working object for one bucket. Raises JobError for a dtype or device that it can't work with."""
 
-    # Layout of states, as checkpoints and images have them
+    # Layout of states in checkpoints and images
 
     def state_shape(self, spec: RuleSpec, key: str, tensor: TensorSpec) -> Shape | None:
-        """Shape of one tensor's state; None where the tensor has no such state."""
+        """Shape of one tensor's state; None if the tensor has no such state."""
         packed = self.packing(spec, parse_state_key(key)[0])
         return tensor.shape if packed is None else packed(tensor)
 
     def state_spans(
         self, spec: RuleSpec, key: str, bucket: BucketSpec, tensors: Sequence[TensorSpec]
     ) -> tuple[tuple[int, int], ...]:
-        """(offset, elements) of each slice of the bucket in the flat state; the key "value" gives the values' own."""
+        """(offset, elements) of each slice of the bucket in the flat state; key "value": the values' own."""
         packed = self.packing(spec, parse_state_key(key)[0])
         if packed is None:
             return tuple((piece.offset, piece.elements) for piece in bucket.slices)
@@ -175,7 +176,7 @@ class UpdateRule(Resident, ABC):
         return tuple(spans)
 
     def flat_elements(self, spec: RuleSpec, key: str, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> int:
-        """Length of the flat state of a bucket."""
+        """Number of elements of a bucket's flat state."""
         if self.packing(spec, parse_state_key(key)[0]) is None:
             return bucket.elements
         return sum(elements for _, elements in self.state_spans(spec, key, bucket, tensors))
@@ -194,7 +195,7 @@ class UpdateRule(Resident, ABC):
 
 @dataclass(slots=True)
 class Update:
-    """One update of a bucket, as BucketRule.apply() gets it, checked."""
+    """One checked update of a bucket, from BucketRule.apply()."""
 
     values: Tensor
     gradient: Tensor
@@ -202,7 +203,7 @@ class Update:
     present: tuple[bool, ...] | None
     """Per slice; None = all."""
     arguments: Mapping[str, Any]
-    """Of the group, as torch names them, with the rate of this update."""
+    """The group's arguments with torch's names and the learning rate of this update."""
     context: PushContext
 
 
@@ -231,16 +232,16 @@ class BucketRule(ABC):
         hyper: Mapping[str, float] | None = None,
         context: PushContext = TOGETHER,
     ) -> bool:
-        """Update the flat values; returns whether any slice had a gradient. Where none had, nothing is written.
+        """Update the flat values; returns whether any slice had a gradient. If none had, nothing is written.
 
         values, gradient: flat, the bucket's elements and dtype, on its device. The gradient is averaged and clipped,
-        and stays as it is; its padding must be finite. No reference to a tensor is kept.
-        source: the values before the update, like them, left as they are; `values` is overwritten then, whatever it
-        holds. None = in place.
-        clock: step or version (updates applied before) that the schedule goes by.
+        and is not changed; its padding must be finite. No reference to a tensor is kept.
+        source: the values before the update, same shape, not changed; `values` is overwritten then, whatever it
+        contains. None = in place.
+        clock: step or version (updates applied before) for the schedule.
         present: per slice, whether it has a gradient; None = all. The others keep values and state, as in torch.
-        hyper: numbers of the bucket's group for this call only, by hyper_numbers()' names; with "lr" among them the
-        schedule isn't applied. context: who pushed, and from what.
+        hyper: numbers of the bucket's group for this call only, with the names of hyper_numbers(); if it contains "lr"
+        the schedule isn't applied. context: the pusher and its base version.
         Raises ProtocolError for a wrong length, dtype or hyper; nothing is changed then.
         """
         self.check_flat(values=values, gradient=gradient, source=source)
@@ -252,7 +253,7 @@ class BucketRule(ABC):
 
     @abstractmethod
     def carry_out(self, update: Update) -> None:
-        """Do an update that apply() has checked, in which some slice has a gradient."""
+        """Do an update that apply() has checked; some slice has a gradient."""
 
     @abstractmethod
     def export(self) -> RuleState:
@@ -262,7 +263,7 @@ class BucketRule(ABC):
     def load(
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
     ) -> None:
-        """Replace the state by an exported one, exact to the bit; tensors are copied, and VALUE among them is ignored.
+        """Replace the state by an exported one, bit-exactly; tensors are copied, and VALUE among them is ignored.
 
         An empty `initialized` means no state at all. Raises CheckpointError for an unknown or missing state, or a wrong
         length, dtype or number; the state is unchanged then.
@@ -271,42 +272,42 @@ class BucketRule(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of state held on the device now, without the numbers per slice."""
+        """Bytes of state currently on the device, without the numbers per slice."""
 
     def full_nbytes(self, workers: int = 1) -> int:
-        """Bytes of state once every slice has had a gradient of each worker; for the memory sum at start."""
+        """Bytes of state once every slice has had a gradient of each worker; for the memory sum at startup."""
         return self.rule.state_bytes(self.site, workers=workers)
 
     def check_hyper(self, hyper: Mapping[str, float]) -> None:
-        """Raise ProtocolError where apply() would refuse these numbers."""
+        """Raise ProtocolError if apply() would refuse these numbers."""
         with_hyper(self.site.spec.name, self.site.group, hyper)
 
-    # Workers. Whoever calls these holds the bucket's lock, and a standby is told the same in the same order.
+    # Workers. Call these with the bucket's lock held; a standby gets the same calls in the same order.
 
     @property
     def workers(self) -> frozenset[str]:
-        """Workers for which something is kept."""
+        """Workers with state of their own."""
         return frozenset()
 
     def members_changed(self, workers: Collection[str]) -> None:
-        """These workers may push from now on, and no others: what is kept for the others goes."""
+        """Set the workers that may push from now on, and forget the state of all others."""
         for worker in sorted(self.workers - set(workers)):
             self.left(worker)
 
     def left(self, worker: str) -> None:  # noqa: B027
-        """Forget what is kept for a worker, which will push no more. Unknown workers are ignored."""
+        """Forget the state of a worker that will not push any more. Unknown workers are ignored."""
 
     def answer(self, values: Tensor, worker: str) -> Tensor:
-        """What a worker's pull gets: `values` itself, or where the rule looks ahead a new tensor like it."""
+        """Values for a worker's pull: `values` itself, or a new tensor of the same shape if the rule looks ahead."""
         return values
 
     def sent(self, worker: str, values: Tensor) -> None:  # noqa: B027
-        """answer() was sent to a worker, in this form; called only where the rule needs Need.PULLS."""
+        """Note the answer() sent to a worker, as encoded; called only if the rule needs Need.PULLS."""
 
     # For residents
 
     def arguments(self, clock: int, hyper: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """The group's arguments for one push, as torch names them: numbers replaced by `hyper`, the rate scheduled."""
+        """The group's arguments for one push, as torch names them: numbers replaced by `hyper`, rate scheduled."""
         spec, group = self.site.spec, self.site.group
         found = with_hyper(spec.name, group, hyper) if hyper else dict(group)
         if not hyper or "lr" not in hyper:
@@ -314,7 +315,7 @@ class BucketRule(ABC):
         return torch_arguments(spec.name, found)
 
     def check_flat(self, **given: Tensor | None) -> None:
-        """Raise ProtocolError for a tensor that doesn't have the bucket's length and dtype, by the keyword it has."""
+        """Raise ProtocolError, naming the keyword, for a tensor without the bucket's length and dtype."""
         bucket = self.site.bucket
         for what, tensor in given.items():
             if tensor is not None and (tensor.shape != (bucket.elements,) or tensor.dtype != self.site.dtype):
@@ -324,7 +325,7 @@ class BucketRule(ABC):
                 )
 
     def pattern(self, present: Sequence[bool] | None) -> tuple[bool, ...] | None:
-        """`present` as apply() gets it, None where all are. Raises ProtocolError for a wrong length."""
+        """`present` normalized: None if all are. Raises ProtocolError for a wrong length."""
         count = len(self.site.bucket.slices)
         if present is None:
             return None
@@ -335,7 +336,7 @@ class BucketRule(ABC):
     def check_state(
         self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]], initialized: Sequence[bool]
     ) -> None:
-        """Raise CheckpointError for what is not declared: an unknown key, a wrong length, dtype or number."""
+        """Raise CheckpointError for a state that is not declared: unknown key, wrong length, dtype or number."""
         what = f"state of a bucket under {self.label}"
         count = len(self.site.bucket.slices)
         if len(initialized) != count:
@@ -363,25 +364,25 @@ class BucketRule(ABC):
                     raise CheckpointError(f"{what}: {name!r} is missing")
 
     def length_of(self, key: str) -> int:
-        """Elements of the flat state of this bucket."""
+        """Number of elements of this bucket's flat state."""
         return self.rule.flat_elements(self.site.spec, key, self.site.bucket, self.site.tensors)
 
 
 def without_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An image's tensors without the parameters: the states."""
+    """An image's tensors without the parameters: only the states."""
     return {key: tensor for key, tensor in tensors.items() if key != VALUE}
 
 
 def padding_positions(bucket: BucketSpec, device: torch.device) -> Tensor:
-    """Positions of what lies between the slices and behind the last, int64, ascending.
+    """Positions of the padding between the slices and after the last, int64, ascending.
 
-    Made of the gaps alone: a mark for each element would be a quarter of float32 values, and is needed for a moment
-    only. Bucket after bucket, that leaves the allocator with holes of which none fits what comes next.
+    Computed from the gaps alone: a mask over all elements would take a quarter of the memory of float32 values for a
+    moment, and over many buckets fragment the heap.
     """
     begins = torch.tensor([piece.end for piece in bucket.slices])
     ends = torch.tensor([*(piece.offset for piece in bucket.slices[1:]), bucket.elements])
     lengths = ends - begins
-    # Each gap's begin, less the positions in the gaps before it, as often as the gap is long.
+    # Each gap's start minus the number of earlier padding positions, repeated for the gap's length.
     first = (begins - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
     return (first + torch.arange(len(first))).to(device)
 

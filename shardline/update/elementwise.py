@@ -1,6 +1,6 @@
-"""What rules that compute each element by itself share: their states by declaration, and slices put together in runs.
+"""Base of rules that compute each element independently: declared states, and slices combined into runs.
 
-A rule in a file of its own:
+An example of a rule in its own file:
 
     @RULES.add
     @dataclass(frozen=True)
@@ -57,7 +57,7 @@ from shardline.update.base import (
 
 @dataclass(frozen=True)
 class ElementwiseRule(UpdateRule):
-    """Base of residents whose BucketRule is an ElementwiseBucketRule: real floating-point tensors, cut anywhere."""
+    """Base of residents with an ElementwiseBucketRule: real floating-point tensors, cut anywhere."""
 
     def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
         """See UpdateRule."""
@@ -73,20 +73,20 @@ class ElementwiseRule(UpdateRule):
 
 
 class States:
-    """States of one bucket by declaration: flat tensors and numbers per slice, zeros until they are written.
+    """Declared states of one bucket: flat tensors and numbers per slice, zeros until they are written.
 
     Used by one thread at a time. Keys: see state_key().
     """
 
     def __init__(self, owner: BucketRule, declared: Sequence[str]) -> None:
-        """declared: names among owner.states that are kept here."""
+        """declared: names from owner.states that are kept here."""
         self._owner = owner
         self._declared = frozenset(declared)
         self._tensors: dict[str, Tensor] = {}
         self._numbers: dict[str, list[float]] = {}
 
     def tensor(self, name: str, worker: str = "") -> Tensor:
-        """The state itself: flat, the bucket's layout."""
+        """The state itself: flat, in the bucket's layout."""
         state, key = self._owner.states[name], self._key(name, worker)
         if key not in self._tensors:
             length = self._owner.length_of(key)
@@ -99,21 +99,21 @@ class States:
         return self._numbers.setdefault(key, [0.0] * len(self._owner.site.bucket.slices))
 
     def _key(self, name: str, worker: str) -> str:
-        # A state that all share is found whoever pushed.
+        # A shared state has the same key for every pusher.
         return state_key(name, worker if self._owner.states[name].per_worker else "")
 
     def workers(self) -> frozenset[str]:
-        """Workers for which something is kept."""
+        """Workers with state of their own."""
         return frozenset(parse_state_key(key)[1] for key in (*self._tensors, *self._numbers)) - {""}
 
     def drop(self, worker: str) -> None:
-        """Forget what is kept for one worker."""
+        """Forget one worker's state."""
         for held in (self._tensors, self._numbers):
             for key in [key for key in held if parse_state_key(key)[1] == worker]:
                 del held[key]
 
     def all_numbers(self) -> list[list[float]]:
-        """What has to be equal for slices to be updated in one run."""
+        """Numbers that have to be equal for slices to be updated in one run."""
         return list(self._numbers.values())
 
     def owns(self, key: str) -> bool:
@@ -121,19 +121,19 @@ class States:
         return parse_state_key(key)[0] in self._declared
 
     def complete(self) -> None:
-        """Make what is not per worker, where it isn't there yet."""
+        """Create missing states, except those per worker."""
         for name in self._declared:
             state = self._owner.states[name]
             if not state.per_worker:
                 _ = self.numbers(name) if state.scalar else self.tensor(name)
 
     def export(self, padding: Tensor) -> tuple[dict[str, Tensor], dict[str, tuple[float, ...]]]:
-        """Copies on the CPU. padding: positions to be zeros."""
+        """Copies on the CPU. padding: positions to set to zero."""
         tensors = {key: tensor.to("cpu", copy=True).index_fill_(0, padding, 0) for key, tensor in self._tensors.items()}
         return tensors, {key: tuple(numbers) for key, numbers in self._numbers.items()}
 
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Sequence[float]]) -> None:
-        """Replace everything by copies of what belongs here; it was checked before."""
+        """Replace everything by copies of the states that belong here; they are already checked."""
         device = self._owner.site.device
         self._tensors = {
             key: tensor.detach().to(device, copy=True) for key, tensor in tensors.items() if self.owns(key)
@@ -149,7 +149,7 @@ class States:
 class Run:
     """Neighbouring slices that are updated in one call: all have a gradient, and equal numbers.
 
-    values: the parameters, to be changed in place; gradient: left as it is. Flat, padding included.
+    values: the parameters, to be changed in place. gradient: not to be changed. Both flat, padding included.
     """
 
     def __init__(
@@ -163,21 +163,21 @@ class Run:
         self.gradient = gradient[span]
 
     def state(self, name: str) -> Tensor:
-        """The run's part of a state, to be changed in place; of one that is kept per worker, the pusher's."""
+        """The run's part of a state, to be changed in place; for a state per worker, the pusher's."""
         return self._states.tensor(name, self._worker)[self._span]
 
     def number(self, name: str) -> float:
-        """The number that all slices of the run have."""
+        """The number shared by all slices of the run."""
         return self._states.numbers(name, self._worker)[self._slices.start]
 
     def set_number(self, name: str, value: float) -> None:
-        """Replace it."""
+        """Replace the number."""
         numbers = self._states.numbers(name, self._worker)
         numbers[self._slices.start : self._slices.stop] = [value] * len(self._slices)
 
 
 class ElementwiseBucketRule(BucketRule):
-    """Base of bucket rules that compute each element by itself."""
+    """Base of bucket rules that compute each element independently."""
 
     def __init__(self, rule: UpdateRule, site: Site) -> None:
         super().__init__(rule, site)
@@ -188,7 +188,7 @@ class ElementwiseBucketRule(BucketRule):
 
     @abstractmethod
     def update(self, run: Run, arguments: Mapping[str, Any], context: PushContext) -> None:
-        """Change run.values and the run's states in place. arguments: of the group, with the rate of this push."""
+        """Change run.values and the run's states in place. arguments: the group's, with this push's learning rate."""
 
     def carry_out(self, update: Update) -> None:
         """See BucketRule."""
@@ -226,7 +226,7 @@ class ElementwiseBucketRule(BucketRule):
         return self.kept.workers()
 
     def left(self, worker: str) -> None:
-        """See BucketRule. A rule whose shared states hold the worker's part takes it out first."""
+        """See BucketRule. A rule whose shared states contain the worker's part removes it first."""
         self.kept.drop(worker)
 
     def export(self) -> RuleState:

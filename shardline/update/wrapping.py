@@ -1,4 +1,4 @@
-"""What rules share that change a gradient and then let the job's optimizer step, such as by how stale it is."""
+"""Base of rules that change a gradient, for example by its staleness, before the job's optimizer steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TORCH = Torch()
 
 @dataclass(frozen=True)
 class WrappingRule(UpdateRule):
-    """Base of residents whose BucketRule is a WrappingBucketRule; it runs with any optimizer."""
+    """Base of residents with a WrappingBucketRule; they run with any optimizer."""
 
     def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
         """See UpdateRule."""
@@ -42,7 +42,7 @@ class WrappingRule(UpdateRule):
         return _TORCH.wants_whole(spec, shape)
 
     def own_states(self, dtype: torch.dtype, device: torch.device) -> Mapping[str, StateSpec]:
-        """What the rule keeps besides the optimizer; names that no optimizer of torch has."""
+        """The rule's own states besides the optimizer's, with names that no torch optimizer uses."""
         return {}
 
     def states(
@@ -52,12 +52,12 @@ class WrappingRule(UpdateRule):
         return {**_TORCH.states(spec, group, dtype, device), **self.own_states(dtype, device)}
 
     def packing(self, spec: RuleSpec, state: str) -> Callable[[TensorSpec], Shape | None] | None:
-        """See UpdateRule. A state of the rule's own lies as the values do."""
+        """See UpdateRule. The rule's own states have the layout of the values."""
         return _TORCH.packing(spec, state)
 
 
 class WrappingBucketRule(BucketRule):
-    """Base of bucket rules that change a gradient and hand it to the job's optimizer."""
+    """Base of bucket rules that change a gradient and pass it to the job's optimizer."""
 
     def __init__(self, rule: WrappingRule, site: Site) -> None:
         super().__init__(rule, site)
@@ -67,10 +67,10 @@ class WrappingBucketRule(BucketRule):
 
     @abstractmethod
     def changed(self, values: Tensor, gradient: Tensor, arguments: Mapping[str, Any], context: PushContext) -> Tensor:
-        """The gradient that the optimizer gets: a new tensor, or `gradient` itself where nothing changes.
+        """The gradient for the optimizer: a new tensor, or `gradient` itself if nothing changes.
 
-        values: the parameters before the update. Both are flat and stay as they are; slices without a gradient hold
-        anything finite.
+        values: the parameters before the update. Both are flat and must not be changed; slices without a gradient
+        contain arbitrary finite values.
         """
 
     def carry_out(self, update: Update) -> None:

@@ -1,8 +1,8 @@
-"""Chunk frames written and read by hand: the bytes of proto/shardline/rpc/v1/data.proto without protobuf's copies.
+"""Chunk frames encoded by hand: the bytes of proto/shardline/rpc/v1/data.proto without protobuf's copies.
 
-A frame's small parts (headers, commits) are generated messages; only the chunk, which carries the tensor bytes, is
-written as tag, length, memoryview and joined once, and read back as a view of the received message. A client made of
-generated stubs reads and writes the same bytes.
+A frame's small parts (headers, commits) are generated messages; only the chunk with the tensor bytes is written as tag,
+length and memoryview, joined once, and read as a view of the received message. A client with generated stubs reads and
+writes the same bytes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from shardline.errors import ProtocolError
 from shardline.rpc.v1 import data_pb2
 
 ALIGNMENT = 16
-"""Offset of a large payload within its message is a multiple of this, as is the memory of a bytes object's content."""
+"""A large payload's offset within its message is a multiple of this, like the address of a bytes object's content."""
 ALIGNED_FROM = 4096
 """Smaller payloads are not worth the padding."""
 MAX_REFERENCES = 1 << 16
-"""In one frame; a shard of 64 GB has a quarter of that in buckets."""
+"""Limit per frame; a shard of 64 GB has a quarter as many buckets."""
 MAX_FIELDS = 2 * MAX_REFERENCES
-"""In one message: unknown ones are passed over, but each takes its time, and nobody else is served meanwhile."""
+"""Limit per message: unknown fields are skipped, but each takes time, during which nobody else is served."""
 PART_BYTES = 4 << 20
-"""Of a part of a frame that is no payload, before it is parsed: all names and bitmaps of a shard fit."""
+"""Limit for a part of a frame other than the payload, before parsing: enough for all names and bitmaps of a shard."""
 MAX_NUMBER = (1 << 64) - 1
 MAX_TAG = MAX_BUCKET = (1 << 32) - 1
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
@@ -37,12 +37,12 @@ class Serializable(Protocol):
     """A generated message."""
 
     def SerializeToString(self) -> bytes:
-        """Its bytes."""
+        """The serialized bytes."""
         ...
 
 
 def varint(value: int) -> bytes:
-    """Base-128, least significant group first."""
+    """A number in base 128, least significant group first."""
     if value < 0x80:
         return bytes((value,))
     out = bytearray()
@@ -71,7 +71,7 @@ def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
 def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview | None]]:
     """(field number, value) of each field: a varint, a view of bytes, or None for one of fixed size.
 
-    No field that is read here has a fixed size. Raises ProtocolError on malformed bytes.
+    No field that is used here has a fixed size. Raises ProtocolError for malformed bytes.
     """
     position, end, count = 0, len(data), 0
     while position < end:
@@ -104,7 +104,7 @@ def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview | None]]:
 
 @dataclass(frozen=True, slots=True)
 class ChunkView:
-    """A chunk; payload is a view of the message it came in, or of the tensor it goes out from."""
+    """A chunk. payload: a view of the received message, or of the tensor to send."""
 
     bucket: int
     offset: int
@@ -113,7 +113,7 @@ class ChunkView:
 
 @dataclass(slots=True)
 class PushFrameView:
-    """data.proto's PushFrame; absent parts are None."""
+    """PushFrame of data.proto; absent parts are None."""
 
     header: data_pb2.PushHeader | None = None
     bucket: data_pb2.BucketHeader | None = None
@@ -125,7 +125,7 @@ class PushFrameView:
 
 @dataclass(slots=True)
 class PullFrameView:
-    """data.proto's PullFrame; absent parts are None."""
+    """PullFrame of data.proto; absent parts are None."""
 
     bucket: data_pb2.BucketState | None = None
     chunk: ChunkView | None = None
@@ -140,7 +140,7 @@ class RequestView:
     push: PushFrameView | None = None
     pull: data_pb2.PullRequest | None = None
     error: ProtocolError | None = None
-    """Why the message can't be read; the handler raises it, since a deserializer's error would lose its sentence."""
+    """Why the message can't be read. The handler raises it, since gRPC would lose a deserializer's error message."""
 
 
 @dataclass(slots=True)
@@ -164,7 +164,7 @@ def _part(field: int, message: Serializable | None) -> bytes:
 
 
 def _chunk_head(field: int, chunk: ChunkView, padding: bytes) -> bytes:
-    """Everything of a chunk field up to its payload."""
+    """A chunk field's bytes before its payload."""
     inner = padding
     if chunk.bucket:
         inner += b"\x08" + varint(chunk.bucket)
@@ -177,7 +177,7 @@ def _chunk_head(field: int, chunk: ChunkView, padding: bytes) -> bytes:
 
 
 def write_push(frame: PushFrameView, *, outer: int = 1) -> bytes:
-    """A PushPullRequest (outer field 1) or PushRequest with this frame; one copy of the payload."""
+    """A PushPullRequest (outer field 1) or PushRequest with this frame; copies the payload once."""
     before = _part(1, frame.header) + _part(2, frame.bucket)
     after = _part(4, frame.bucket_commit) + _part(5, frame.commit)
     if frame.refs:
@@ -186,7 +186,7 @@ def write_push(frame: PushFrameView, *, outer: int = 1) -> bytes:
 
 
 def write_pull(frame: PullFrameView, *, outer: int) -> bytes:
-    """A PushPullReply (outer field 2) or PullReply (1) with this frame; one copy of the payload."""
+    """A PushPullReply (outer field 2) or PullReply (1) with this frame; copies the payload once."""
     after = _part(3, frame.end)
     if frame.buckets:
         after += b"".join(_part(4, state) for state in frame.buckets)
@@ -200,7 +200,7 @@ def _join(outer: int, before: bytes, chunk: ChunkView | None, after: bytes, *, c
     head = _chunk_head(chunk_field, chunk, b"")
     front = _head(outer, rest + len(head))
     if len(chunk.payload) >= ALIGNED_FROM:
-        # Padding changes lengths, which may change the bytes of a length: so looked at again.
+        # Padding changes lengths and so maybe the size of a length field: compute the header again.
         missing = -(len(front) + len(before) + len(head) + 2) % ALIGNMENT
         head = _chunk_head(chunk_field, chunk, b"\x32" + varint(missing) + bytes(missing))
         front = _head(outer, rest + len(head))
@@ -213,7 +213,7 @@ def _read_chunk(data: memoryview) -> ChunkView:
     for number, value in fields(data):
         if number == 1 and isinstance(value, int):
             if value > MAX_BUCKET:
-                # Protobuf would cut it off, and the chunk would be another bucket's.
+                # Protobuf would truncate it, and the chunk would belong to another bucket.
                 raise ProtocolError(f"chunk of bucket {value}, a number of more than 32 bits")
             bucket = value
         elif number == 2 and isinstance(value, int):
@@ -237,7 +237,7 @@ def _message(cls: Any, value: int | memoryview | None, what: str) -> Any:
 
 
 def _once(present: object, what: str) -> None:
-    # Protobuf would merge two; nothing of ours sends that, and merging half-checked headers helps only an attacker.
+    # Protobuf would merge the two; our code never sends that, and merging half-checked headers only helps an attacker.
     if present is not None:
         raise ProtocolError(f"frame with two of {what}")
 
@@ -334,7 +334,7 @@ def write_request(view: RequestView) -> bytes:
     """A PushPullRequest."""
     if view.push is None:
         return _part(2, view.pull)
-    # Behind it, so that a chunk lies aligned; the order of a message's fields says nothing.
+    # After the push, so that a chunk is aligned; the order of a message's fields has no meaning.
     push = write_push(view.push)
     return push if view.pull is None else push + _part(2, view.pull)
 

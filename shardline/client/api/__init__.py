@@ -1,1 +1,1 @@
-"""What a training script uses: connect(), the session and its loops."""
+"""The API of a training script: connect(), the session and its loops."""

@@ -1,7 +1,7 @@
-"""session.barrier(): where a worker of a script is among its barriers, and waiting there for the others.
+"""session.barrier(): which barrier a script's worker has reached, and waiting there for the others.
 
-The chief learns of it by heartbeats and answers with orders, see rules.barriers of the chief: no call of its own, and
-nothing that a chief which comes back would have to remember.
+Workers report barriers in their heartbeats and the chief answers in its orders, see rules.barriers of the chief. So
+there is no separate call, and nothing that a restarted chief would have to remember.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardline.rpc.link import ChiefLink
 log = logging.getLogger("shardline.client")
 
 TOLD_S = 10.0
-"""How often it is said for whom a worker waits."""
+"""Seconds between two log messages that name the missing workers."""
 
 
 class Barrier:
@@ -26,22 +26,22 @@ class Barrier:
         self._step = 0
         self._begun = False
         self._number = 0
-        """Barriers met in this step."""
+        """Barriers passed in this step."""
         self._met = 0
-        """Barriers met since this process was started."""
+        """Barriers passed since this process started."""
 
     def begin(self, step: int, *, begun: bool) -> None:
-        """The body of a loop begins, maybe once more for the same step. begun: it is not only attached."""
+        """Start a pass of the loop's body, maybe a repetition of the same step. begun: False right after attaching."""
         self._step, self._begun, self._number = step, begun, 0
 
     def meet(self, link: ChiefLink, step: int, *, by_step: bool, timeout_s: float) -> bool:
-        """Wait until all workers have been here; False where a job that ends, and has not failed, keeps them away.
+        """Wait until all workers have reached this barrier; returns False if the job ends first without having failed.
 
-        Raises JobError where a worker has ended before it came, UnreachableError after timeout_s or where the chief is
-        away for too long, TaskLostError where the job fails, FencedError.
+        Raises JobError if another worker has ended without coming here, UnreachableError after timeout_s or if the
+        chief is away for too long, TaskLostError if the job fails, FencedError.
         """
         if by_step and step != self._step:
-            # A loop that isn't over steps().
+            # The loop is not over steps().
             self.begin(step, begun=True)
         place = BarrierPlace(step, self._begun, self._number) if by_step else BarrierPlace(0, True, self._met)
         where = f"{link.task} {{}} at a barrier in step {step} for {{}}"
@@ -66,7 +66,7 @@ class Barrier:
         )
 
     def _wait(self, link: ChiefLink, place: BarrierPlace, where: str, timeout_s: float) -> Orders:
-        """Orders that decide; raises UnreachableError where none do in time."""
+        """Return the orders that settle the barrier. Raises UnreachableError if none arrive within timeout_s."""
         began_s = time.monotonic()
         while True:
             left_s = began_s + timeout_s - time.monotonic()
@@ -83,7 +83,7 @@ class Barrier:
 
 
 def _state(orders: Orders, place: BarrierPlace) -> BarrierState | None:
-    """What the chief says of this barrier; None where it has not heard of it yet."""
+    """State of this barrier in the chief's orders; None if the chief has not heard of it yet."""
     return orders.barrier if orders.barrier is not None and orders.barrier.place == place else None
 
 

@@ -1,4 +1,4 @@
-"""shardline.connect(): a person's own training script takes its place in a cluster."""
+"""shardline.connect(): the user's own training script joins a cluster."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def connect(
     name: str | None = None,
     **settings: int | float | bool | str | Resident | None,
 ) -> Session:
-    """Take the place in a cluster that flags and environment name; call attach() next.
+    """Take the task in a cluster that the arguments or the environment name; call attach() next.
 
-    cluster: path of a cluster.json or its text, default SHARDLINE_CLUSTER or TF_CONFIG; task: "worker/0", default
+    cluster: path or text of a cluster.json, default SHARDLINE_CLUSTER or TF_CONFIG. task: "worker/0", default
     SHARDLINE_TASK or TF_CONFIG's. settings: `seed`, `checkpoint_every`, `checkpoint_keep`, `codec`, `cadence`,
-    `topology`, as jobs have them. What is not given defaults to SHARDLINE_CONSISTENCY, SHARDLINE_SEED and so on, then
-    to sync, 0, no checkpoints on the way, 60 s, cpu. It is part of the job: all workers must agree.
+    `topology`, as in a job file. Omitted arguments default to SHARDLINE_CONSISTENCY, SHARDLINE_SEED and so on, then to
+    sync, 0, no intermediate checkpoints, 60 s, cpu. They are part of the job: all workers must agree.
 
     Raises ClusterSpecError, JobError, UsageError.
     """
@@ -83,13 +83,13 @@ def connect(
         ),
     )
     _tell_what_ends_the_script(session)
-    # A script that runs off its end without close() has done its part: nobody should wait for it.
+    # A script that ends without close() has done its part: nobody should wait for it.
     atexit.register(_close_at_exit, session)
     return session
 
 
 def _config(cluster: str | None, task: str | None, timeout_s: float | None, device: str | None) -> RoleConfig:
-    """The worker's settings: what the script gives, and else the environment."""
+    """The worker's settings: from the script, else from the environment."""
     timeouts = Timeouts(
         total_s=timeout_s if timeout_s is not None else _number("timeout", Timeouts.total_s),
         join_s=_number("join_timeout", Timeouts.join_s),
@@ -120,7 +120,9 @@ def _config(cluster: str | None, task: str | None, timeout_s: float | None, devi
 
 
 def _close_at_exit(session: Session) -> None:
-    """Close; an error ends the process with its sentence and code, which Python alone would not do here."""
+    """Close the session. On an error, print it and exit with its code, which Python does not do in an atexit
+    handler.
+    """
     try:
         session.close()
     except ShardlineError as error:
@@ -129,10 +131,9 @@ def _close_at_exit(session: Session) -> None:
 
 
 def _tell_what_ends_the_script(session: Session) -> None:
-    """Tell the chief what a script dies of, so that nobody waits for it; a ShardlineError ends it with its own code.
+    """Report an uncaught exception to the chief so that nobody waits; a ShardlineError exits with its own code.
 
-    Python's own exit code for an unhandled exception is 1, whatever the exception: a launcher would try again what
-    can't succeed.
+    Python exits with 1 for any uncaught exception, so a launcher would retry what can't succeed.
     """
     before = sys.excepthook
 

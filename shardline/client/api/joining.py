@@ -1,4 +1,4 @@
-"""How a session comes into its job: the tie to the chief, first values, the first step."""
+"""A session joins its job: link to the chief, initial values, first step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def link_of(
     loop: StepLoop,
     cancelled: threading.Event,
 ) -> ChiefLink:
-    """A worker's tie to its chief, not joined yet."""
+    """A worker's link to its chief, not joined yet."""
     return ChiefLink(
         config.cluster.chief,
         config.timeouts,
@@ -51,7 +51,7 @@ def link_of(
 
 
 def begin(link: ChiefLink, loop: StepLoop) -> None:
-    """From admitted to holding parameters: send first values if asked to, wait for the start, find the step."""
+    """After admission: send initial values if ordered to, wait for the start, find the step and pull its parameters."""
     place = loop.place
     initialized: set[int] = set()
 
@@ -82,7 +82,7 @@ def begin(link: ChiefLink, loop: StepLoop) -> None:
 
 
 def _find_step(link: ChiefLink, loop: StepLoop) -> None:
-    """A script's start: return with parameters in the model. Raises UnreachableError after --timeout."""
+    """Find a script's first step and pull its parameters. Raises UnreachableError after --timeout."""
     limit_s = loop.trainer.exchange.timeouts.total_s
     deadline_s = time.monotonic() + limit_s
     while True:

@@ -1,4 +1,4 @@
-"""Batches of an asynchronous job that the chief leases to a worker, a run of them at a time."""
+"""Ranges of batches that the chief of an asynchronous job leases to a worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardline.rpc.link import ChiefLink
 
 
 class WorkerLeases:
-    """One worker's leases. `batch` is the number of the next batch to compute."""
+    """One worker's lease. `batch` is the number of the next batch to compute."""
 
     def __init__(self) -> None:
         self._lease: Lease | None = None
@@ -26,9 +26,9 @@ class WorkerLeases:
         return self._lease is not None and self.batch < self._lease.first + self._lease.count
 
     def renew(self, link: ChiefLink) -> Lease:
-        """Report the lease as done, all of whose pushes are acknowledged, and ask for another; it may be empty.
+        """Report the current lease as done and ask for the next, which may be empty. All its pushes are acknowledged.
 
-        Waits for a chief that is away. Raises like ChiefLink.ask.
+        Waits while the chief is away. Raises the same errors as ChiefLink.ask.
         """
         done = [self._lease.number] if self._lease is not None else []
         try:
@@ -36,7 +36,7 @@ class WorkerLeases:
         except UnreachableError:
             if link.orders.phase is not Phase.ENDED:
                 raise
-            # It has told the end and gone.
+            # The chief announced the end and exited.
             lease = Lease(number=0, first=0, count=0, ended=True)
         self.batch = lease.first
         self._lease = lease if lease.count else None

@@ -15,43 +15,43 @@ log = logging.getLogger("shardline.client")
 
 
 class Steps(Protocol):
-    """What an optimizer asks of its session; see Session."""
+    """The part of Session that an optimizer uses."""
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step changed nothing."""
+        """Whether the last step was skipped."""
 
     @property
     def standing(self) -> Standing:
-        """Where the job is."""
+        """The job's current position."""
 
     def finish_step(self, loss: float | None = None, hyper: Mapping[int, Mapping[str, float]] | None = None) -> bool:
-        """Send the open step and hold the next parameters."""
+        """Send the open step and get the next parameters."""
 
     def check_scaler(self) -> None:
-        """A gradient scaler is about to step."""
+        """Check that a gradient scaler may step."""
 
     def share_gradients(self, *, set_to_none: bool = True) -> bool:
-        """zero_grad() where gradients lie in shared memory."""
+        """zero_grad() for gradients in shared memory; returns False if they are private."""
 
     def gradients_cleared(self) -> None:
         """zero_grad() was called."""
 
     def resumed(self) -> None:
-        """A state that was saved at this step has been loaded."""
+        """Note that an optimizer state saved at this step was loaded."""
 
 
 class ShardlineOptimizer(torch.optim.Optimizer):
-    """What Session.attach returns: pushes .grad, waits for the update, leaves the new parameters in the model.
+    """Returned by Session.attach: pushes .grad, waits for the update, leaves the new parameters in the model.
 
     LR schedulers, param_groups, zero_grad, closures and step hooks work as in torch. The optimizer's state (momentum
-    and so on) lives on the servers and in the job's checkpoints.
+    and so on) is on the servers and in the job's checkpoints.
     """
 
     _step_supports_amp_scaling = True
-    """Read by torch.amp.GradScaler, which then calls step() even where it found infinities: every replica makes every
-    step, and the servers skip those in which one of them overflowed. For the time of the call it sets `found_inf`, and
-    `grad_scale` to what .grad is to be divided by (None where unscale_() has done that)."""
+    """Read by torch.amp.GradScaler, which then calls step() even if it found infinities: every replica makes every
+    step, and the servers skip those in which any replica overflowed. During the call it sets `found_inf`, and
+    `grad_scale` to the divisor for .grad (None if unscale_() has already divided)."""
 
     def __init__(self, session: Steps, inner: torch.optim.Optimizer, rule: str) -> None:
         super().__init__(inner.param_groups, inner.defaults)
@@ -63,8 +63,8 @@ class ShardlineOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push this replica's gradients as one step and pull the updated parameters; returns closure's loss.
 
-        Raises RolledBackError where the job went back because a server without a standby was lost, unless the loop is
-        `for step in session.steps(...)`. Where a standby takes over, this returns when the step is done, as ever.
+        Raises RolledBackError if the job rolled back after losing a server without a standby, unless the loop is `for
+        step in session.steps(...)`. If a standby takes over, this returns normally once the step is done.
         """
         loss = None
         if closure is not None:
@@ -78,11 +78,11 @@ class ShardlineOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step changed nothing; see Session.skipped."""
+        """Whether the last step was skipped; see Session.skipped."""
         return self._session.skipped
 
     def _unscale(self, scale: torch.Tensor | None) -> None:
-        """What torch.amp.GradScaler.unscale_ does, but for its look for infinities: the push has its own."""
+        """Like torch.amp.GradScaler.unscale_, but without its check for infinities: the push checks."""
         if scale is None:
             return
         inverse = scale.double().reciprocal().float()
@@ -93,17 +93,19 @@ class ShardlineOptimizer(torch.optim.Optimizer):
                         parameter.grad.mul_(inverse.to(parameter.grad.device))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. With zero_copy every .grad is zeros in shared memory, which count as none until they are used.
+        """As in torch. With zero_copy every .grad becomes zeros in shared memory and counts as None until it is used.
 
-        With overlap, outside of a loop over session.steps(), gradients of the backward pass after this one leave early.
-        Raises JobError where a backward pass has sent some that no step() followed.
+        With overlap, outside a loop over session.steps(), gradients of the next backward pass leave early. Raises
+        JobError if an earlier backward pass sent gradients and no step() followed.
         """
         if not self._session.share_gradients(set_to_none=set_to_none):
             super().zero_grad(set_to_none)
         self._session.gradients_cleared()
 
     def hyper(self) -> dict[int, Mapping[str, float]]:
-        """Numbers of the groups that differ from what the job was configured with (an LR scheduler's doing)."""
+        """Hyper-parameters of the groups that differ from the job's configuration (an LR scheduler), by group
+        number.
+        """
         changed: dict[int, Mapping[str, float]] = {}
         for number, (group, initial) in enumerate(zip(self.param_groups, self._initial, strict=True)):
             now = hyper_numbers(self._rule, group)
@@ -112,7 +114,7 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         return changed
 
     def state_dict(self) -> dict[str, Any]:
-        """The param groups, and under "shardline" the step of which the servers hold the rest."""
+        """The param groups, and under "shardline" the step at which the servers hold the rest."""
         found = super().state_dict()
         if not hasattr(self, "_session"):
             return found  # a copy, see __getstate__
@@ -128,21 +130,21 @@ class ShardlineOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the param groups. Raises JobError where the rest is not what the servers hold.
+        """Load the param groups. Raises JobError if the servers do not hold the matching state.
 
-        That is a dict with state in it, as of a plain torch optimizer, or one that was saved at another step than the
-        job is at.
+        This is the case for a dict that contains state, such as a plain torch optimizer's, and for one saved at another
+        step than the job's current one.
         """
         if hasattr(self, "_session") and check_loadable(state_dict, self._session.standing):
             self._session.resumed()
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after attach: the plan is made from the groups there were."""
+        """Refused after attach(): the plan is made from the groups at that time."""
         if hasattr(self, "_session"):
             raise RuntimeError("parameter groups can't be added after attach(); give them to the optimizer before it")
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The base class's, without the session: an optimizer that is copied or pickled is a plain description.
+        # As in the base class, without the session: a copied or pickled optimizer is a plain description.
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}

@@ -1,4 +1,4 @@
-"""State dicts of an optimizer whose state lies on the parameter servers: what they say, and which ones fit."""
+"""State dicts of an optimizer with its state on the parameter servers: their contents and which ones can be loaded."""
 
 from __future__ import annotations
 
@@ -9,30 +9,27 @@ from typing import Any
 from shardline.errors import JobError
 
 KEY = "shardline"
-"""Where a state dict says who holds the rest."""
+"""Key in a state dict for the step and incarnation at which the servers hold the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """Where a job is, for whom."""
+    """A job's position as one worker sees it."""
 
     step: int
-    """Steps made; in asynchronous mode updates of the shard that has the fewest."""
+    """Steps done; in asynchronous mode, the fewest updates of any shard."""
     incarnation: int
-    """Of the worker that says so."""
+    """The worker's incarnation."""
     one_step: bool
     """All servers are at the same step of the job."""
 
     def stamp(self) -> dict[str, int]:
-        """For a state dict that is made here and now."""
+        """The entry for a state dict made now."""
         return {"step": self.step, "incarnation": self.incarnation}
 
 
 def check_loadable(state_dict: Mapping[str, Any], here: Standing) -> bool:
-    """Refuse what does not fit the state that the servers hold. Returns whether an earlier process saved it.
-
-    Raises JobError.
-    """
+    """Refuse a state dict that does not match the servers' state. Returns whether an earlier process saved it."""
     names = state_made(state_dict.get("state", {}).values())
     if names:
         raise JobError(
@@ -43,7 +40,8 @@ def check_loadable(state_dict: Mapping[str, Any], here: Standing) -> bool:
     if stamp is None:
         return False
     step = int(stamp["step"])
-    # Asynchronous workers save at any number of updates; only a job that begins anew can't be meant.
+    # Asynchronous workers save at any number of updates, so only a job that starts from scratch is certain not to
+    # match.
     if step != here.step if here.one_step else (step > 0 and here.step == 0):
         raise JobError(
             f"this optimizer state was saved at step {step}, and the job is at step {here.step}, of which the servers "
@@ -54,7 +52,7 @@ def check_loadable(state_dict: Mapping[str, Any], here: Standing) -> bool:
 
 
 def check_unused(states: Iterable[Mapping[str, Any]], here: Standing) -> None:
-    """Refuse an optimizer that has made steps where the servers begin. Raises JobError."""
+    """Refuse an optimizer that has already stepped if the job starts at step 0. Raises JobError."""
     names = state_made(states)
     if names and here.step == 0:
         raise JobError(
@@ -64,11 +62,11 @@ def check_unused(states: Iterable[Mapping[str, Any]], here: Standing) -> None:
 
 
 def state_made(states: Iterable[Mapping[str, Any]]) -> str:
-    """What steps have left in a torch optimizer's state, such as "momentum_buffer of 4 parameters"; "" for nothing."""
+    """Describe the state in a torch optimizer, such as "momentum_buffer of 4 parameters"; "" if there is none."""
     found = [
         {key for key, value in state.items() if value is not None}
         for state in states
-        # Adagrad makes its accumulators before the first step.
+        # Adagrad creates its accumulators before the first step.
         if float(state.get("step", 1.0)) > 0.0
     ]
     found = [keys for keys in found if keys]

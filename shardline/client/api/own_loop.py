@@ -1,4 +1,4 @@
-"""What a training loop of a person's own (a Trainer's, say) would not notice by itself, and is told once."""
+"""Mistakes that the user's own training loop (such as a Trainer's) would not notice; each is logged once."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ log = logging.getLogger("shardline.client")
 
 
 class OwnLoop:
-    """Looks at the steps of a script. Used by the session's thread."""
+    """Watches the steps of a script. Used by the session's thread."""
 
     def __init__(self) -> None:
         self._goes_on = 0
-        """Where the job stood when this process came, while nothing says that its loop knows; else 0."""
+        """The job's step when this process joined, until the loop is known to have taken it into account; then 0."""
         self._trained: Sequence[tuple[str, torch.Tensor]] = ()
         self._versions: list[int] = []
-        """Of the trained tensors, as torch counts in-place changes, when the servers' values had come."""
+        """torch's in-place change counters of the trained tensors, read after the last pull."""
 
     def attached(self, step: int, trained: Mapping[str, torch.Tensor]) -> None:
-        """The job is at this step; these tensors hold its parameters."""
+        """Record the job's step and the tensors that contain its parameters."""
         self._goes_on = step
         self._trained = tuple(trained.items())
         self.pulled()
 
     def knows_the_step(self) -> None:
-        """The loop is over steps(), or has asked, or goes on from a state that was saved at this step."""
+        """The loop knows the job's step: it is over steps(), has read session.step, or loaded a state of that step."""
         self._goes_on = 0
 
     def pulled(self) -> None:
-        """The tensors hold what the servers have."""
+        """The tensors now contain the servers' values."""
         self._versions = [tensor._version for _, tensor in self._trained]
 
     def about_to_step(self) -> None:
-        """Warn of what will be made twice, or is lost."""
+        """Warn of steps that will be done twice and of changes that are lost."""
         if self._goes_on:
             log.warning(
                 "the job goes on at step %d, and this script has neither asked for that (session.step, "
@@ -57,5 +57,5 @@ class OwnLoop:
                 changed[0],
                 more,
             )
-            # Once is enough.
+            # Warn only once.
             self._trained = ()

@@ -1,4 +1,4 @@
-"""A step that is on its way while the next one is computed, and how both begin again where something broke."""
+"""A step in flight while the next one is computed, and the recovery of both after a failure."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ log = logging.getLogger("shardline.client")
 
 @dataclass(frozen=True)
 class Sent:
-    """A step whose gradients have been sent."""
+    """A step that was sent and is not closed yet."""
 
     reports: tuple[StepReport, ...]
     began_s: float
     batch: int
-    """Asynchronous mode: number of its batch."""
+    """Asynchronous mode: the number of its batch."""
 
 
 class Pipeline:
-    """Holds the one step that may be on its way. Used by the session's thread.
+    """Keeps track of the one step that may be in flight. Used by the session's thread.
 
-    go_on(error): after an exchange that didn't end; True = the same may be sent again, False = look for the step anew.
-    still_ordered: whether the orders are those that the open step began with. closed(sent, figures): a step has ended.
+    go_on(error): called after a failed exchange; True = send the same again, False = find the step again.
+    still_ordered: whether the orders are still those that the open step began with. closed(sent, figures): called when
+    a step is closed.
     """
 
     def __init__(
@@ -48,9 +49,9 @@ class Pipeline:
         self._closed = closed
         self.sent: Sent | None = None
         self.waited_s = 0.0
-        """Seconds that the body has waited for the step before; whoever begins a step sets it to 0."""
+        """Seconds that the body has waited for the previous step; reset to 0 when a step begins."""
         self._unwound: StepAgain | None = None
-        """The body of the loop was left in its middle."""
+        """Set if the loop's body was left in the middle."""
 
     @property
     def _place(self) -> Workplace:
@@ -59,7 +60,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """What ended the exchange of the step before ends the body of this one."""
+        """Turn a failed exchange of the previous step into StepAgain, which ends the body of this one."""
         began_s = time.monotonic()
         try:
             yield
@@ -72,7 +73,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
-        """Around the body of the loop: leaves it quietly where it has to be run again."""
+        """Context manager for the loop's body: swallows StepAgain, so that the body runs again."""
         try:
             yield
         except StepAgain as again:
@@ -80,7 +81,9 @@ class Pipeline:
             self._unwound = again
 
     def watch(self, replica: int, owned: Sequence[int], *, ask_loss: bool) -> Watch:
-        """For replica_gradients. owned: replicas that still contribute to the step; ask_loss: it costs nothing."""
+        """Watch for replica_gradients. owned: replicas that still contribute to the step. ask_loss: the loss costs
+        nothing.
+        """
         if not self._place.overlaps:
             return UNWATCHED
 
@@ -96,7 +99,7 @@ class Pipeline:
         return self._place.trainer.open.uses
 
     def wait_for(self, tensors: Iterable[int]) -> None:
-        """Return when these tensors have come; StepAgain where they don't."""
+        """Wait until these tensors have arrived. Raises StepAgain if they don't."""
         with self._waiting():
             self._place.trainer.wait_for(tensors)
 
@@ -106,7 +109,7 @@ class Pipeline:
             self._place.trainer.begin(replica)
 
     def settle_in_body(self) -> None:
-        """Everything of the step before has come, and the orders are still those of this one; else StepAgain."""
+        """Wait for the whole previous step and check that the orders have not changed. Raises StepAgain otherwise."""
         if self.sent is None:
             return
         trainer = self._place.trainer
@@ -114,7 +117,7 @@ class Pipeline:
             figures = trainer.settle()
         self._close(figures)
         trainer.exchange.arm()
-        # Orders that came before arm() are looked at here, later ones interrupt again.
+        # Check orders that came before arm(); later ones interrupt again.
         if not self._still_ordered():
             raise StepAgain
 
@@ -122,11 +125,11 @@ class Pipeline:
 
     @property
     def healthy(self) -> bool:
-        """Whether a step is on its way and nothing is known against beginning the next one."""
+        """Whether a step is in flight and nothing speaks against beginning the next one."""
         return self.sent is not None and not self._place.trainer.open.failed and self._still_ordered()
 
     def settle(self) -> bool:
-        """Wait for the step that is on its way; False where it, or the end of the job, has to be looked for again."""
+        """Wait for the step in flight; False if the step, or the end of the job, has to be found again."""
         while self.sent is not None:
             try:
                 figures = self._place.trainer.settle()
@@ -143,7 +146,7 @@ class Pipeline:
             self._closed(sent, figures)
 
     def rewind(self) -> bool:
-        """Whether a body was left in its middle: what it sent is given up, what was on its way is looked after."""
+        """Whether a body was left in the middle. If so, give up what it sent and settle the step in flight."""
         unwound, self._unwound = self._unwound, None
         if unwound is None:
             return False
@@ -154,7 +157,7 @@ class Pipeline:
         return True
 
     def lose(self) -> Sent | None:
-        """What is on its way has to be computed again; returns what it was."""
+        """Give up the step in flight, which has to be computed again; returns it."""
         sent, self.sent = self.sent, None
         if self._place.current is not None:
             self._place.current.give_up()

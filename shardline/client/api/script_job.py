@@ -1,4 +1,4 @@
-"""Small parts of a session: what a script trains, its named tensors, figures of a step."""
+"""Parts of a session: a script's job, its named tensors, metrics of a step."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ SETTABLE = tuple(name for name in known() if name not in ("replicas", "batch_siz
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptSettings:
-    """What a script's job has besides its model and optimizer."""
+    """Settings of a script's job besides model and optimizer."""
 
     name: str = "script"
     consistency: ConsistencySpec = field(default_factory=ConsistencySpec)
     rule: str = "torch"
-    """Update rule, as RULES of shardline.update reads it."""
+    """Update rule, as parsed by RULES of shardline.update."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    """Those of shardline.core.settings that are not at their defaults."""
+    """Settings of shardline.core.settings that differ from their defaults."""
 
 
 def choose_settings(given: Mapping[str, Any], environ: Callable[[str], str | None]) -> dict[str, Setting]:
-    """A script's settings: what it gives by name, else what the environment says of it, in canonical texts.
+    """A script's settings in canonical form: its arguments, else the environment.
 
-    Raises UsageError for a name that no script can set, JobError for a value or method that can't be.
+    Raises UsageError for a name that a script can't set, JobError for an invalid value or method.
     """
     for name in given:
         if name not in SETTABLE:
@@ -63,9 +63,9 @@ def script_spec(
     model: nn.Module | Mapping[str, torch.Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> JobSpec:
-    """The job of a person's own script. Raises JobError for a model or optimizer that can't be trained.
+    """The job of the user's own script. Raises JobError for a model or optimizer that can't be trained.
 
-    workers: of the cluster spec; each is one replica where replicas' gradients make an update together.
+    workers: number in the cluster spec; each is one replica if the replicas' gradients make an update together.
     """
     mode = consistency.of(script.consistency)
     rule = rule_from_optimizer(optimizer, method=script.rule)
@@ -89,7 +89,7 @@ def script_spec(
 
 
 def check_named(values: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
-    """Raise TensorError for a gradient of an unknown name, or of another shape or dtype than its tensor."""
+    """Raise TensorError for a gradient of an unknown name, or with another shape or dtype than its tensor."""
     for name, gradient in gradients.items():
         if name not in values:
             raise TensorError(f"there is no tensor {name!r} in the job; it has {', '.join(list(values)[:8])}")
@@ -102,7 +102,7 @@ def check_named(values: Mapping[str, torch.Tensor], gradients: Mapping[str, torc
 
 
 class TensorHolder(nn.Module):
-    """Named tensors as a module, so that one function describes models and bare tensors alike."""
+    """Named tensors as a module, so that the same code describes models and bare tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class TensorHolder(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The tensors, whatever dots their names have."""
+        """The tensors; their names may contain dots."""
         yield from self._held.items()  # type: ignore[misc]  # bare tensors are trained like parameters
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -128,7 +128,7 @@ def meter_step(
     step_s: float,
     peers: Mapping[int, str],
 ) -> None:
-    """Figures of one finished step. peers: the ps of each shard."""
+    """Record the metrics of one finished step. step_s: seconds. peers: the ps of each shard."""
     metrics.histogram("shardline_step_seconds").observe(step_s)
     metrics.histogram("shardline_compute_seconds").observe(sum(item.compute_s for item in reports))
     metrics.histogram("shardline_exchange_seconds").observe(figures.seconds)

@@ -1,4 +1,4 @@
-"""A worker's session with its cluster: the one path by which a job file and a person's own script train.
+"""A worker's session with its cluster; job files and the user's own scripts both train through it.
 
 session = shardline.connect()
 optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -49,7 +49,7 @@ log = logging.getLogger("shardline.client")
 
 
 class Session:
-    """One worker's place in a job. Used by one thread; made by shardline.connect() or the worker service."""
+    """One worker's session in a job. Used by one thread; made by shardline.connect() or the worker service."""
 
     def __init__(
         self,
@@ -72,16 +72,16 @@ class Session:
         self._optimizer: ShardlineOptimizer | None = None
         self._closed = False
 
-    # What a script asks
+    # State
 
     @property
     def link(self) -> ChiefLink:
-        """Tie to the chief; raises UsageError before attach()."""
+        """Link to the chief. Raises UsageError before attach()."""
         return self._loop.finder.link
 
     @property
     def trainer(self) -> Trainer:
-        """State of training; raises UsageError before attach()."""
+        """State of training. Raises UsageError before attach()."""
         return self._loop.trainer
 
     @property
@@ -90,7 +90,7 @@ class Session:
 
     @property
     def replica(self) -> int:
-        """First logical replica of this worker; of a script its index, known before attach()."""
+        """First logical replica of this worker; in a script the worker's index, known before attach()."""
         return self._loop.replica
 
     @property
@@ -100,39 +100,39 @@ class Session:
 
     @property
     def num_replicas(self) -> int:
-        """Logical replicas of the job; of a script the workers of the cluster spec, known before attach()."""
+        """Number of logical replicas of the job; in a script the workers in the cluster spec, known before attach()."""
         if self._loop.place.current is not None and self._loop.assigns_replicas:
             return self.job.replicas
         return self._workers
 
     @property
     def step(self) -> int:
-        """Step whose parameters the model holds; in asynchronous mode, pushes of this worker."""
+        """Step of the parameters in the model; in asynchronous mode, the number of this worker's pushes."""
         self._loop.own_loop.knows_the_step()
         return self.trainer.step
 
     @property
     def standing(self) -> Standing:
-        """Where the job is, for state dicts."""
+        """The job's position, for state dicts."""
         course = self.trainer.course
         one_step = course.mode.consistent_cuts
         return Standing(step=course.half.job_step, incarnation=self.link.incarnation, one_step=one_step)
 
     def resumed(self) -> None:
-        """A state that was saved at this step has been loaded, and with it the weights that the servers have."""
+        """Note that an optimizer state saved at this step was loaded, with the weights that the servers have."""
         self._loop.own_loop.knows_the_step()
         self._loop.own_loop.pulled()
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step changed nothing, since a gradient was not finite and nan_policy is "skip".
+        """Whether the last step was skipped because a gradient was not finite and nan_policy is "skip".
 
-        Synchronous: of any replica, and so the same in all of them. Asynchronous: of this one.
+        Synchronous: a gradient of any replica, so it is the same in all of them. Asynchronous: a gradient of this one.
         """
         return self._loop.skipped
 
     def check_scaler(self) -> None:
-        """A gradient scaler is about to step. Raises JobError where not all replicas could skip an overflow."""
+        """Check that a gradient scaler may step. Raises JobError if an overflow can't be skipped in all replicas."""
         policy = self.job.consistency.nan_policy
         if policy != "skip":
             raise JobError(
@@ -147,7 +147,7 @@ class Session:
 
     @property
     def job(self) -> JobSpec:
-        """The job as the chief has it."""
+        """The chief's job specification."""
         return self.trainer.job
 
     # Attaching
@@ -161,20 +161,20 @@ class Session:
         overlap: bool = False,
         zero_copy: bool = False,
     ) -> ShardlineOptimizer:
-        """Join the cluster with this model; returns when it holds the job's parameters.
+        """Join the cluster with this model; returns when it contains the job's parameters.
 
-        model: a module, or named tensors for those who write their own loop. Its tensors are updated in place.
+        model: a module, or tensors by name for a hand-written loop. Its tensors are updated in place.
         optimizer: a torch.optim object over the model's parameters; the servers apply its rule.
-        job: the whole specification where there is a job file. Its loop has to be over steps(): with overlap any other
-        is told of a standby that takes over as of a rollback, since it computes while a step is on its way.
+        job: the whole specification if there is a job file. Its loop must be over steps(): with overlap, any other loop
+        gets RolledBackError when a standby takes over, since it computes while a step is in flight.
         overlap: gradients leave during backward(), so nothing may change them between backward() and step(): no
-        clip_grad_norm_, no second backward(), no unscale_. Jobs from a file overlap by themselves, and their next
-        forward pass waits per layer.
+        clip_grad_norm_, no second backward(), no unscale_. Jobs from a file overlap by default, and their next forward
+        pass waits per layer.
         zero_copy: on lane shm, parameters become read-only views of what the servers publish, and gradients views of
         what they read: a step copies nothing. WRITING TO SUCH A PARAMETER ENDS THE PROCESS WITH A SEGMENTATION FAULT.
-        Tensors that can't lie there (cut over several shards, other lanes) stay private. See docs/lanes.md.
+        Tensors that can't be shared (cut over several shards, other lanes) stay private. See docs/lanes.md.
 
-        Raises MismatchError where model or settings differ from the job's, UnreachableError, JobError.
+        Raises MismatchError if model or settings differ from the job's, UnreachableError, JobError, UsageError.
         """
         if self._optimizer is not None:
             raise UsageError("this session is attached already; one session trains one model")
@@ -195,7 +195,7 @@ class Session:
         return self._optimizer
 
     def _join(self, spec: JobSpec) -> None:
-        """Be admitted by the chief. Raises SystemExit where this process is asked to end before that."""
+        """Get admitted by the chief. Raises SystemExit if this process is asked to end first."""
         address = self._server.start()
         metrics_address = self.metrics.serve(self.config.host, self.config.metrics_port, self.config.security)
         meter_line(self.metrics, address)
@@ -228,32 +228,32 @@ class Session:
     # Steps
 
     def steps(self, total: int | None = None) -> Iterator[int]:
-        """Step numbers to train, from where the job stands, until it ends (or `total` steps are done).
+        """Yield step numbers from the job's current step until the job ends (or `total` steps are done).
 
-        The body runs again for a step that has to be repeated, so a loop over this survives whatever happens to the
-        cluster. In asynchronous jobs from a file the numbers are those of batches the chief has leased to this worker.
+        The body runs again for a step that has to be repeated, so a loop over this follows every change in the cluster.
+        In asynchronous jobs from a file the numbers are those of the batches leased to this worker.
 
-        Raises JobError, and tells the chief, where the body leaves optimizer.step() out: docs/scripts.md says when.
+        Raises JobError, and reports it to the chief, if the body omits optimizer.step(): docs/scripts.md says when.
         """
         return self._loop.steps(total)
 
     # One step
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
-        """Around the body of a loop over steps(): leaves it quietly where it has to be run again for the same step."""
+        """Context manager for the body of a loop over steps(): leaves it quietly if it has to repeat the step."""
         return self._loop.pipeline.attempt()
 
     def begin_replica(self, replica: int) -> None:
-        """Before each replica's forward pass where a worker runs several."""
+        """Call before each replica's forward pass if a worker runs several replicas."""
         self._loop.pipeline.begin(replica)
 
     def watch(self, replica: int) -> Watch:
-        """For replica_gradients: lets the replica's passes overlap with what is sent, where that is wanted."""
-        # A GPU's loss isn't asked for before it has to be.
+        """Watch for replica_gradients: lets the replica's passes overlap with sending, if wanted."""
+        # Reading a loss from a GPU would wait for the device.
         return self._loop.watch(replica, ask_loss=self.device.type == "cpu")
 
     def gradients_cleared(self) -> None:
-        """The optimizer's zero_grad() was called: outside of steps(), a step begins."""
+        """zero_grad() of the optimizer was called: outside of steps(), this begins a step."""
         if not self._closed:
             self._loop.gradients_cleared()
 
@@ -267,46 +267,46 @@ class Session:
         gradients: Mapping[str, torch.Tensor] | None = None,
         keep: bool = False,
     ) -> None:
-        """Take the gradients in .grad (or those given, by name) as one replica's part of the open step.
+        """Contribute the gradients in .grad (or those given, by name) as one replica's part of the open step.
 
-        keep: nobody writes to these tensors until the step is closed, so they need not be copied.
+        keep: the tensors are not written to until the step is closed, so they need not be copied.
         """
         given = self._gradients() if gradients is None else gradients
         self._loop.contribute(replica, given, loss=loss, samples=samples, hyper=hyper, keep=keep)
 
     def _gradients(self) -> Mapping[str, torch.Tensor]:
-        """What is in .grad, by name."""
+        """The gradients in .grad, by name."""
         clip_norm = self.job.consistency.clip_norm
         if clip_norm > 0.0 and self.trainer.course.mode.clips_at_worker:
-            # torch's own way: each worker its own gradient, before anybody else sees it.
+            # As in torch: each worker clips its own gradient before it is sent.
             torch.nn.utils.clip_grad_norm_([v for v in self._values.values() if v.grad is not None], clip_norm)
         if self._loop.lent is not None:
             return self._loop.lent.gradients()
         return {name: value.grad for name, value in self._values.items() if value.grad is not None}
 
     def finish_step(self, loss: float | None = None, hyper: Hyper | None = None) -> bool:
-        """Send the open step and hold the next parameters; False where the loop has to run the step again.
+        """Send the open step and get the next parameters; False if the loop has to run the step again.
 
-        Contributes .grad for this worker's own replica where nothing was contributed yet.
+        Contributes .grad for this worker's own replica if nothing was contributed yet.
 
-        Outside of steps(): True too where a standby has taken over, since what was contributed is taken along; raises
-        RolledBackError where the job went back.
+        Outside of steps(): True also after a standby has taken over, since the contribution is sent again. Raises
+        RolledBackError if the job rolled back.
         """
         return self._loop.finish(self._gradients, loss, hyper)
 
     def wait(self) -> None:
-        """Return when the model holds all parameters of `step`.
+        """Wait until the model contains all parameters of `step`.
 
-        Where the next forward pass waits per layer, tensors may be older before; else there is nothing to wait for.
+        Needed only if the next forward pass waits per layer: some tensors may be older until then.
         """
         self._loop.wait()
 
     def barrier(self, *, timeout_s: float | None = None) -> bool:
-        """Wait until all workers of the cluster spec have called this; False where the job is stopped meanwhile.
+        """Wait until all workers of the cluster spec have called this; returns False if the job is stopped first.
 
-        timeout_s: default ten times --timeout. A worker that dies is waited for as in any step; started again it passes
-        by itself the barriers that it had before its loop. Raises JobError naming a worker that has ended instead of
-        coming here, UnreachableError after timeout_s naming those that are missing, TaskLostError where the job fails.
+        timeout_s: default ten times --timeout. A worker that dies is waited for as in any step; restarted, it passes
+        the barriers before its loop without waiting. Raises JobError naming a worker that ended without coming here,
+        UnreachableError after timeout_s naming the missing workers, TaskLostError if the job fails, UsageError.
         """
         if self._closed:
             raise UsageError("this session is closed, so no barrier can be met")
@@ -319,22 +319,22 @@ class Session:
         )
 
     def log_loss(self, loss: float) -> None:
-        """Loss of the open step, for logs and the dashboard of a script's job."""
+        """Record the open step's loss for logs and the dashboard of a script's job."""
         self._loop.note_loss(loss)
 
-    # Named tensors, for those who write their own loop
+    # Named tensors, for a hand-written loop
 
     def push(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Contribute named gradients as this worker's part of the open step and hold the next parameters."""
+        """Contribute gradients by name as this worker's part of the open step, and get the next parameters."""
         check_named(self._values, gradients)
         self.wait()
         self._loop.contribute_own(gradients)
         self.finish_step()
 
     def gradient(self, name: str) -> torch.Tensor:
-        """The tensor to compute this one's gradient in: with zero_copy, memory that the server reads; else new zeros.
+        """Tensor to compute this parameter's gradient in: with zero_copy, memory that the server reads; else new zeros.
 
-        Ask for it in every step, after the one before has ended. Raises TensorError.
+        Ask for it in every step, after the previous one has ended. Raises TensorError for an unknown name.
         """
         if name not in self._values:
             raise TensorError(f"there is no tensor {name!r} in the job; it has {', '.join(list(self._values)[:8])}")
@@ -345,14 +345,14 @@ class Session:
         return self.trainer.gradient_view(name)
 
     def share_gradients(self, *, set_to_none: bool = True) -> bool:
-        """The optimizer's zero_grad() where gradients lie in shared memory; False where they are private."""
+        """zero_grad() for gradients in shared memory; returns False if they are private."""
         if self._loop.lent is None or self._closed:
             return False
         self._loop.lent.zero(set_to_none=set_to_none)
         return True
 
     def pull(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-        """Copies of the named tensors (all by default) as of the step this session holds."""
+        """Copies of the named tensors (default: all) at the current step. Raises TensorError for an unknown name."""
         self.wait()
         wanted = list(self._values) if names is None else list(names)
         for name in wanted:
@@ -368,14 +368,14 @@ class Session:
     # Ending
 
     def fail(self, error: ShardlineError) -> None:
-        """Tell the chief why this worker can't go on."""
+        """Report to the chief why this worker can't continue."""
         if self._link is not None and not isinstance(error, FencedError):
             self._link.fail(str(error), error.exit_code)
 
     def close(self) -> None:
-        """Tell the chief that this worker has done its part, wait for the job's end, free everything.
+        """Report to the chief that this worker has done its part, wait for the job's end, free everything.
 
-        Raises JobError where a backward pass has sent gradients and no step() followed: the job ends with that.
+        Raises JobError if a backward pass sent gradients and no step() followed; the job ends with this error.
         """
         if self._closed:
             return
@@ -384,7 +384,7 @@ class Session:
             if self._link is not None and self._optimizer is not None and not self._link.orders.fenced:
                 self.trainer.check_stepped()
                 self._loop.finder.finish_part()
-                # A script's job ends when all its workers have finished; nobody needs this process after that.
+                # A script's job ends when all its workers have finished; this process is not needed after that.
                 self._link.wait(lambda o: o.phase is Phase.ENDED or o.fenced, timeout_s=self.config.timeouts.total_s)
                 if code := self._link.orders.exit_code:
                     log.error("the job has ended with exit code %d: %s", code, self._link.orders.reason)
@@ -397,7 +397,7 @@ class Session:
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Free sockets and threads without telling anybody."""
+        """Free sockets and threads without reporting to the chief."""
         self._closed = True
         if self._loop.lent is not None:
             self._loop.lent.close()

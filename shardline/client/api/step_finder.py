@@ -1,4 +1,4 @@
-"""Which step or batch comes next, by the chief's orders and by what became of the one before."""
+"""Decides which step or batch comes next, from the chief's orders and the outcome of the previous one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ log = logging.getLogger("shardline.client")
 
 
 class StepFinder:
-    """One worker's way through the steps of a job. Used by the session's thread, but for ordered().
+    """Finds one worker's steps. Used by the session's thread, except ordered().
 
-    leaving: whether this worker was asked to go.
+    leaving: whether this worker was asked to leave.
     """
 
     def __init__(
@@ -37,30 +37,30 @@ class StepFinder:
         self._leaving = leaving
         self._link: ChiefLink | None = None
         self.assigned: tuple[int, ...] = ()
-        """Replicas of this worker, by the orders that the open step began with."""
+        """This worker's replicas, according to the orders that the open step began with."""
         self.todo: set[int] = set()
         """Replicas that still have to contribute to the open step."""
         self.stale = True
-        """The next step begins with Progress."""
+        """The next step begins by asking for Progress."""
         self.iterating = False
-        """Within a loop over steps(), which can be made to run a step again."""
+        """Inside a loop over steps(), which can repeat a step."""
         self.retained: RetainedContribution | None = None
-        """What a loop that can't be made to do so has contributed to the open step."""
+        """The contribution to the open step of a loop that can't repeat a step."""
         self.closed_by: StepFigures | None = None
-        """Set by go_on() where the open step needs no exchange any more: all shards have its contribution."""
+        """Set by go_on() if the open step needs no further exchange: all shards have its contribution."""
         self.leases = WorkerLeases()
         self.unstepped = Unstepped(timeouts.total_s)
         self._finished = False
         self._repeated = 0
-        """Asynchronous mode: batches that were sent and had to be computed again."""
+        """Asynchronous mode: batches that were sent but had to be computed again."""
 
     def follow(self, link: ChiefLink) -> None:
-        """Take orders from this chief."""
+        """Follow this chief's orders."""
         self._link = link
 
     @property
     def link(self) -> ChiefLink:
-        """Tie to the chief; raises UsageError before attach()."""
+        """Link to the chief. Raises UsageError before attach()."""
         if self._link is None:
             raise UsageError("the session is not attached yet: call session.attach(model, optimizer) first")
         return self._link
@@ -75,11 +75,11 @@ class StepFinder:
 
     @property
     def number(self) -> int:
-        """Number of the open tick: of the step, or of the batch that is leased."""
+        """Number of the open tick: from the step, or from the leased batch."""
         return self._trainer.course.ticks.number(self.leases.batch if self.leases.held else self._trainer.step)
 
     def ordered(self, orders: Orders) -> None:
-        """Called on the heartbeat thread."""
+        """Interrupt the exchange if new orders end it. Called on the heartbeat thread."""
         trainer, link, view = self._place.current, self._link, self._place.view
         if trainer is None or link is None or view is None:
             return
@@ -96,10 +96,10 @@ class StepFinder:
         return orders.timeline == self._place.view.timeline and not (moves and orders.replicas != self.assigned)
 
     def next(self) -> int | None:
-        """Number of the next step or batch, None when there is none; waits while there may be one later.
+        """Number of the next step or batch, None if there is none; waits while there may be one later.
 
-        Raises JobError where the step before was begun and not ended, see Trainer.check_stepped, or where other
-        workers wait for it, see Unstepped.
+        Raises JobError if the previous step was begun and not ended, see Trainer.check_stepped, or if other workers
+        wait for it, see Unstepped.
         """
         while True:
             link = self.link
@@ -112,7 +112,7 @@ class StepFinder:
                 return self._begin(number)
             if not self._pipeline.settle():
                 continue
-            # Before the orders are read: an interruption by newer ones must not be forgotten.
+            # Before reading the orders: an interruption by newer ones must not be lost.
             self._trainer.exchange.arm()
             orders = self._orders_or_none()
             if orders is None or orders.phase is Phase.ENDED:
@@ -123,7 +123,7 @@ class StepFinder:
             if self._is_another_history(orders):
                 self.stale = True
                 if self._finished:
-                    # What was the end is ahead again.
+                    # The job went back behind its end.
                     self._finished = False
                     link.resume()
             if self._mode.assigns_replicas:
@@ -139,7 +139,7 @@ class StepFinder:
                 return self._begin(number)
 
     def _begin(self, number: int) -> int:
-        """A pass of the loop's body begins."""
+        """Begin a pass of the loop's body."""
         self.link.set_step(number)
         now_s = time.monotonic()
         if self.unstepped.begin(number, now_s):
@@ -150,7 +150,7 @@ class StepFinder:
         return self._place.view is not None and orders.timeline != self._place.view.timeline
 
     def _orders_or_none(self) -> Orders | None:
-        """Orders in force; None where this worker is leaving and has been let go."""
+        """Current orders; None if this worker is leaving and has been released."""
         link = self.link
         if self._leaving() and (link.orders.fenced or not link.orders.replicas):
             return None
@@ -162,7 +162,7 @@ class StepFinder:
 
     def _next_assigned(self, orders: Orders) -> int | None:
         if not orders.replicas:
-            # A spare: nothing to do until somebody's replicas come here.
+            # A spare worker: nothing to do until replicas are assigned to it.
             self.assigned, self.stale = (), True
             self._wait_for_change(orders)
             return None
@@ -178,12 +178,12 @@ class StepFinder:
         return self._trainer.step
 
     def relocate(self, orders: Orders) -> bool:
-        """Ask Progress and pull that step; False where it has to be tried again."""
+        """Ask for Progress and pull the parameters of that step; False if this has to be tried again."""
         self.assigned = orders.replicas
         try:
             self._place.renew(self.link)
             if self.link.orders != orders:
-                # Nobody could interrupt a trainer that was not there yet.
+                # The new trainer did not exist when these orders came, so they could not interrupt it.
                 return False
             self.todo = self._trainer.locate(orders.replicas, orders.timeline)
         except (Restart, Interrupted) as error:
@@ -191,12 +191,12 @@ class StepFinder:
             self._wait_for_change(orders)
             return False
         except Stopped as error:
-            # These replicas are counted in the last step that there is, or the job ends where it stands.
+            # These replicas are counted in the last step, or the job ends at its current step.
             log.info("%s", error)
             self._wait_for_change(orders)
             return False
         except UnreachableError as error:
-            # The chief knows better whether that ps is dead; it ends the job or tells where its shards are now.
+            # The chief decides whether that ps is dead; it ends the job or announces where its shards are now.
             log.warning("%s", error)
             self._wait_for_change(orders)
             return False
@@ -229,13 +229,13 @@ class StepFinder:
         return self.leases.batch
 
     def finish_part(self) -> None:
-        """Tell the chief, once, that this worker has done its part."""
+        """Report to the chief, once, that this worker has done its part."""
         if not self._finished:
             self._finished = True
             self.link.finish()
 
     def _next_while_sending(self) -> int | None:
-        """Number of the step to begin although the one before is not closed; None where nothing or all has to wait."""
+        """Number of the step to begin while the previous one is still open; None if it has to be closed first."""
         if not self._pipeline.healthy or self.unstepped.passes:
             return None
         orders = self._orders_or_none()
@@ -248,9 +248,9 @@ class StepFinder:
         return self._trainer.step
 
     def go_on(self, error: Exception) -> bool:
-        """After an exchange that didn't end: True = send the same again, False = the loop starts over.
+        """Decide after a failed exchange: True = send the same again, False = the loop starts over.
 
-        Raises RolledBackError where the loop can't start over and the job went back.
+        Raises RolledBackError if the job rolled back and the loop can't start over.
         """
         link = self.link
         self.closed_by = None
@@ -269,11 +269,11 @@ class StepFinder:
             return False
         assert self._place.view is not None
         if orders.timeline == self._place.view.timeline and (self._mode.leases_batches or not self.iterating):
-            # Sending again is harmless: what counted is a duplicate.
+            # Sending again is harmless: what was counted is a duplicate.
             if not isinstance(error, Interrupted):
                 link.wait(lambda o: o != orders, timeout_s=0.1)
             self._trainer.exchange.arm()
-            # Orders that came before arm() are looked at here, later ones interrupt again.
+            # Check orders that came before arm(); later ones interrupt again.
             if self.still_ordered():
                 return True
         if not self.iterating:
@@ -284,15 +284,15 @@ class StepFinder:
         return False
 
     def _carry_over(self) -> bool:
-        """Another timeline under a loop that can't run its step again: what it contributed is taken along into it.
+        """Move the contribution of a loop that can't repeat its step into another timeline.
 
-        True = it is to be sent again, or closed_by says that it counts already; False = the job has ended. A server
-        that a standby stands in for makes a timeline in which nothing went back; of any other this raises
-        RolledBackError, with the parameters of the step where the job stands in the model.
+        True = send it again, or closed_by shows that it is already counted; False = the job has ended. When a standby
+        replaces a server, the new timeline continues without going back. Otherwise raises RolledBackError, with the
+        parameters of the job's current step in the model.
         """
         retained = self.retained
         if retained is None:
-            # attach(job=...) and no loop over steps(): it runs ahead of what it has sent, and holds nothing of it.
+            # attach(job=...) without a loop over steps(): it runs ahead of what it has sent and retains nothing.
             unbegun = (Phase.WAITING, Phase.INIT)
             self.link.wait(lambda o: o.fenced or o.phase not in unbegun, timeout_s=self._timeouts.lost_s)
             if self.link.orders.phase is not Phase.ENDED:
@@ -305,7 +305,7 @@ class StepFinder:
         self.stale = True
         self._lose_sent()
         while self.stale:
-            # Before the orders are read, see next().
+            # Before reading the orders, see next().
             self._trainer.exchange.arm()
             orders = self._orders_or_none()
             if orders is None or orders.phase is Phase.ENDED:
@@ -325,7 +325,7 @@ class StepFinder:
         return True
 
     def _rolled_back(self, step: int) -> RolledBackError:
-        """What a loop that can't be made to run a step again is told. step: where the job stands."""
+        """The error for a loop that can't repeat a step. step: the job's current step."""
         return RolledBackError(
             f"{self.link.task}: a parameter server was lost, and the job went back to step {step}; loop over "
             "session.steps() to follow it, or train with --standbys 1",
@@ -333,15 +333,15 @@ class StepFinder:
         )
 
     def _lose_sent(self) -> None:
-        """What is on its way has to be computed again."""
+        """Give up the step in flight, which has to be computed again."""
         sent = self._pipeline.lose()
         if sent is not None:
-            # Some shards may have applied it already.
+            # Some shards may already have applied it.
             self._repeated += self._mode.leases_batches
             self.leases.batch = sent.batch
 
     def advance(self) -> None:
-        """A step has been sent: what comes is the next one's."""
+        """Advance to the next step after one was sent."""
         self.todo = set(self.assigned) if self._mode.assigns_replicas else {0}
         if self.leases.held:
             self.leases.batch += 1

@@ -1,4 +1,4 @@
-"""A session's way through its steps: compute, hand over, wait."""
+"""A session's steps: compute, hand over, wait."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from shardline.host.process import Termination
 from shardline.observability.metrics import Metrics
 
 Hyper = Mapping[int, Mapping[str, float]]
-"""Numbers of parameter groups that differ from the job's, by group."""
+"""Hyper-parameters that differ from the job's, by parameter group."""
 
 
 class StepLoop:
-    """One worker's steps, whoever writes the loop over them. Used by the session's thread."""
+    """One worker's steps, in a job file's or the user's loop. Used by the session's thread."""
 
     def __init__(self, config: RoleConfig, metrics: Metrics, termination: Termination) -> None:
         self._index = config.index
@@ -44,32 +44,32 @@ class StepLoop:
         self.barrier = Barrier()
         self.own_loop = OwnLoop()
         self.lent: SharedGradients | None = None
-        """Gradients that lie in memory of the servers."""
+        """Gradients in memory shared with the servers."""
         self._hyper: Callable[[], Hyper] | None = None
         self._reports = StepReports()
         self._accounted_s = time.monotonic()
         self._loss: float | None = None
         self.skipped = False
-        """The last step changed nothing, since a gradient was not finite."""
+        """The last step was skipped because a gradient was not finite."""
 
     @property
     def trainer(self) -> Trainer:
-        """State of training; raises UsageError before attach()."""
+        """State of training. Raises UsageError before attach()."""
         return self.place.trainer
 
     @property
     def assigns_replicas(self) -> bool:
-        """Whether this worker stands for logical replicas that the chief assigns to it."""
+        """Whether the chief assigns logical replicas to this worker."""
         return self.trainer.course.mode.assigns_replicas
 
     @property
     def replica(self) -> int:
-        """First logical replica of this worker; of a script its index, known before attach()."""
+        """First logical replica of this worker; in a script the worker's index, known before attach()."""
         return self.finder.assigned[0] if self.finder.assigned and self.assigns_replicas else self._index
 
     @property
     def _own_replica(self) -> int:
-        """As which a script contributes."""
+        """The replica as which a script contributes."""
         return self.replica if self.assigns_replicas else 0
 
     # The loop
@@ -97,7 +97,7 @@ class StepLoop:
                 self._expect_by_itself()
                 yield number
         except JobError as error:
-            # Who waits for this worker's step hears why there is none, even if the script catches this.
+            # Workers waiting for this one's step learn why it does not come, even if the script catches the error.
             self.finder.link.fail(str(error), error.exit_code)
             raise
         finally:
@@ -115,12 +115,12 @@ class StepLoop:
         return self.pipeline.watch(replica, owned, ask_loss=ask_loss)
 
     def gradients_cleared(self) -> None:
-        """The optimizer's zero_grad() was called: outside of steps(), a step begins."""
+        """zero_grad() of the optimizer was called: outside of steps(), this begins a step."""
         if not self.finder.iterating:
             self._expect_by_itself()
 
     def _expect_by_itself(self) -> None:
-        """A person's own loop: whatever backward() comes next is the open step's."""
+        """In the user's own loop: the next backward() belongs to the open step."""
         view = self.place.view
         if not self.place.overlaps or view is None or not view.job.script or self._hyper is None:
             return
@@ -128,7 +128,7 @@ class StepLoop:
         self.trainer.expect(Expected(replica=replica, owned=[replica], hyper=self._hyper))
 
     def attached(self, hyper: Callable[[], Hyper], lent: SharedGradients | None) -> None:
-        """The session has its optimizer. hyper: its numbers. lent: what .grad is computed in, if not private."""
+        """Set up after attaching. hyper: the optimizer's changed numbers. lent: memory for .grad, None if private."""
         self._hyper = hyper
         self.lent = lent
 
@@ -155,18 +155,18 @@ class StepLoop:
     def contribute_own(
         self, gradients: Mapping[str, torch.Tensor], *, loss: float | None = None, hyper: Hyper | None = None
     ) -> None:
-        """Contribute as a script's one replica. The tensors stay as they are until the step is closed."""
+        """Contribute as a script's one replica. The tensors must not change until the step is closed."""
         self.contribute(self._own_replica, gradients, loss=loss, samples=0, hyper=hyper, keep=True)
 
     def finish(
         self, gradients: Callable[[], Mapping[str, torch.Tensor]], loss: float | None, hyper: Hyper | None
     ) -> bool:
-        """See Session.finish_step. gradients: asked for where nothing was contributed yet."""
+        """See Session.finish_step. gradients: called if nothing was contributed yet."""
         self.skipped = False
         self.finder.unstepped.reset()
         self.own_loop.about_to_step()
         if not self._reports.contributed:
-            # Kept as they are: this returns when they are acknowledged.
+            # Not copied: this returns when they are acknowledged.
             self.contribute_own(gradients(), loss=loss or self._loss, hyper=hyper)
         self._loss = None
         if not self.trainer.course.ticks.last:
@@ -192,7 +192,7 @@ class StepLoop:
             return True
 
     def _sent(self, figures: StepFigures | None) -> None:
-        """The open step has left. figures: it is closed, too."""
+        """The open step was sent. figures: set if it is also closed."""
         began_s = self._reports.began_s
         sent = Sent(self._reports.take(), began_s, self.finder.leases.batch)
         self.finder.retained = None
@@ -205,12 +205,12 @@ class StepLoop:
         self.own_loop.pulled()
 
     def _forget(self) -> None:
-        """What was contributed to the open step is of no use any more."""
+        """Drop the contribution to the open step, which is of no use any more."""
         self._reports.clear()
         self.finder.retained = None
 
     def go_on(self, error: Exception) -> bool:
-        """After an exchange that didn't end: True = send the same again, False = the loop starts over."""
+        """Decide after a failed exchange: True = send the same again, False = the loop starts over."""
         again, trainer = False, self.trainer
         try:
             again = self.finder.go_on(error)
@@ -219,23 +219,24 @@ class StepLoop:
             raise
         finally:
             if self.lent is not None and not (again and self.trainer is trainer):
-                # What was counted of a step that is given up may be read for longer, and segments go with their lanes.
+                # A server may still read the contribution of a step that was given up, and segments are freed with
+                # their lanes.
                 self.lent.take_back()
         return again
 
     def note_loss(self, loss: float) -> None:
-        """Loss of the open step."""
+        """Record the loss of the open step."""
         self._loss = loss
 
     def wait(self) -> None:
-        """Return when the model holds all parameters of the open step."""
+        """Wait until the model contains all parameters of the open step."""
         self.pipeline.settle()
 
     def _still_ordered(self) -> bool:
         return self.finder.still_ordered()
 
     def _account(self, sent: Sent, figures: StepFigures) -> None:
-        """Tell metrics and chief about a step that is closed."""
+        """Report a closed step to the metrics and the chief."""
         self.skipped = figures.skipped
         step_s = time.monotonic() - max(sent.began_s, self._accounted_s)
         self._accounted_s = time.monotonic()

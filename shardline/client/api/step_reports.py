@@ -1,4 +1,4 @@
-"""What the replicas of a worker have told about the open step, for metrics and the chief."""
+"""Reports of a worker's replicas about the open step, for metrics and the chief."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class StepReports:
         """When the open step began."""
 
     def add(self, report: StepReport, *, waited_s: float) -> None:
-        """A replica has contributed to the open tick. waited_s: how long it was made to wait for the step before.
+        """Add a replica's report on the open tick. waited_s: seconds it had to wait for the previous step.
 
-        Its seconds are counted here; loss and samples are those of the tick.
+        compute_s is measured here; loss and samples are those of the tick.
         """
         before = self._reports.get(report.replica)
         losses = self._losses.setdefault(report.replica, [])
@@ -39,17 +39,17 @@ class StepReports:
         self.contributed = True
 
     def next_tick(self) -> None:
-        """Another tick of the same step begins."""
+        """Begin another tick of the same step."""
         self.contributed = False
 
     def take(self) -> tuple[StepReport, ...]:
-        """The step is sent: its reports, by replica."""
+        """Return the reports, one per replica, when the step is sent, and start over."""
         taken = tuple(self._reports.values())
         self.clear()
         return taken
 
     def clear(self) -> None:
-        """Another step begins, or this one again."""
+        """Begin another step, or the same one again."""
         self._reports.clear()
         self._losses.clear()
         self.contributed = False

@@ -1,4 +1,4 @@
-"""What a session trains with: lanes, trainer and gate for the plan and the timeline in force."""
+"""The session's lanes, trainer and gate for the current plan and timeline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger("shardline.client")
 
 
 class SessionObserver(Observer):
-    """Tells metrics and the chief what an exchange with the servers of one history meets."""
+    """Reports the events of one timeline's exchanges to the metrics and the chief."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class SessionObserver(Observer):
 
 
 class Workplace:
-    """One worker's trainer, made anew when plan or timeline change.
+    """One worker's trainer, replaced when plan or timeline change.
 
     wait_for, still_ordered: see Gate and Exchange.
     """
@@ -84,20 +84,20 @@ class Workplace:
         self._peers = Peers(config.timeouts, config.security)
         self._model: nn.Module | None = None
         self.values: Mapping[str, torch.Tensor] = {}
-        """The person's own tensors by name."""
+        """The user's tensors by name."""
         self._wishes = Wishes()
         self._course: Course | None = None
         self.view: JobView | None = None
         self.current: Trainer | None = None
         self.gate: Gate | None = None
-        """Where there is one, the next forward pass waits per layer."""
+        """If set, the next forward pass waits per layer."""
 
     def furnish(
         self, model: nn.Module | Mapping[str, torch.Tensor], *, from_file: bool, overlap: bool, zero_copy: bool = False
     ) -> None:
-        """Take the model. from_file: a job file's; its passes are watched, so the next one may wait per layer.
+        """Set the model. from_file: it is a job file's, so its passes are watched and the next one may wait per layer.
 
-        Raises UsageError where gradients would leave during the backward pass although they lie in shared memory.
+        Raises UsageError for overlap together with zero_copy.
         """
         if zero_copy and (overlap or (from_file and self._config.overlap)):
             remedy = "give attach() one of them" if overlap else "a job overlaps by itself, but for SHARDLINE_OVERLAP=0"
@@ -114,17 +114,17 @@ class Workplace:
 
     @property
     def overlaps(self) -> bool:
-        """Gradients leave during the backward pass."""
+        """Whether gradients leave during the backward pass."""
         return self._wishes.overlap
 
     @property
     def zero_copy(self) -> bool:
-        """Tensors may lie in shared memory."""
+        """Whether tensors may be in shared memory."""
         return self._wishes.zero_copy
 
     @property
     def trainer(self) -> Trainer:
-        """State of training; raises UsageError before attach()."""
+        """State of training. Raises UsageError before attach()."""
         if self.current is None:
             raise UsageError("the session is not attached yet: call session.attach(model, optimizer) first")
         return self.current
@@ -135,7 +135,7 @@ class Workplace:
         return {place.shard: place.task for place in self.view.placement} if self.view is not None else {}
 
     def renew(self, link: ChiefLink) -> None:
-        """Make the trainer of the plan and timeline in force, where it isn't there already."""
+        """Make a new trainer if the plan or timeline has changed."""
         view = link.ask(lambda: link.client.get_job(link.identity))
         if (
             self.view is not None
@@ -143,7 +143,7 @@ class Workplace:
             and view.timeline == self.view.timeline
         ):
             return
-        # Before anything is changed: where a server's name has no address now, all of this is tried again.
+        # First, so that nothing has changed if a server's name can't be resolved yet and all of this is retried.
         ties = self._tie(link, view)
         self._close_trainer()
         self.view = view
@@ -161,11 +161,11 @@ class Workplace:
 
     @property
     def lost_updates(self) -> int:
-        """Asynchronous mode: pushes that a shard had acknowledged and has no more, since it was lost and restored."""
+        """Asynchronous mode: acknowledged pushes that are gone because a shard was lost and restored."""
         return self._course.half.lost if self._course is not None else 0
 
     def _tie(self, link: ChiefLink, view: JobView) -> Ties:
-        """Lanes to whom the job's topology names."""
+        """Open lanes to the tasks that the job's topology names."""
         route = topology.of(view.job).route(
             Surroundings(
                 task=self._config.task,
@@ -187,7 +187,7 @@ class Workplace:
         lanes: dict[int, Lane] = {}
         for shard, hop in hops.items():
             peer = self._peers.get(hop.task, hop.address)
-            # Its name must be known before it can be told whether it is on this host.
+            # Only a resolved name shows whether the peer is on this host.
             peer.await_name()
             peer.on_retry = self._metrics.counter("shardline_rpc_retries_total", peer=hop.task).inc
             lanes[shard] = open_lane(
@@ -227,7 +227,10 @@ class Workplace:
 
 
 def credit_bytes() -> int:
-    """SHARDLINE_CREDIT_MB: bytes that may be on their way to a shard at once; 0 = derived from its buckets."""
+    """SHARDLINE_CREDIT_MB in bytes: limit of bytes in flight to a shard; 0 = derived from its buckets.
+
+    Raises UsageError.
+    """
     text = environment("credit_mb") or "0"
     try:
         found = float(text)

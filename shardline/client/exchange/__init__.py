@@ -1,1 +1,1 @@
-"""One exchange with all shards: calls, deadlines, retries, and what came of them."""
+"""One exchange with all shards: calls, deadlines, retries and outcomes."""

@@ -1,4 +1,4 @@
-"""Which pulled buckets have come, which are held back until the backward pass is over, and who waits for them."""
+"""Pulled buckets: which have arrived, which are held back until the backward pass ends, and waiting for them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable
 Key = tuple[int, int]
 """(shard, bucket)."""
 LOOK_S = 1.0
-"""How often whoever waits for an exchange looks whether it is overdue."""
+"""Seconds between two checks, during a wait, whether the exchange is overdue."""
 
 
 class Arrivals:
     """Buckets of one pull of all shards. Lanes report them; the computing thread waits for them.
 
-    While it holds, nothing is written to the model: a parameter may be needed by the backward pass after its own
-    gradient is complete (weights read by a function that has no gradient for them, recomputation), so what comes before
-    the end of the step is kept aside and loaded by the computing thread when it is needed.
+    While it is holding, nothing is written to the model: the backward pass may need a parameter after its own gradient
+    is complete (weights read by a function that has no gradient for them, recomputation). What arrives before the end
+    of the step is kept aside, and the computing thread loads it when it is needed.
     """
 
     def __init__(self, keys: Iterable[Key]) -> None:
@@ -28,7 +28,7 @@ class Arrivals:
         self._over = True
 
     def begin(self, *, hold: bool) -> None:
-        """A pull of every bucket begins; hold: keep what comes aside until release()."""
+        """Begin a pull of every bucket. hold: keep arriving buckets aside until release()."""
         with self._changed:
             self._missing = set(self.keys)
             self._held.clear()
@@ -37,7 +37,7 @@ class Arrivals:
 
     @property
     def holding(self) -> bool:
-        """Whether what comes now must not be written to the model."""
+        """Whether arriving buckets must not be written to the model yet."""
         return self._holding
 
     @property
@@ -48,7 +48,7 @@ class Arrivals:
     # Lanes
 
     def landed(self, key: Key, load: Callable[[], None]) -> None:
-        """A bucket is whole; load() writes it to the model, now on this thread or later on the computing one."""
+        """Note a complete bucket. load() writes it to the model, now on this thread or later on the computing one."""
         with self._changed:
             if self._holding:
                 self._held[key] = load
@@ -60,13 +60,13 @@ class Arrivals:
             self._changed.notify_all()
 
     def await_release(self, timeout_s: float) -> bool:
-        """Wait until nothing is held back any more; False when the time has passed or the pull was given up."""
+        """Wait until nothing is held back any more; False after timeout_s or if the pull was given up."""
         with self._changed:
             self._changed.wait_for(lambda: not self._holding or self._over, timeout_s)
             return not self._holding
 
     def end(self) -> None:
-        """No exchange runs any more, or the pull is given up: nobody waits for what has not come."""
+        """End all waits: the exchange has ended, or the pull was given up."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -74,15 +74,15 @@ class Arrivals:
     # The computing thread
 
     def release(self) -> None:
-        """The model may be written to from now on."""
+        """Allow writing to the model from now on."""
         with self._changed:
             self._holding = False
             self._changed.notify_all()
 
     def load(self, keys: Iterable[Key], look: Callable[[], None] = lambda: None) -> bool:
-        """Return when these buckets are in the model; False where the exchange ended without one of them.
+        """Wait until these buckets are in the model; False if the exchange ended without one of them.
 
-        look: called every LOOK_S while nothing comes; what it raises ends the wait.
+        look: called every LOOK_S while nothing arrives; an exception that it raises ends the wait.
         """
         wanted = [key for key in keys if key in self._missing]
 

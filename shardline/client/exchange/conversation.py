@@ -1,4 +1,4 @@
-"""One shard's part of an exchange: calls are made again until everything is acknowledged and has come."""
+"""One shard's part of an exchange: calls are repeated until everything is acknowledged and has arrived."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from shardline.lanes.base import Lane
 log = logging.getLogger("shardline.client")
 
 SLOWEST_BYTES_PER_S = 1e6
-"""Links slower than 8 Mbit/s run into deadlines."""
+"""Slower links (8 Mbit/s) run into deadlines."""
 TRIES = 4
-"""A call may try the lanes of a pair of tasks in turn, so it takes some times its own deadline at most."""
+"""A call may try several lanes to a task one after another, so it may take its own deadline several times."""
 FIRST_PAUSE_S = 0.05
 
 
 class Silence:
-    """Shards that are not heard; told whenever that changes. Any thread may call it."""
+    """Shards that do not answer; reports every change to the observer. Any thread may call it."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -36,7 +36,7 @@ class Silence:
         self._silent: set[int] = set()
 
     def note(self, shard: int, *, silent: bool) -> None:
-        """A shard is not heard any more, or is heard again."""
+        """Note that a shard does not answer, or answers again."""
         if silent == (shard in self._silent):
             return
         with self._lock:
@@ -47,7 +47,7 @@ class Silence:
 
 @dataclass(kw_only=True)
 class _Talk:
-    """How far one task has come."""
+    """State of one task."""
 
     sender: Sender
     task: ShardTask
@@ -66,7 +66,7 @@ class _Talk:
 
 
 class Conversation:
-    """All exchanges with one shard, one at a time, each on a thread of its own.
+    """All exchanges with one shard, one at a time, each on its own thread.
 
     interrupted: makes a running exchange end with Interrupted.
     """
@@ -92,9 +92,9 @@ class Conversation:
         self._told = ""
 
     def hold(self, sender: Sender, task: ShardTask, promise: Callable[[float], None]) -> ShardOutcome:
-        """Push and pull until all is done. promise: told how long the next call may take.
+        """Push and pull until everything is done. promise: called with the seconds that the next call may take.
 
-        Raises Interrupted, Restart or Stopped; UnreachableError where the shard is silent for the whole timeout.
+        Raises Interrupted, Restart or Stopped; UnreachableError if the shard is silent for the whole timeout.
         """
         self._sink.begin()
         now_s = time.monotonic()
@@ -123,14 +123,14 @@ class Conversation:
         )
 
     def _call(self, talk: _Talk) -> Exchanged | None:
-        """One call; None where it broke and is to be made again."""
+        """Make one call; None if it failed and has to be repeated."""
         timeout_s = self._deadline_s(talk.pending) + talk.task.patience_s
         call_s = time.monotonic()
         talk.promise(TRIES * timeout_s)
         try:
             done = self._lane.exchange(talk.sender, talk.pending, talk.want, self._sink, timeout_s=timeout_s)
         except Unready:
-            # Nobody's fault: a call is made again when there is something to send.
+            # Not an error: the call is repeated when there is something to send.
             self._await_gradients(talk.pending)
             talk.heard_s = time.monotonic()
             talk.want = self._again(talk.want)
@@ -145,7 +145,7 @@ class Conversation:
         return done
 
     def _broke(self, talk: _Talk, error: UnreachableError) -> None:
-        """A call broke: wait a little. Raises Interrupted, or the error after the whole timeout."""
+        """After a failed call, wait a little. Raises Interrupted, or the error itself after the whole timeout."""
         if self._interrupted.is_set():
             raise Interrupted from error
         silent_s = time.monotonic() - talk.heard_s
@@ -160,13 +160,13 @@ class Conversation:
         talk.want = self._again(talk.want)
 
     def _take(self, talk: _Talk, done: Exchanged) -> bool:
-        """Look at what a call brought; returns whether everything is done."""
+        """Process the result of a call; returns whether everything is done."""
         accepted = [ack for ack in done.acks if ack.outcome is not Outcome.WAITING]
         for ack in accepted:
             check_ack(ack, self._shard)
         talk.acks.extend(accepted)
         if len(accepted) < len(done.acks):
-            # The shard was heard and is busy with others: neither silence nor a fault of the lane.
+            # The shard answered and is busy with other pushes: neither silence nor a fault of the lane.
             if not self._observer.still_ordered():
                 raise Interrupted
             self._tell(f"shard {self._shard} has no room for this push yet: {done.acks[-1].reason}")
@@ -207,7 +207,7 @@ class Conversation:
                 pause_s = min(pause_s * 2, 1.0)
 
     def _deadline_s(self, pending: Sequence[Contribution]) -> float:
-        """Deadline of one call: a third of the timeout, and time for its bytes on a very slow link.
+        """Deadline of one call in seconds: a third of the timeout, plus time for its bytes on a very slow link.
 
         A dead link is noticed sooner, by the channel's keepalive; a server that waits answers WAITING sooner.
         """
@@ -215,24 +215,24 @@ class Conversation:
         return self._timeouts.rpc_s + (pushed + self._sink.shard_bytes) / SLOWEST_BYTES_PER_S
 
     def _await_gradients(self, pending: Sequence[Contribution]) -> None:
-        """Wait until the backward pass has made more of a push; the session's orders end this too."""
+        """Wait until the backward pass has computed more of a push. Raises Interrupted if the orders change."""
         for payloads in (push.payloads for push in pending):
             while isinstance(payloads, LivePayloads) and not payloads.wait(self._timeouts.rpc_s):
                 if self._interrupted.is_set() or not self._observer.still_ordered():
                     raise Interrupted
 
     def _again(self, want: Want | None) -> Want | None:
-        """What to ask for after a broken call.
+        """The buckets to ask for after a failed call.
 
-        What came over it is not asked for again: of an exact step it can't have changed, and a later version must not
-        overwrite what a forward pass may be reading already.
+        Buckets that have arrived are not requested again: those of an exact step can't have changed, and a later
+        version must not overwrite what a forward pass may already be reading.
         """
         rest = self._rest(want) if want is not None else None
         # An empty list would mean all.
         return rest if rest is not None and rest.buckets else None
 
     def _rest(self, want: Want) -> Want:
-        """The buckets that have not come yet."""
+        """The same request for the buckets that have not arrived yet."""
         everything = want.buckets or range(self._sink.num_buckets)
         return replace(want, buckets=[number for number in everything if number not in self._sink.arrived])
 
@@ -247,7 +247,7 @@ class Conversation:
         self._tell(sentence, f" since {waited_s:.0f} s; {rest}")
 
     def _tell(self, sentence: str, rest: str = "") -> None:
-        """Warn, once for the same sentence."""
+        """Log a warning, unless it is the same sentence as before."""
         if self._told != sentence:
             self._told = sentence
             log.warning("%s%s", sentence, rest)

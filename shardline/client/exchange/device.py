@@ -1,13 +1,13 @@
-"""Between a GPU and host memory: pinned buffers, copies on side streams, events instead of waiting for the device.
+"""Copies between a GPU and host memory: pinned buffers, side streams, events instead of waiting for the device.
 
-Gradients: the copy waits, on a stream of its own, for an event recorded where the gradient was completed; the thread
-that sends it waits for the copy. Parameters: a copy waits for the fence, which is recorded on the computing stream when
-the model may be written to (everything enqueued before it, such as the backward pass, still reads the old values); the
-computing stream waits for the copy before the first read. Pinned memory is filled again only after the copy out of it.
+Gradients: on a separate stream, the copy waits for an event recorded when the gradient was complete; the sending thread
+waits for the copy. Parameters: a copy waits for the fence, which is recorded on the computing stream when the model may
+be written to (everything enqueued before it, such as the backward pass, still reads the old values); the computing
+stream waits for the copy before the first read. Pinned memory is refilled only after the copy out of it.
 
-Where worker and server share memory, the segment that the server reads gradients from is page-locked, and the device
-copies into it by itself. What the server publishes is not: it must stay as it is until the device has read it, which
-only a buffer of our own can promise.
+If worker and server share memory, the segment from which the server reads gradients is page-locked, and the device
+copies into it directly. The server's publications are not: they would have to stay unchanged until the device has read
+them, which only our own buffer can guarantee.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardline.host.segments import Segment
 log = logging.getLogger("shardline.device")
 
 Copy = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
-"""(targets, sources): copies pairwise and returns when the targets hold the values."""
+"""(targets, sources): copies pairwise and returns when the targets contain the values."""
 
 
 class HostPath:
@@ -42,18 +42,19 @@ class HostPath:
         self._loading: dict[Key, torch.cuda.Event] = {}
         """The last copy out of each bucket's host memory."""
         self._unjoined: dict[Key, torch.cuda.Event] = {}
-        """Loads that the computing stream doesn't wait for yet."""
+        """Loads that the computing stream does not wait for yet."""
         self._locked: weakref.WeakKeyDictionary[Segment, bool] = weakref.WeakKeyDictionary()
         """Shared segments, and whether their pages could be locked."""
 
     def pinned(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros in page-locked host memory, which the device copies from and to by itself."""
+        """Zeros in page-locked host memory, shape (elements,), which the device can access directly."""
         return torch.zeros(elements, dtype=dtype, pin_memory=True)
 
     def lock_pages(self, memory: memoryview) -> bool:
-        """Page-lock the shared segment that this is a part of, once; whether the device may copy into it by itself.
+        """Page-lock, once, the shared segment that this memory belongs to; returns whether the device may copy into it.
 
-        Until nobody holds the segment any more. A refusal (a limit on locked memory, say) is logged once per segment.
+        It stays locked until the segment is released. A refusal (such as a limit on locked memory) is logged once per
+        segment.
         """
         segment = Segment.of(memory)
         if segment is None or memory.readonly:
@@ -80,13 +81,13 @@ class HostPath:
         return True
 
     def mark(self) -> torch.cuda.Event:
-        """Everything that has been enqueued on the current stream of this thread."""
+        """An event after everything enqueued so far on this thread's current stream."""
         return torch.cuda.current_stream(self.device).record_event()  # type: ignore[no-any-return]
 
     # Gradients
 
     def copier(self, after: Sequence[torch.cuda.Event]) -> Copy:
-        """Copies to pinned memory that begin when all of `after` has happened."""
+        """A function that copies to pinned memory once all events of `after` have happened."""
         return functools.partial(self._copy_out, after)
 
     def _copy_out(
@@ -98,18 +99,18 @@ class HostPath:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
             copied = self._out.record_event()
-        # The sources are referred to until here, so the allocator can't give their memory away.
+        # The sources are referenced until here, so the allocator can't reuse their memory.
         copied.synchronize()
 
     # Parameters
 
     def fence(self) -> None:
-        """The model may be written to after what the current stream of this thread has been given so far."""
+        """Allow writing to the model after everything enqueued so far on this thread's current stream."""
         with self._lock:
             self._fence = self.mark()
 
     def load(self, key: Key, copy: Callable[[], None]) -> None:
-        """Run a bucket's copies into the model behind the fence; returns when they are enqueued."""
+        """Enqueue a bucket's copies into the model after the fence; returns without waiting for them."""
         with self._on(self._in):
             with self._lock:
                 fence = self._fence
@@ -121,7 +122,7 @@ class HostPath:
             self._loading[key] = self._unjoined[key] = loaded
 
     def await_host_memory(self, key: Key) -> None:
-        """Return when nothing is copied out of the bucket's host memory any more."""
+        """Wait until nothing is being copied out of the bucket's host memory."""
         with self._lock:
             loaded = self._loading.pop(key, None)
         if loaded is not None:
@@ -133,7 +134,7 @@ class HostPath:
         return bool(self._unjoined)
 
     def join(self, keys: Iterable[Key]) -> None:
-        """What the current stream of this thread is given from now on sees these buckets loaded."""
+        """Make this thread's current stream wait for the loads of these buckets."""
         stream = torch.cuda.current_stream(self.device)
         for key in keys:
             with self._lock:
@@ -150,18 +151,18 @@ class HostPath:
 def _unregister(device: torch.device, address: int) -> None:
     try:
         with torch.cuda.device(device):
-            # A copy that was given up may still be under way.
+            # A copy that was given up may still be running.
             torch.cuda.synchronize()
             error = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
         if error:
             log.warning("shared memory stays page-locked for %s: CUDA error %d", device, error)
     except RuntimeError as failure:
-        # What failed on the device before is told here once more; whoever computed there has heard of it.
+        # An earlier failure on the device is raised here again; the computing code has already seen it.
         log.warning("shared memory stays page-locked for %s: %s", device, failure)
 
 
 class OnHost:
-    """For a model in host memory: nothing runs by itself, so there is nothing to wait for."""
+    """For a model in host memory: nothing is asynchronous, so there is nothing to wait for."""
 
     unjoined = False
 
@@ -176,6 +177,6 @@ ON_HOST = OnHost()
 
 
 def host_path(tensors: Iterable[torch.Tensor]) -> HostPath | None:
-    """For a model on one GPU; None where there is none, or several: copies then wait for each device."""
+    """A HostPath for a model on one GPU; None if it is on no GPU, or on several: copies then wait for each device."""
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     return HostPath(devices.pop()) if len(devices) == 1 else None

@@ -1,4 +1,4 @@
-"""Payloads of a push that are still being computed: offered bucket by bucket, sent by priority, kept for retries."""
+"""Payloads of a push that is still being computed: offered bucket by bucket, sent by priority, kept for retries."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from shardline.core.exchange import BucketPayload, Payloads
 from shardline.errors import UnreachableError
 
 DROP_S = 120.0
-"""What one bucket may take to be prepared; on a GPU it waits for what was enqueued there before."""
+"""Seconds that preparing one bucket may take; on a GPU it waits for everything enqueued before."""
 
 
 class Unready(Exception):
-    """The next bucket was not computed within the call's patience: the call ends, and is made again when there is more.
+    """The next bucket was not computed within the call's patience: the call ends and is repeated when there is more.
 
-    No fault of the shard or the link, however long a backward pass takes.
+    Not an error of the shard or the link, however long a backward pass takes.
     """
 
 
 class LivePayloads:
-    """Buckets of one push to one shard. offer() and close() come from the computing side, batches() from a lane.
+    """Buckets of one push to one shard. The computing side calls offer() and close(), a lane batches().
 
     queue: which bucket leaves next. prepare: fills, checks and encodes one bucket; called once per bucket, on the
-    thread of the lane that is to send it. What it made is kept until drop(), so that a retry sends the same bytes
-    (PROTOCOL trap 5). interrupted: asked by every waiting reader when it is woken.
+    thread of the lane that sends it. The result is kept until drop(), so that a retry sends the same bytes (PROTOCOL
+    trap 5). interrupted: called by every waiting reader when it is woken; returns an error to raise, or None.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LivePayloads:
         self._interrupted = interrupted
         self._changed = threading.Condition()
         self._sent: list[BucketPayload] = []
-        """In the order in which they left."""
+        """In the order of sending."""
         self._raw_bytes = self._wire_bytes = 0
         self._preparing = False
         self._closed = False
@@ -55,65 +55,65 @@ class LivePayloads:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all payloads together, at most."""
+        """Upper bound for the bytes of all payloads together."""
         return self._nbytes
 
     @property
     def empty(self) -> Sequence[int]:
-        """Buckets without a gradient; known when batches() has ended."""
+        """Buckets without a gradient; known once batches() has ended."""
         return self._empty
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of what was prepared, before encoding."""
+        """Bytes prepared so far, before encoding."""
         return self._raw_bytes
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of what was prepared, encoded."""
+        """Bytes prepared so far, encoded."""
         return self._wire_bytes
 
     @property
     def order(self) -> list[int]:
-        """Buckets that have left, in order."""
+        """Buckets sent so far, in order."""
         with self._changed:
             return [item.bucket for item in self._sent]
 
     def be_patient(self, seconds: float) -> None:
-        """How long one call may wait for buckets altogether, from the next call on."""
+        """Set how long one call may wait for buckets in total, in seconds, from the next call on."""
         self._patience_s = seconds
 
     # The computing side
 
     def offer(self, bucket: int) -> None:
-        """The bucket can be prepared from now on."""
+        """Offer a bucket, which can be prepared from now on."""
         with self._changed:
             self._queue.add(bucket)
             self._changed.notify_all()
 
     def close(self, empty: Sequence[int] = ()) -> None:
-        """No further bucket comes. empty: those to which the push adds nothing."""
+        """No further bucket will be offered. empty: buckets to which the push adds nothing."""
         with self._changed:
             self._empty = tuple(empty)
             self._closed = True
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """End every batches() with this error, now and later."""
+        """End every batches() with this error, now and in the future."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let waiting readers ask whether they are interrupted."""
+        """Let waiting readers check whether they are interrupted."""
         with self._changed:
             self._changed.notify_all()
 
     def drop(self, wait_s: float = DROP_S) -> None:
-        """Free what was prepared: it is acknowledged or given up.
+        """Free the prepared buckets: the push is acknowledged or given up.
 
-        Returns when no bucket is being prepared any more: the thread of a call that was given up may still be at one,
-        and what it writes to is the next step's from now on. Raises UnreachableError where that takes longer.
+        Returns when no bucket is being prepared any more: the thread of an abandoned call may still be preparing one,
+        and the memory it writes to belongs to the next step from now on. Raises UnreachableError after wait_s.
         """
         with self._changed:
             self._error = self._error or RuntimeError("the payloads of this push are gone")
@@ -130,16 +130,16 @@ class LivePayloads:
     # The sending side
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the backward pass is over or something stands ready to be sent; False when the time has passed."""
+        """Wait until the backward pass is over or a bucket is ready to be sent; False after timeout_s."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._closed or len(self._queue) > 0 or self._refusal() is not None, timeout_s
             )
 
     def batches(self) -> Iterator[Sequence[BucketPayload]]:
-        """Batches by priority; after a broken call first those that left before. See core.exchange.Payloads.
+        """Yield batches by priority; after a failed call first those sent before. See core.exchange.Payloads.
 
-        Raises Unready, what prepare() or fail() raised, or what `interrupted` returns.
+        Raises Unready, an error of prepare() or fail(), or the error that `interrupted` returns.
         """
         end_s = time.monotonic() + self._patience_s
         done = 0
@@ -157,7 +157,7 @@ class LivePayloads:
             yield batch
 
     def _await_more(self, done: int, end_s: float) -> None:
-        """Return when there is more than `done` to send, or nothing will come. The lock is held."""
+        """Wait until there is more than `done` to send, or nothing will come. Call with the lock held."""
         while True:
             refusal = self._refusal()
             if refusal is not None:
@@ -182,7 +182,7 @@ class LivePayloads:
             raise
         finally:
             with self._changed:
-                # Kept even where this call is a dead one's: a retry must not prepare a bucket a second time.
+                # Kept even if this call is dead: a retry must not prepare a bucket a second time.
                 self._sent.extend(made)
                 self._raw_bytes += sum(item.raw_bytes for item in made)
                 self._wire_bytes += sum(len(item.data) for item in made)
@@ -193,7 +193,7 @@ class LivePayloads:
 
 
 def drop_all(payloads: Iterable[Payloads]) -> None:
-    """Drop those of these that are live."""
+    """Drop the live ones among these payloads."""
     for item in payloads:
         if isinstance(item, LivePayloads):
             item.drop()

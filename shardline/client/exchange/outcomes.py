@@ -1,4 +1,4 @@
-"""What becomes of an exchange: its figures, and the exceptions that say what a worker has to do next."""
+"""Outcomes of an exchange: its figures, and the exceptions that say what the worker has to do next."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ log = logging.getLogger("shardline.client")
 
 
 class Restart(Exception):
-    """The step has to begin again from Progress (PROTOCOL 1.4.1): the timeline, the assignment or the step changed."""
+    """The step has to start over from Progress (PROTOCOL 1.4.1): timeline, assignment or step changed."""
 
 
 class Stopped(Exception):
-    """The job goes no further; `reason` names the step."""
+    """The job does not continue; the message names the step."""
 
 
 class Interrupted(Exception):
-    """The session was told to look at its orders."""
+    """The session has to check its orders."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardTask:
-    """What one shard gets in this step."""
+    """One shard's pushes and pull in this step."""
 
     shard: int
     contributions: Sequence[Contribution]
     want: Want | None
     patience_s: float = 0.0
-    """How long one call may wait for gradients that are still being computed."""
+    """Seconds that one call may wait for gradients that are still being computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOutcome:
-    """What became of it."""
+    """The outcome of a ShardTask."""
 
     acks: tuple[Ack, ...]
     began_s: float
-    """This and the others: by the monotonic clock."""
+    """All times are of the monotonic clock, in seconds."""
     pushed_s: float
-    """When the last push was acknowledged; began_s where nothing was pushed."""
+    """When the last push was acknowledged; began_s if nothing was pushed."""
     first_s: float
-    """When the first pulled bucket began to come; 0 where none did."""
+    """When the first pulled bucket began to arrive; 0 if none did."""
     ended_s: float
 
     def parts(self, computed_s: float) -> Parts:
-        """How long push, barrier wait and pull took of what came after computed_s, when the gradients were whole."""
+        """Time for push, barrier wait and pull, counted from computed_s, when the gradients were complete."""
         began = max(self.began_s, computed_s)
         pushed = max(self.pushed_s, began)
         first = max(self.first_s, pushed)
@@ -72,25 +72,25 @@ class StepFigures:
 
     seconds: float
     computed_s: float
-    """When the last gradient had been computed, by the monotonic clock."""
+    """When the last gradient was complete, by the monotonic clock."""
     outcomes: Mapping[int, ShardOutcome]
     skipped: bool
-    """It changed nothing, since a gradient was not finite."""
+    """The step was skipped because a gradient was not finite."""
 
     @property
     def staleness(self) -> int:
-        """Of the shard that had gone furthest."""
+        """Staleness at the shard that was furthest ahead."""
         return max((ack.staleness for outcome in self.outcomes.values() for ack in outcome.acks), default=0)
 
 
 def rank(error: Exception) -> int:
-    """Most telling first: what a shard said beats what our own interruption made of the other calls."""
+    """Rank of an error, most informative first: a shard's answer beats the interruption of the other calls."""
     order = (Stopped, NonFiniteError, ProtocolError, ShardlineError, Restart, Interrupted)
     return next((number for number, cls in enumerate(order) if isinstance(error, cls)), 0)
 
 
 def check_ack(ack: Ack, shard: int) -> None:
-    """Return where the push counts or was counted before; raise what to do otherwise."""
+    """Return if the push counts or was counted before. Raises Stopped, ProtocolError or Restart otherwise."""
     if ack.accepted:
         if ack.mismatch:
             log.error("shard %d: %s", shard, ack.reason)
@@ -103,7 +103,7 @@ def check_ack(ack: Ack, shard: int) -> None:
 
 
 def check_end(end: End, shard: int) -> None:
-    """Return where a pull only has to wait; raise what to do otherwise."""
+    """Return if the pull only has to wait. Raises Stopped, ProtocolError or Restart otherwise."""
     if end.outcome is Outcome.WAITING:
         return
     if end.outcome is Outcome.STOPPED:

@@ -1,4 +1,4 @@
-"""What an exchange has to know of the memory that pulled buckets go to."""
+"""Interface of the memory that pulled buckets go to."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from shardline.core.exchange import Sink
 
 
 class PullSink(Sink, Protocol):
-    """One shard's pulls, one after the other."""
+    """One shard's pulls, one after another."""
 
     num_buckets: int
     shard_bytes: int
-    """Of all buckets, before encoding."""
+    """Bytes of all buckets before encoding."""
     arrived: set[int]
-    """Buckets of the running pull that are whole."""
+    """Complete buckets of the running pull."""
     raw_bytes: int
-    """Pulled so far, before encoding and encoded."""
+    """Bytes pulled so far, before encoding; wire_bytes: encoded."""
     wire_bytes: int
     first_s: float
-    """When the running pull's first bucket began to come, by the monotonic clock; 0 = none has."""
+    """When the running pull's first bucket began to arrive, by the monotonic clock; 0 = none has."""
 
     def begin(self) -> None:
-        """A new pull begins."""
+        """Begin a new pull."""
         ...

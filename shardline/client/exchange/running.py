@@ -1,4 +1,4 @@
-"""An exchange that is under way, for whoever waits for it."""
+"""A running exchange, and waiting for it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = logging.getLogger("shardline.client")
 
 
 class Running:
-    """An exchange with all shards that is under way.
+    """A running exchange with all shards.
 
-    interrupt: ends it early; interrupted: whether that was asked for. grace_s: how long a part may take longer than it
-    promised. on_end: called once, when the last shard's part has ended, on that part's thread.
+    interrupt: ends it early; interrupted: whether this was requested. grace_s: seconds that a part may exceed its
+    promise. on_end: called once, when the last shard's part has ended, on that part's thread.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Running:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._left_s = dict.fromkeys(shards, grace_s)
-        """By shard whose part has not ended: seconds that somebody may still wait for it."""
+        """Seconds left to wait for a part, by shard whose part has not ended."""
         self._results: dict[int, ShardOutcome] = {}
         self._errors: list[Exception] = []
         self.ended_s = 0.0
@@ -47,7 +47,7 @@ class Running:
             self._end()
 
     def part_ended(self, shard: int, future: Future[ShardOutcome]) -> None:
-        """Called as each shard's part ends."""
+        """Record the end of a shard's part."""
         error: BaseException | None = Interrupted() if future.cancelled() else future.exception()
         with self._lock:
             first = error is not None and not self._errors
@@ -58,7 +58,7 @@ class Running:
             del self._left_s[shard]
             last = not self._left_s
         if first:
-            # The others may wait for a step that won't come because this one has failed.
+            # The others may be waiting for a step that won't come because this part failed.
             self._interrupt()
         if last:
             self._end()
@@ -79,18 +79,20 @@ class Running:
         return bool(self._errors)
 
     def promise(self, shard: int, seconds: float) -> None:
-        """A shard's part begins something that ends by itself within this time."""
+        """Promise that a shard's part ends its next action within this many seconds."""
         with self._lock:
             if shard in self._left_s:
                 self._left_s[shard] = seconds + self._grace_s
 
     def look(self) -> None:
-        """Called every LOOK_S by whoever waits. Raises UnreachableError where a part should have ended long ago.
+        """Check for overdue parts; called every LOOK_S during a wait.
 
-        Looks are counted, not the clock: a process that stood still has not waited.
+        Raises UnreachableError if a part is long overdue.
+
+        Counts calls instead of reading the clock: a suspended process has not waited.
         """
         if self._interrupted():
-            # A call that was about to begin when it was cancelled may have forgotten that.
+            # A call that was cancelled just before it began may have missed the cancellation.
             self._interrupt()
         with self._lock:
             for shard in self._left_s:
@@ -103,7 +105,7 @@ class Running:
             )
 
     def wait(self) -> dict[int, ShardOutcome]:
-        """Outcome by shard; raises the most telling error of all shards, and what look() raises."""
+        """Wait for the outcomes, by shard. Raises the most informative error of all shards, and what look() raises."""
         while not self._ended.wait(LOOK_S):
             self.look()
         if self._errors:
@@ -111,7 +113,7 @@ class Running:
         return self._results
 
     def join(self) -> bool:
-        """Wait for the end, whatever it is; False where it does not come."""
+        """Wait for the end, whatever the outcome; False if it does not end."""
         try:
             self.wait()
         except Exception as error:

@@ -23,7 +23,7 @@ log = logging.getLogger("shardline.client")
 
 
 class Exchange:
-    """Exchanges with all shards in parallel. interrupt() may come from any thread.
+    """Exchanges with all shards in parallel. Any thread may call interrupt().
 
     index: the worker's, so that worker i starts at shard i mod S and W workers do not hit one server at once.
     """
@@ -62,11 +62,11 @@ class Exchange:
         }
 
     def arm(self) -> None:
-        """Forget earlier interruptions. Look at the orders after this and before run(), so that none is missed."""
+        """Forget earlier interruptions. Check the orders between this and run(), so that no interruption is missed."""
         self._interrupted.clear()
 
     def interrupt(self) -> None:
-        """Make the running exchange end with Interrupted, soon."""
+        """Make the running exchange end soon, with Interrupted."""
         self._interrupted.set()
         for lane in self.lanes.values():
             lane.cancel()
@@ -74,19 +74,19 @@ class Exchange:
             payloads.wake()
 
     def give_up(self) -> None:
-        """End what was started last; what became of it doesn't matter. Raises UnreachableError where it doesn't end."""
+        """End the last exchange, whatever its outcome. Raises UnreachableError if it doesn't end."""
         self.interrupt()
         if self._running is not None and not self._running.join():
             raise UnreachableError("an exchange that was given up does not end; start this process again")
 
     def refusal(self) -> Exception | None:
-        """What a wait within an exchange has to raise, if anything."""
+        """The error that a wait within an exchange has to raise, if any."""
         return Interrupted() if self._interrupted.is_set() else None
 
     def start(
         self, sender: Sender, tasks: Mapping[int, ShardTask], on_end: Callable[[], None] = lambda: None
     ) -> Running:
-        """Begin one task per shard."""
+        """Start one task per shard."""
         self._live = [
             push.payloads
             for task in tasks.values()
@@ -108,18 +108,18 @@ class Exchange:
         return running
 
     def run(self, sender: Sender, tasks: Mapping[int, ShardTask]) -> dict[int, ShardOutcome]:
-        """Run one task per shard; raises the most telling error of all shards after every one has ended."""
+        """Run one task per shard. Once all have ended, raises the most informative error of all shards."""
         return self.start(sender, tasks).wait()
 
     def progress(self, sender: Sender, shard: int, replicas: Sequence[int]) -> Standing:
-        """What a shard has counted of some replicas; asked again for a third of the timeout while it isn't there.
+        """A shard's standing on some replicas; retried for a third of the timeout while the shard does not answer.
 
-        Raises Interrupted, since a job that has ended takes its servers with it; UnreachableError.
+        Raises UnreachableError; Interrupted, because the servers exit when the job ends.
         """
         return self._conversations[shard].progress(sender, replicas)
 
     def close(self) -> None:
-        """End threads, and free what lanes hold."""
+        """End the threads and close the lanes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         try:
             self.give_up()
@@ -127,6 +127,6 @@ class Exchange:
             log.warning("%s", error)
             return
         self._pool.shutdown(wait=True)
-        # Another exchange may follow: memory and sockets go now, not when the collector comes to it.
+        # Another exchange may follow, so free memory and sockets now instead of at garbage collection.
         for lane in self.lanes.values():
             lane.close()

@@ -10,7 +10,7 @@ from shardline.core.exchange import Contribution
 
 
 class Traffic:
-    """Counts what was pushed; what was pulled, the sinks know."""
+    """Counts pushed bytes; the sinks count pulled ones."""
 
     def __init__(self, sinks: Mapping[int, PullSink]) -> None:
         self._sinks = sinks
@@ -18,7 +18,7 @@ class Traffic:
         self._taken: dict[int, tuple[int, int, int, int]] = {}
 
     def pushed(self, shard: int, pushes: Iterable[Contribution], *, on_wire: bool) -> None:
-        """These pushes are acknowledged. A retry's bytes count once; in shared memory none were on a wire."""
+        """Count acknowledged pushes. A retry's bytes count once; bytes in shared memory are not wire bytes."""
         for push in pushes:
             if isinstance(push.payloads, LivePayloads):
                 self._pushed[shard][0] += push.payloads.raw_bytes

@@ -1,4 +1,4 @@
-"""Each gradient leaves as it is computed, where that may be: see Sending."""
+"""Sends each gradient as it is computed, where possible: see Sending."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AsComputed:
         self._once: set[int] = set()
         self._ranks = bucket_ranks(tools.plan, range(len(tools.plan.tensors)))
         self._sent_order: dict[int, list[int]] = {}
-        """By shard, as buckets left in the step before."""
+        """Order of sending in the previous step, by shard."""
         self._push: EarlyPush | None = None
         self._expected: Expected | None = None
         self._told: set[str] = set()
@@ -75,7 +75,7 @@ class AsComputed:
         """See Sending. Raises NonFiniteError for the loss."""
         step = self._half.step
         if not self._once:
-            # How often hooks are called is seen in the first step; nothing leaves early in it.
+            # The first step only counts how often hooks are called; nothing leaves early.
             self._count = FireCount()
             self._hooks.listen(self._count)
             return
@@ -101,7 +101,7 @@ class AsComputed:
         self._hooks.listen(self._push)
 
     def _start(self, expected: Expected, begin: Begin) -> None:
-        """The first bucket is ready. Called by a hook, during the backward pass."""
+        """Start the exchange when the first bucket is ready. Called by a hook during the backward pass."""
         assert self._push is not None
         if expected.replica == 0:
             self._tools.staging.extras.hyper = expected.hyper()

@@ -1,4 +1,4 @@
-"""Gradients that leave while the backward pass still runs, and the push they feed."""
+"""Gradients sent during the backward pass, and the push they belong to."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from shardline.errors import JobError
 
 
 def why_not_early(job: JobSpec, expected: Expected, *, first: bool) -> str:
-    """Why a replica's gradients can't leave before all of them have been computed; "" where they can. Pure.
+    """Why a replica's gradients can't be sent before all of them are computed; "" if they can. Pure.
 
-    first: it is the first step after a (re)start.
+    first: this is the first step after a (re)start.
     """
     terms, mode = job.consistency, consistency.of(job.consistency)
     if first:
@@ -45,7 +45,7 @@ def why_not_early(job: JobSpec, expected: Expected, *, first: bool) -> str:
 
 
 def not_stepped(step: int) -> JobError:
-    """Gradients have left in a backward pass that no step followed."""
+    """The error for a backward pass that sent gradients and was not followed by a step."""
     return JobError(
         f"step {step}: backward() has sent gradients, and no step() followed; with overlap every backward() needs its "
         f"step(), since what it computed has left. Where a batch may be left out, or is only looked at, use "
@@ -54,11 +54,11 @@ def not_stepped(step: int) -> JobError:
 
 
 class EarlyPush:
-    """One replica's gradients on their way to all shards while they are computed. A listener of GradientHooks.
+    """One replica's gradients, sent to all shards while they are computed. A listener of GradientHooks.
 
-    block: the replica is its last one, earlier ones are in staging. once: see FireCount.
-    begin: starts the exchange; called when the first bucket is ready. on_nonfinite: called with names of tensors whose
-    gradients have NaN or infinity before their bucket leaves, on the thread of a lane; what it raises ends the push.
+    block: the replica is its last one, earlier ones are in staging. once: see FireCount. begin: starts the exchange;
+    called when the first bucket is ready. on_nonfinite: called on a lane's thread with the names of tensors whose
+    gradients have NaN or infinity, before their bucket leaves; an error that it raises ends the push.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class EarlyPush:
         self._plan = plan
         self._gpu = tools.gpu
         self._marks: dict[int, torch.cuda.Event] = {}
-        """On a GPU: what each gradient is complete after."""
+        """On a GPU: the event after which each gradient is complete."""
         self._end: torch.cuda.Event | None = None
         self._staging = tools.staging
         self._replica = replica
         self._presum = block.count > 1
         self.block = block
-        """What the push counts for."""
+        """The replicas of the push."""
         self._once = once
         self._begin = begin
         self._on_nonfinite = on_nonfinite
@@ -91,13 +91,13 @@ class EarlyPush:
         self._versions: dict[int, int] = {}
         self._twice: set[int] = set()
         self._added: set[Key] = set()
-        """Buckets that staging has this replica's part of already."""
+        """Buckets for which staging already has this replica's part."""
         self._early: set[Key] = set()
-        """Buckets that could leave during the backward pass."""
+        """Buckets sent during the backward pass."""
         self._begun = False
         self._closed = False
         self.error: Exception | None = None
-        """What went wrong. In a hook it is kept, since autograd must not see it."""
+        """The first error. A hook must not raise it into autograd."""
         self._lacking = {
             (s, b): len({piece.tensor for piece in bucket.slices})
             for s, shard in enumerate(plan.shards)
@@ -148,9 +148,11 @@ class EarlyPush:
             self.error = self.error or error
 
     def close(self, gradients: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor]) -> None:
-        """The backward pass is over: offer the rest, by tensor number; what has no gradient stays absent.
+        """After the backward pass: offer the remaining buckets.
 
-        Raises JobError where a gradient is not what has left.
+        gradients, buffers: by tensor number; missing ones stay absent.
+
+        Raises JobError if a gradient has changed since it was sent.
         """
         with self._lock:
             self._closed = True
@@ -177,20 +179,20 @@ class EarlyPush:
         return self._begun
 
     def fail(self, error: Exception) -> None:
-        """Nothing more leaves: this is why."""
+        """Send nothing more, because of this error."""
         self.error = self.error or error
         for payloads in self.payloads.values():
             payloads.fail(error)
 
     def _has_values(self, key: Key, buffers: Mapping[int, torch.Tensor]) -> bool:
-        """Whether a bucket that is offered only now has anything in it; what needs no lane's thread is added here."""
+        """Whether a bucket that is offered only now contains values; adds those that need no lane's thread."""
         spec = self._plan.shards[key[0]].buckets[key[1]]
         is_buffer = spec.kind is TensorKind.BUFFER
         source = buffers if is_buffer else self._gradients
         there = any(piece.tensor in source for piece in spec.slices)
         if there and not is_buffer:
             return True
-        # Buffers go back to what they were before the push has left, so these are copied now.
+        # Buffers are restored before the push has left, so these are copied now.
         self._staging.add_bucket(
             key, self._replica, source, presum=self._presum, keep=False, after=[self._end] if self._end else ()
         )
@@ -209,7 +211,7 @@ class EarlyPush:
                 )
 
     def _prepare(self, shard: int, bucket: int) -> BucketPayload:
-        """Fill, check and encode one bucket; on the thread of the lane that sends it."""
+        """Fill, check and encode one bucket, on the thread of the lane that sends it."""
         key = shard, bucket
         names: list[str] = []
         if key not in self._added:
@@ -223,14 +225,14 @@ class EarlyPush:
         return self._staging.payload(self.block, *key, names)
 
     def _after(self, key: Key) -> list[torch.cuda.Event]:
-        """On a GPU: what all gradients of a bucket are complete after."""
+        """On a GPU: the events after which all gradients of a bucket are complete."""
         if key not in self._early and self._end is not None:
             return [self._end]
         slices = self._plan.shards[key[0]].buckets[key[1]].slices
         return [self._marks[piece.tensor] for piece in slices if piece.tensor in self._marks]
 
     def drop(self) -> None:
-        """Free gradients and payloads: they are acknowledged or given up."""
+        """Free gradients and payloads: the push is acknowledged or given up."""
         with self._lock:
             self._closed = True
             self._gradients = {}

@@ -1,4 +1,4 @@
-"""The next forward pass waits per layer: whoever reads a tensor of the model waits until that tensor has arrived."""
+"""The next forward pass waits per layer: reading a tensor of the model waits until that tensor has arrived."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ WAITLESS = frozenset(
         *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
     )
 )
-"""Functions of a tensor that don't read its numbers."""
+"""Tensor functions that do not read values."""
 VALUE_GETTERS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
-"""Attributes of a tensor through which its numbers are read; others (grad, shape, dtype ...) don't wait."""
+"""Tensor attributes that give access to its values; others (grad, shape, dtype ...) don't wait."""
 
 
 class Gate(TorchFunctionMode):
     """Watches the forward pass of one model within `with gate.open():`.
 
-    Every torch function that is given one of the model's tensors waits for it, wherever it is called: in the tensor's
-    own module or outside it (tied weights, functional use, a regulariser in the loss), in this step or for the first
-    time ever. Modules without children wait for their own tensors besides, since C++ code may read those unseen.
+    Every torch function that gets one of the model's tensors waits for it, wherever it is called: in the tensor's own
+    module or outside it (tied weights, functional use, a regulariser in the loss), in this step or for the first time
+    ever. Modules without children also wait for their own tensors, since C++ code may read those unseen.
 
-    numbers: tensor number by id() of the model's tensors. wait_for: returns when these tensors hold the step's values.
-    waiting: whether there is anything to wait for.
+    numbers: tensor number by id() of the model's tensors. wait_for: returns when these tensors contain the step's
+    values. waiting: whether there is anything to wait for.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Gate(TorchFunctionMode):
 
     @contextlib.contextmanager
     def open(self, uses: dict[int, None] | None = None) -> Iterator[None]:
-        """Watch what runs in this block, on this thread. uses: is given the tensors in the order of their first use."""
+        """Watch what runs in this block on this thread. uses: collects the tensors in the order of their first use."""
         self._uses = uses
         try:
             with self:
@@ -72,14 +72,14 @@ class Gate(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Called by torch instead of each of its functions."""
+        """Called by torch in place of each of its functions."""
         kwargs = kwargs or {}
         if (self._uses is not None or self._waiting()) and reads_values(func):
             self._read(list(self._found(args)) + list(self._found(kwargs.values())))
         return func(*args, **kwargs)
 
     def _found(self, values: Iterable[Any]) -> Iterator[int]:
-        """Numbers of the model's tensors among arguments; lists, tuples and dicts are followed."""
+        """Numbers of the model's tensors among these arguments, including nested lists, tuples and dicts."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 number = self._numbers.get(id(value))
@@ -108,7 +108,7 @@ class Gate(TorchFunctionMode):
 
 
 def reads_values(func: Callable[..., Any]) -> bool:
-    """Whether a torch function may read the numbers of a tensor it is given."""
+    """Whether a torch function may read the values of its tensor arguments."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "data") in VALUE_GETTERS
@@ -116,7 +116,7 @@ def reads_values(func: Callable[..., Any]) -> bool:
 
 
 def why_not(model: nn.Module) -> str:
-    """Why the reads of a model can't be watched, as the end of a sentence; "" where they can."""
+    """Why reads of the model can't be watched, as the end of a sentence; "" if they can."""
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):

@@ -1,4 +1,4 @@
-"""Hooks on a model's parameters that tell when a gradient is complete."""
+"""Hooks on a model's parameters that report complete gradients."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardline.core.plan import Plan
 from shardline.core.spec import TensorKind
 
 Listener = Callable[[int, torch.Tensor], None]
-"""(tensor number, parameter) when its gradient of a backward pass is complete."""
+"""(tensor number, parameter): called when its gradient of a backward pass is complete."""
 
 
 class GradientHooks:
-    """A hook on every trained parameter; calls one listener, or nobody."""
+    """A hook on every trained parameter; calls one listener, if any."""
 
     def __init__(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
         self._trained = [
@@ -28,7 +28,7 @@ class GradientHooks:
         self._listener: Listener | None = None
 
     def listen(self, listener: Listener) -> None:
-        """Call this listener from now on. A parameter that has become trainable since is hooked too."""
+        """Call this listener from now on. Parameters that have become trainable since get hooks too."""
         self._listener = listener
         for number, tensor in self._trained:
             if tensor.requires_grad and tensor.is_leaf and number not in self._handles:
@@ -36,7 +36,7 @@ class GradientHooks:
                 self._handles[number] = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def ignore(self) -> None:
-        """Remove the hooks."""
+        """Stop calling the listener."""
         self._listener = None
 
     def _fired(self, number: int, parameter: torch.Tensor) -> None:
@@ -45,7 +45,7 @@ class GradientHooks:
             listener(number, parameter)
 
     def close(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the hooks."""
         self.ignore()
         for handle in self._handles.values():
             handle.remove()
@@ -55,8 +55,8 @@ class GradientHooks:
 class FireCount:
     """How often each parameter's gradient is completed in one backward pass. A listener of GradientHooks.
 
-    Once, except where a pass runs others within itself (reentrant checkpointing) or there are several passes: the
-    gradient is whole only when they have all ended.
+    Once, unless a pass runs others within itself (reentrant checkpointing) or there are several passes: then the
+    gradient is complete only when all have ended.
     """
 
     def __init__(self) -> None:
@@ -70,5 +70,5 @@ class FireCount:
 
     @property
     def once(self) -> set[int]:
-        """Parameters whose gradients are whole when their hook is called."""
+        """Numbers of the parameters whose gradients are complete when their hook is called."""
         return {number for number, count in self._counts.items() if count == 1}

@@ -1,4 +1,4 @@
-"""A worker's step that overlaps with its communication: who is told of each pass, and what unwinds it."""
+"""Watching the passes of a step that overlaps with its communication, and unwinding it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from shardline.data import Watch
 
 
 class StepAgain(BaseException):
-    """What the running step computes with did not come, or is not wanted any more: the loop begins it again.
+    """The running step's parameters did not come, or the step is not wanted any more: the loop begins it again.
 
-    Not an Exception: it unwinds a person's loss function, whatever that catches. cause: what ended the exchange.
+    A BaseException, so that it unwinds the user's loss function whatever that catches. cause: the error that ended the
+    exchange.
     """
 
     def __init__(self, cause: Exception | None = None) -> None:
@@ -21,9 +22,9 @@ class StepAgain(BaseException):
 
 
 class StepWatch(Watch):
-    """Opens the gate during forward passes and tells of the last backward pass.
+    """Opens the gate during forward passes and reports the last backward pass.
 
-    uses: see Gate.open; asked before every pass. expect(loss, samples): called right before the last backward pass.
+    uses: see Gate.open; called before every pass. expect(loss, samples): called right before the last backward pass.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class StepWatch(Watch):
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around every call of the job's loss."""
+        """Context manager around every call of the job's loss."""
         if self._gate is None:
             yield
             return
@@ -46,5 +47,5 @@ class StepWatch(Watch):
             yield
 
     def backward(self, loss: Callable[[], float], samples: int) -> None:
-        """Right before the last backward pass."""
+        """Call right before the last backward pass."""
         self._expect(loss, samples)

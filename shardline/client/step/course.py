@@ -1,4 +1,4 @@
-"""What a worker keeps for as long as its process trains, whatever becomes of servers, plans and histories."""
+"""State that a worker keeps as long as its process trains, across servers, plans and timelines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardline.core.spec import JobSpec
 
 
 class Course:
-    """A worker's place in its job, and its half of the job's cadence. Used by the computing thread.
+    """A worker's progress in its job, and its half of the job's cadence. Used by the computing thread.
 
-    tensors: the model's own, by name.
+    tensors: the model's, by name.
     """
 
     def __init__(self, job: JobSpec, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -28,7 +28,7 @@ class Course:
         self.cadence = cadences.of(job)
         self.ticks = Ticks(self.cadence)
         self.streams = self.cadence.streams and topologies.of(job).streams
-        """What backward() computes is what is sent to the hops: see Cadence.streams and Topology.streams."""
+        """Gradients are sent to the hops just as backward() computes them: see Cadence.streams and Topology.streams."""
         pulled = tensors
         if self.cadence.copies:
             names = [spec.name for spec in job.tensors]
@@ -38,7 +38,7 @@ class Course:
         self._encoders: PushEncoders | None = None
 
     def encoders(self, coding: Coding, index: int) -> PushEncoders:
-        """What encodes the pushes of worker `index` over a plan; its error memory is that of the plan before."""
+        """Encoders for the pushes of worker `index` under a plan; takes over the previous plan's error memory."""
         made = PushEncoders(
             coding,
             seed=self._job.seed,
@@ -51,11 +51,11 @@ class Course:
         return made
 
     def restart(self) -> None:
-        """The open step starts over, with the servers' parameters."""
+        """Start the open step over with the servers' parameters."""
         self.ticks.restart()
         self.local.began(self.half.step)
 
     def next_step(self) -> None:
-        """The open step is closed, and the parameters of the next one have come."""
+        """Begin the next step, once its parameters have arrived."""
         self.ticks.restart()
         self.local.began(self.half.step)

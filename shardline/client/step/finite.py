@@ -1,4 +1,4 @@
-"""What follows from a loss or a gradient that is not finite."""
+"""Handling of a loss or gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardline.errors import NonFiniteError
 
 
 class NonFinite:
-    """What a worker does about NaN and infinity. policy: the job's nan_policy."""
+    """A worker's handling of NaN and infinity. policy: the job's nan_policy."""
 
     def __init__(self, policy: str, staging: GradientStaging, observer: Observer) -> None:
         self._policy = policy
@@ -18,9 +18,9 @@ class NonFinite:
         self._observer = observer
 
     def judge(self, step: int, replica: int, bad: Sequence[str], *, early: bool = False) -> None:
-        """What follows from a loss ("loss") or gradients that are not finite. Raises NonFiniteError under "stop".
+        """Handle a loss ("loss") or gradients (by name) that are not finite. Raises NonFiniteError under "stop".
 
-        early: met on the thread of a lane, while other gradients of the step leave.
+        early: found on a lane's thread, while other gradients of the step are being sent.
         """
         if not bad:
             return
@@ -36,12 +36,12 @@ class NonFinite:
 
 
 def loss_names(loss: float | None) -> list[str]:
-    """["loss"] where it is NaN or infinite."""
+    """["loss"] if it is NaN or infinite, else []."""
     return [] if loss is None or -float("inf") < loss < float("inf") else ["loss"]
 
 
 def stop_error(step: int, replica: int, bad: Sequence[str], *, early: bool) -> NonFiniteError:
-    """What the policy "stop" raises. bad: "loss" and names of tensors; early: it was met while gradients left."""
+    """The error of the policy "stop". bad: "loss" and names of tensors. early: found while gradients were leaving."""
     sent = "others of this step may have been sent and applied before" if early else "nothing was sent"
     return NonFiniteError(
         f"step {step}, replica {replica}: {_names(bad)} has NaN or infinity; {sent}. "

@@ -14,10 +14,10 @@ from shardline.errors import MismatchError, TensorError
 
 
 class ModelLayout:
-    """Where each bucket's slices live in the worker's own tensors.
+    """Maps each bucket's slices to the worker's own tensors.
 
     tensors: by canonical name, on any device; written by pulls. Tensors that aren't contiguous are written through a
-    flat mirror.
+    flat mirror. Raises MismatchError, TensorError.
     """
 
     def __init__(self, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -49,10 +49,10 @@ class ModelLayout:
             number: self._tensors[number].clone(memory_format=torch.contiguous_format) for number in self.buffers
         }
         self._unsettled: set[int] = set()
-        """Tensors whose mirror is ahead of them."""
+        """Tensors whose mirror is newer than the tensor itself."""
 
     def load(self, shard: int, bucket: int, values: torch.Tensor) -> None:
-        """Write one pulled bucket (flat CPU tensor) into the tensors it holds slices of."""
+        """Write one pulled bucket (flat CPU tensor) into the tensors it contains slices of."""
         spec = self.plan.shards[shard].buckets[bucket]
         sources = [values[piece.offset : piece.end] for piece in spec.slices]
         targets = self._views[shard][bucket]
@@ -64,7 +64,7 @@ class ModelLayout:
         self._unsettled.update(piece.tensor for piece in spec.slices if piece.tensor in self._mirrors)
 
     def memory(self, shard: int, bucket: int) -> memoryview | None:
-        """The bytes of the one CPU tensor piece that a bucket is, writable; None where it is something else."""
+        """Writable bytes of the CPU tensor slice that is the whole bucket; None if there is no such slice."""
         spec = self.plan.shards[shard].buckets[bucket]
         if len(spec.slices) != 1 or spec.slices[0].offset or spec.slices[0].elements != spec.elements:
             return None
@@ -74,7 +74,7 @@ class ModelLayout:
         return tensor_bytes(piece)
 
     def mark_written(self, shard: int, bucket: int) -> None:
-        """Tell autograd of bytes that went past it: whoever read the tensors too early then fails in backward()."""
+        """Tell autograd of writes that bypassed it: code that read the tensors too early then fails in backward()."""
         torch.autograd.graph.increment_version(
             [self._tensors[piece.tensor] for piece in self.plan.shards[shard].buckets[bucket].slices]
         )
@@ -85,13 +85,13 @@ class ModelLayout:
         return bool(self._unsettled)
 
     def settle(self, tensors: Iterable[int] | None = None) -> None:
-        """After all buckets of these tensors (default: of all) are loaded: carry their mirrors over."""
+        """Copy the mirrors of these tensors (default: all) into them, once all their buckets are loaded."""
         for number in self._unsettled.intersection(tensors) if tensors is not None else list(self._unsettled):
             self._tensors[number].copy_(self._mirrors[number])
             self._unsettled.discard(number)
 
     def values(self, shard: int, bucket: int) -> torch.Tensor:
-        """The tensors' present values as one flat CPU bucket, padding zero."""
+        """The tensors' current values as one flat CPU bucket, padding zero."""
         spec = self.plan.shards[shard].buckets[bucket]
         for piece in spec.slices:
             if piece.tensor in self._mirrors:
@@ -101,22 +101,22 @@ class ModelLayout:
         return flat
 
     def keep(self, shard: int, bucket: int) -> None:
-        """Remember the buffers of a bucket that was just loaded as those of this step."""
+        """Save the buffers of a bucket that was just loaded as those of this step."""
         copy_each(self._saved_views(shard, bucket), self._views[shard][bucket])
 
     def restore(self) -> None:
-        """Put the remembered buffers back."""
+        """Restore the saved buffers."""
         for number in self.buffers:
             self._tensors[number].copy_(self._saved[number])
 
     @property
     def trained(self) -> dict[str, torch.Tensor]:
-        """The tensors that gradients change, by name."""
+        """The trained tensors, by name."""
         kinds = zip(self.plan.tensors, self._tensors, strict=True)
         return {spec.name: tensor for spec, tensor in kinds if spec.kind is TensorKind.PARAM}
 
     def changed_buffers(self) -> dict[int, torch.Tensor]:
-        """Buffers whose bits differ from the remembered ones, by tensor number."""
+        """Buffers whose bits differ from the saved ones, by tensor number."""
         return {
             number: self._tensors[number]
             for number in self.buffers
@@ -129,19 +129,19 @@ class ModelLayout:
 
 
 def span_of(plan: Plan, piece: Slice) -> slice:
-    """Where a slice lies within its tensor, flat."""
+    """The range of a slice within its flattened tensor."""
     start = piece.first_row * plan.tensors[piece.tensor].row_elements
     return slice(start, start + piece.elements)
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors pairwise, in one call where torch has one."""
+    """Copy tensors pairwise, in one call if torch supports it."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same bytes: 0.0 is not -0.0, a NaN is itself."""
+    """Whether two tensors of one shape and dtype have the same bytes: 0.0 is not -0.0, a NaN equals itself."""
     return bool(torch.equal(_octets(a), _octets(b)))
 
 
@@ -150,7 +150,7 @@ def _octets(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def homes(plan: Plan) -> list[list[Key]]:
-    """Buckets that hold a slice of each tensor, by tensor number."""
+    """Buckets that contain a slice of each tensor, by tensor number."""
     found: list[list[Key]] = [[] for _ in plan.tensors]
     for s, shard in enumerate(plan.shards):
         for b, bucket in enumerate(shard.buckets):
@@ -160,5 +160,5 @@ def homes(plan: Plan) -> list[list[Key]]:
 
 
 def keys_of(places: Sequence[Sequence[Key]], tensors: Iterable[int]) -> list[Key]:
-    """Every bucket that holds a slice of one of these tensors; places: of homes()."""
+    """Every bucket that contains a slice of one of these tensors. places: from homes()."""
     return list(dict.fromkeys(key for tensor in tensors for key in places[tensor]))

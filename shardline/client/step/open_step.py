@@ -1,4 +1,4 @@
-"""The open step of a worker: its pushes, made of the gradients that were contributed, and how far they have come."""
+"""The open step of a worker: its pushes, made from the contributed gradients, and their progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardline.errors import ProtocolError
 
 @dataclass(frozen=True, kw_only=True)
 class PushTools:
-    """What every push of a worker is made with."""
+    """What is needed to make a worker's pushes."""
 
     plan: Plan
     staging: GradientStaging
@@ -32,18 +32,18 @@ class PushTools:
     credit_bytes: int = 0
     """See SendQueue; 0 = derived from the buckets."""
     gpu: HostPath | None = None
-    """Where the gradients are on a GPU."""
+    """Set if the gradients are on a GPU."""
 
 
 def filled_payloads(tools: PushTools, shard: int, block: Block, ranks: Sequence[int]) -> LivePayloads:
-    """A block's push to one shard, all of whose buckets are in staging; each is encoded when it is sent.
+    """A block's push to one shard, with all buckets in staging; each is encoded when it is sent.
 
     ranks: see SendQueue.
     """
     spec, staging = tools.plan.shards[shard], tools.staging
-    # Nothing more can overtake, so a few large batches do: the shard begins with the first while others are encoded.
-    # Where all bytes are in their place one is enough. Of many workers' pushes the shard then takes one after another,
-    # where with small batches its threads met at the same buckets again and again.
+    # Nothing can overtake any more, so use a few large batches: the shard begins with the first while others are
+    # encoded. If all bytes are already in place, one is enough. The shard then handles many workers' pushes one after
+    # another; with small batches its threads would keep contending for the same buckets.
     in_place = staging.in_place(shard)
     window = tools.credit_bytes or (spec.nbytes if in_place else max(default_credit(spec), spec.nbytes // 4))
     payloads = LivePayloads(
@@ -62,7 +62,7 @@ def filled_payloads(tools: PushTools, shard: int, block: Block, ranks: Sequence[
 
 
 class OpenStep:
-    """The step that is being contributed to. Used by the computing thread."""
+    """The step that is open for contributions. Used by the computing thread."""
 
     def __init__(self, course: Course, tools: PushTools, sending: Sending) -> None:
         self._course = course
@@ -70,39 +70,39 @@ class OpenStep:
         self._staging = tools.staging
         self._sending = sending
         self.first = True
-        """The first step after a (re)start: parts of a block may be counted already."""
+        """The first step after a (re)start: parts of a block may already be counted."""
         self.pushes: dict[int, list[Contribution]] = {}
-        """By shard, made once: retries send the same."""
+        """By shard; made once, so that retries send the same."""
         self.target: int | None = None
-        """What to pull after them; None = the latest."""
+        """The step to pull after the pushes; None = the latest."""
         self.running: Running | None = None
-        """Pushes and pulls that are under way."""
+        """The running exchange."""
         self.sent = False
-        """send() was called, and settle() has not ended the step."""
+        """send() was called, and settle() has not closed the step yet."""
 
     @property
     def failed(self) -> bool:
-        """Whether what is sent has failed: settle() would raise."""
+        """Whether the exchange has failed: settle() would raise."""
         return self.sent and self.running is not None and self.running.failed
 
     @property
     def leaves_early(self) -> bool:
-        """Whether gradients are awaited, or have left, during the backward pass."""
+        """Whether gradients are expected to leave, or have left, during the backward pass."""
         return self._sending.early
 
     @property
     def uses(self) -> dict[int, None] | None:
-        """See Sending.uses; None but in the first step."""
+        """See Sending.uses; None except in the first step."""
         return self._sending.uses if self.first else None
 
     def kept_buffers(self) -> dict[str, torch.Tensor]:
-        """Copies of the buffers that were contributed, by name."""
+        """Copies of the contributed buffers, by name."""
         tensors = self._tools.plan.tensors
         found = self._staging.buffers().items()
         return {tensors[number].name: values.view(tensors[number].shape) for number, values in found}
 
     def make_pushes(self) -> None:
-        """The pushes of gradients that were all computed before any left."""
+        """Make the pushes if all gradients were computed before any left."""
         blocks = self._staging.blocks()
         mode = self._course.mode
         skip = bool(self._staging.extras.nonfinite) and mode.clips_at_worker
@@ -122,7 +122,7 @@ class OpenStep:
         self.target = self._course.half.target
 
     def push_early(self, block: Block, payloads: Mapping[int, Payloads]) -> None:
-        """The pushes of gradients that leave as they are computed."""
+        """Make the pushes of gradients that leave as they are computed."""
         self.pushes = {shard: [self._push(shard, items, block)] for shard, items in payloads.items()}
         self.target = self._course.half.target
 
@@ -133,7 +133,7 @@ class OpenStep:
         return replace(push, step=stamp.step, seq=stamp.seq, base_min=stamp.base, base_max=stamp.base, skip=skip)
 
     def close(self) -> None:
-        """The pushes are acknowledged or given up: free what they held. Raises as LivePayloads.drop()."""
+        """Free the pushes, which are acknowledged or given up. Raises the same errors as LivePayloads.drop()."""
         self._sending.end_step()
         drop_all(push.payloads for pushes in self.pushes.values() for push in pushes)
         self.pushes, self.target, self.running, self.sent = {}, None, None, False

@@ -1,4 +1,4 @@
-"""Several threads for passes over much memory: one core alone does not reach what the memory gives."""
+"""Several threads for passes over much memory: a single core does not use the full memory bandwidth."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MOST = 4
-"""Threads, the caller's included: a few reach the memory's limit."""
+"""Maximum number of threads, including the caller's: a few saturate the memory bandwidth."""
 WORTH_BYTES = 8 << 20
-"""Less is done by the caller alone before another thread is awake."""
+"""For fewer bytes, the caller alone is done before another thread wakes up."""
 
 
 def usable_cores() -> int:
@@ -23,10 +23,10 @@ def usable_cores() -> int:
 
 
 class ParallelMap:
-    """Runs one action over many items on the caller's thread and some of its own, which begin when first needed.
+    """Runs one action over many items on the caller's thread and a few others, started when first needed.
 
-    threads: with the caller's; 0 = as many as there are cores, MOST at most. each() may be called by one thread at a
-    time.
+    threads: number including the caller's; 0 = the number of cores, at most MOST. Only one thread at a time may call
+    each().
     """
 
     def __init__(self, threads: int = 0) -> None:
@@ -35,11 +35,11 @@ class ParallelMap:
         self._lock = threading.Lock()
 
     def each(self, act: Callable[[Item], Result], items: Sequence[Item], nbytes: int) -> list[Result]:
-        """act(item) for every item, in no particular order; the results in the items' order.
+        """Call act(item) for every item, in no particular order; returns the results in the order of the items.
 
-        nbytes: what all of them come to; little is done on the caller's thread alone. act must let go of the
-        interpreter's lock for most of its time, or there is nothing to gain. Raises the first error of all, by the
-        order of items, when none is under way any more.
+        nbytes: total size of the items; small jobs run on the caller's thread alone. act must release the GIL most of
+        the time, or there is no gain. If calls fail, raises the error of the first such item, after all calls have
+        ended.
         """
         shares = min(self._threads, len(items))
         if shares < 2 or nbytes < WORTH_BYTES:
@@ -62,7 +62,7 @@ class ParallelMap:
         helpers = [self._helpers().submit(work) for _ in range(shares - 1)]
         work()
         for helper in helpers:
-            # One that has not begun is not needed any more. The others' items end by themselves, as the caller's do.
+            # A helper that has not begun is not needed any more. The others finish their current item.
             if not helper.cancel():
                 helper.result()
         if errors:
@@ -75,6 +75,6 @@ class ParallelMap:
         return self._pool
 
     def close(self) -> None:
-        """End the threads; may be called twice. each() is not called any more."""
+        """End the threads; may be called twice. each() must not be called afterwards."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)

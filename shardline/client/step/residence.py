@@ -1,4 +1,4 @@
-"""Where a worker's tensors lie: in memory of their own, or in memory that is shared with the servers."""
+"""Where a worker's tensors are: in its own memory, or in memory shared with the servers."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from shardline.client.exchange.arrivals import Key
 
 
 class Residence(Protocol):
-    """Decides which pulled buckets stay where a server published them. take() and loaded() are called by lanes."""
+    """Decides which pulled buckets stay where a server published them. Lanes call take() and loaded()."""
 
     @property
     def shared(self) -> Sequence[str]:
-        """Names of the tensors that lie in shared memory now."""
+        """Names of the tensors that are currently in shared memory."""
         ...
 
     def take(self, key: Key, memory: memoryview) -> bool:
-        """Whether a bucket that the shard refers to may stay where it lies."""
+        """Whether a bucket that the shard refers to may stay in its memory."""
         ...
 
     def loaded(self, key: Key) -> None:
-        """A bucket was copied into private tensors."""
+        """Note that a bucket was copied into private tensors."""
         ...
 
     def settle(self, step: int) -> None:
-        """Every bucket of this step has come: point each tensor at its value."""
+        """Point each tensor at its value; every bucket of this step has arrived."""
         ...
 
     def gradient(self, number: int) -> torch.Tensor | None:
-        """Memory that the shard reads, in the shape of tensor `number` of the plan; None where there is none now."""
+        """Memory that the shard reads, in the shape of tensor `number` of the plan; None if there is currently none."""
         ...
 
     def release(self) -> None:
-        """Give every tensor memory of its own, before what is shared goes."""
+        """Move every tensor to private memory before the shared memory is freed."""
         ...
 
 
 class Private:
-    """Every tensor lies in the worker's own memory."""
+    """All tensors are in the worker's own memory."""
 
     shared: Sequence[str] = ()
 

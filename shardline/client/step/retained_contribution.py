@@ -1,7 +1,7 @@
-"""What a person's own loop has contributed to the open step, taken along when another server takes over.
+"""A contribution of the user's own loop to the open step, kept when another server takes over.
 
-A loop that isn't `for step in session.steps(...)` can't be made to run a step again, so what its one pass has computed
-has to outlive the trainer and the segments of the timeline that it was computed in.
+A loop that isn't `for step in session.steps(...)` can't repeat a step, so the result of its one pass has to outlive the
+trainer and the segments of the timeline in which it was computed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardline.consistency.worker.base import WorkerHalf
 
 
 class RetainedContribution:
-    """What was contributed to one step, and where the worker stood. Used by one thread.
+    """A contribution to one step, and the worker's position at that time. Used by one thread.
 
     parts: by replica.
     """
@@ -30,10 +30,10 @@ class RetainedContribution:
         self._began_s = time.monotonic()
 
     def keep(self, trainer: Trainer, *, shared: bool) -> None:
-        """Before the trainer that took the contribution gives it up: nothing of it may depend on that one any more.
+        """Make the contribution independent of the trainer that took it; call before that trainer gives it up.
 
-        The model's buffers are those of theta_t again since the push began, or already those that are being pulled; the
-        contribution's own are in the trainer's staging alone. shared: gradients may lie in segments of its lanes.
+        Since the push began, the model's buffers are those of theta_t again, or already those being pulled; the
+        contribution's own are only in the trainer's staging. shared: gradients may be in segments of its lanes.
         """
         if self._kept:
             return
@@ -44,21 +44,21 @@ class RetainedContribution:
             self._parts[replica] = replace(_copied(part) if shared else part, buffers=own, keep=True)
 
     def went_back(self, half: WorkerHalf) -> bool:
-        """Whether the job that was just located holds less than it did when the contribution was made."""
+        """Whether the job, as just located, is behind the step of the contribution."""
         return half.went_back(self._mark)
 
     def counted(self, half: WorkerHalf) -> bool:
-        """Whether all shards have the contribution, so that only the answer was on its way."""
+        """Whether all shards have counted the contribution, so that only the answer is missing."""
         return half.counted(self._mark)
 
     def contribute(self, trainer: Trainer) -> None:
-        """Contribute once more, the same bits, to the step that a trainer has located. Raises as Trainer.contribute."""
+        """Contribute the same bits again to the step that a trainer has located. Raises like Trainer.contribute."""
         trainer.half.resume(self._mark)
         for replica, part in self._parts.items():
             trainer.hand_over(replica, part)
 
     def accept(self, half: WorkerHalf) -> StepFigures:
-        """Close the step of a contribution that is counted; the model holds what came of it already."""
+        """Close the step of a contribution that is counted; the model already contains the result."""
         skipped = half.accept(self._mark)
         return StepFigures(
             seconds=time.monotonic() - self._began_s, computed_s=self._began_s, outcomes={}, skipped=skipped

@@ -1,4 +1,4 @@
-"""How the gradients of a step leave a worker: all at the end of the step, or each as it is computed."""
+"""How the gradients of a step are sent: all at the end of the step, or each as it is computed."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Begin = Callable[[Block, Mapping[int, LivePayloads]], None]
 
 
 class Sending(Protocol):
-    """The way of one worker's gradients. Used by the computing thread."""
+    """The sending of one worker's gradients. Used by the computing thread."""
 
     uses: dict[int, None] | None
-    """Tensors in the order of their first use, filled in the first step by who watches the forward pass; or None."""
+    """Tensors in the order of their first use, filled in the first step by the gate; None if unused."""
 
     @property
     def early(self) -> bool:
-        """Whether gradients of the open step are awaited, or have left, during the backward pass."""
+        """Whether gradients of the open step are expected to leave, or have left, during the backward pass."""
         ...
 
     @property
     def begun(self) -> bool:
-        """Whether something of the open step may have left during the backward pass."""
+        """Whether gradients of the open step may have left during the backward pass."""
         ...
 
     def ranks(self, shard: int) -> Sequence[int]:
@@ -40,40 +40,40 @@ class Sending(Protocol):
         ...
 
     def pull_order(self, shard: int, *, hold: bool) -> list[int]:
-        """Buckets in the order in which to ask for them; [] = the plan's. hold: the backward pass still runs."""
+        """Buckets in the order in which to request them; [] = the plan's. hold: the backward pass is still running."""
         ...
 
     def expect(self, expected: Expected, *, first: bool, begin: Begin) -> None:
-        """A replica's last backward pass comes next. first: of the first step after a start. Raises NonFiniteError."""
+        """Expect a replica's last backward pass. first: in the first step after a start. Raises NonFiniteError."""
         ...
 
     def close(self, gradients: Values, buffers: Values, hyper: Mapping[int, Mapping[str, float]]) -> None:
-        """The backward pass of an early push is over: the rest may leave. Raises what went wrong in it."""
+        """End the backward pass of an early push: the rest may leave. Raises any error of the pass."""
         ...
 
     def not_stepped(self, step: int) -> Exception:
-        """Ends an early push that no step() followed; returns what to raise."""
+        """End an early push that no step() followed; returns the error to raise."""
         ...
 
     def disarm(self) -> None:
-        """Expect no backward pass any more."""
+        """Stop expecting a backward pass."""
         ...
 
     def end_step(self) -> None:
-        """The open step is acknowledged or given up: free what it held."""
+        """Free what the open step used; it is acknowledged or given up."""
         ...
 
     def learn(self) -> None:
-        """After a step: what was seen in it of the order of things."""
+        """Learn from a finished step: order of use and of sending."""
         ...
 
     def detach(self) -> None:
-        """Leave the model as it was."""
+        """Remove all hooks from the model."""
         ...
 
 
 class AtOnce:
-    """Everything leaves when the step ends."""
+    """Sends everything when the step ends."""
 
     uses: dict[int, None] | None = None
     early = False

@@ -1,4 +1,4 @@
-"""Gradients that autograd adds up in memory which the server reads, and which of them a pass has really computed."""
+"""Gradients that autograd accumulates in memory the server reads, and which of them a pass has really computed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from torch.utils.hooks import RemovableHandle
 
 
 class SharedGradients:
-    """Lends .grad to a worker's parameters, step by step. Used by one thread; autograd may call the hooks on another.
+    """Lends shared memory to the .grad of a worker's parameters, step by step.
 
-    tensors: the worker's own by name. view: memory to compute one's gradient in, or None where there is none now.
+    Used by one thread; autograd may call the hooks on another.
 
-    A .grad that was lent is there from the beginning of a pass, full of zeros. Plain torch has None until the pass
-    gives the parameter a gradient, and rules that decay weights or have momentum tell the two apart: so it is noted
-    which parameters got one.
+    tensors: the worker's, by name. view: memory to compute a tensor's gradient in, or None if there is currently none.
+
+    A lent .grad exists from the beginning of a pass, full of zeros. In plain torch it is None until the pass computes a
+    gradient, and rules with weight decay or momentum distinguish the two: so parameters that got a gradient are
+    recorded.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], view: Callable[[str], torch.Tensor | None]) -> None:
         self._tensors = tensors
         self._view = view
         self._lent: dict[str, torch.Tensor] = {}
-        """What .grad was set to, by name."""
+        """Tensors that .grad was set to, by name."""
         self._present: set[str] = set()
-        """Lent gradients that plain torch would have."""
+        """Names of parameters that would have a gradient in plain torch."""
         self._handles: dict[str, RemovableHandle] = {}
 
     def zero(self, *, set_to_none: bool = True) -> None:
-        """As torch's zero_grad: what had a gradient has none, or with set_to_none=False one of zeros."""
+        """As torch's zero_grad: existing gradients become None, or zeros with set_to_none=False."""
         kept = set() if set_to_none else {name for name, tensor in self._trained() if self._has(name, tensor)}
         self._present = kept
         for name, tensor in self._trained():
@@ -47,13 +49,13 @@ class SharedGradients:
         self._present.add(name)
 
     def _has(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has a gradient in torch's sense: computed by a pass, or put there by hand."""
+        """Whether a tensor has a gradient in torch's sense: computed by a pass, or set by hand."""
         if tensor.grad is None or tensor.grad is not self._lent.get(name) or name in self._present:
             return tensor.grad is not None
         return bool(tensor.grad.count_nonzero())
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients of the open step by name; what took no part in it has none, and its .grad becomes None."""
+        """The gradients of the open step by name; a parameter that took no part has none: its .grad becomes None."""
         found: dict[str, torch.Tensor] = {}
         for name, tensor in self._tensors.items():
             if self._has(name, tensor):
@@ -64,13 +66,13 @@ class SharedGradients:
         return found
 
     def take_back(self) -> None:
-        """What was lent may be read by the server for longer: every .grad is a private copy from now on."""
+        """Make every .grad a private copy, since the server may still read the lent memory."""
         for name, lent in self._lent.items():
             if self._tensors[name].grad is lent:
                 self._tensors[name].grad = self._lent[name] = lent.clone()
 
     def close(self) -> None:
-        """Leave the parameters without hooks, their gradients private."""
+        """Remove the hooks and make the gradients private."""
         self.take_back()
         for handle in self._handles.values():
             handle.remove()

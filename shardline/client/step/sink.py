@@ -1,4 +1,4 @@
-"""Where pulled buckets go: into the worker's tensors, or into memory kept for them until they may be written."""
+"""Where pulled buckets go: into the worker's tensors, or into memory that keeps them until they may be loaded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from shardline.errors import ProtocolError, UnreachableError
 class BucketSink:
     """Receives the pulled buckets of one shard and loads them into the model.
 
-    arrivals: told of every bucket; says whether the model may be written to yet. None = it always may.
-    hold_s: how long a lane's own memory waits for that.
+    arrivals: notified of every bucket; says whether the model may be written to yet. None = it always may. hold_s: how
+    many seconds a lane's own memory waits for that.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class BucketSink:
         self._memory: dict[int, torch.Tensor] = {}
         self._pieces: dict[int, memoryview | None] = {}
         self._in_place: set[int] = set()
-        """Buckets whose bytes are being received into the model itself."""
+        """Buckets that are received directly into the model."""
         self.arrived: set[int] = set()
-        """Buckets of the running pull that are whole."""
+        """Complete buckets of the running pull."""
         self._held: dict[int, tuple[int, int]] = {}
-        """(step, version) of what came of each bucket, whatever pull brought it."""
+        """(step, version) of each bucket's last arrival, in any pull."""
         self.raw_bytes = 0
         self.wire_bytes = 0
         self.first_s = 0.0
-        """When the running pull's first bucket began to come, by the monotonic clock; 0 = none has."""
+        """When the running pull's first bucket began to arrive, by the monotonic clock; 0 = none has."""
 
     def begin(self) -> None:
         """Start a new pull."""
@@ -68,10 +68,10 @@ class BucketSink:
         self._in_place.clear()
 
     def _direct(self, arrival: Arrival) -> memoryview | None:
-        """The model's own memory, where the payload is the bits of one contiguous piece of one tensor.
+        """The model's own memory, if the payload has the bits of one contiguous slice of one tensor.
 
-        A pull that ends half-way leaves such a tensor torn, as it leaves the model with buckets of two steps: nothing
-        is computed with it before a pull ended whole.
+        An interrupted pull leaves such a tensor torn, just as it leaves the model with buckets of two steps: nothing is
+        computed with it until a pull is complete.
         """
         if not self._written(arrival).codec.is_view or self._arrivals.holding or arrival.bucket in self.arrived:
             return None
@@ -87,11 +87,14 @@ class BucketSink:
             raise ProtocolError(f"shard {self._shard}, bucket {arrival.bucket}: {error}") from None
 
     def _written(self, arrival: Arrival) -> BucketCoding:
-        """How a bucket that comes is written. Raises ProtocolError for another codec than the job's."""
+        """Coding of an arriving bucket. Raises ProtocolError if its codec is not the job's."""
         return self._named(arrival).bucket(self._shard, arrival.bucket)
 
     def buffer(self, arrival: Arrival) -> memoryview:
-        """Where one bucket's bytes go: the model itself, or memory reused from step to step. See core.exchange.Sink."""
+        """Memory for one bucket's bytes: the model itself, or memory reused in every step. See core.exchange.Sink.
+
+        Raises ProtocolError for a payload of the wrong length.
+        """
         self.first_s = self.first_s or time.monotonic()
         misfit = self._written(arrival).misfit(arrival.payload_bytes)
         if misfit:
@@ -116,7 +119,7 @@ class BucketSink:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def done(self, arrival: Arrival) -> None:
-        """Load a whole bucket. See core.exchange.Sink."""
+        """Load a complete bucket. See core.exchange.Sink."""
         self.first_s = self.first_s or time.monotonic()
         load: Callable[[], None] = _nothing
         if not arrival.unchanged:
@@ -132,9 +135,10 @@ class BucketSink:
         self._landed(arrival, load)
 
     def take(self, arrival: Arrival, memory: memoryview) -> None:
-        """Load a whole bucket from shared memory; it counts no bytes on the wire. See core.exchange.Sink.
+        """Load a complete bucket from shared memory; adds no wire bytes. See core.exchange.Sink.
 
-        Waits while the model must not be written to: a copy in between would cost more than it gains.
+        Waits while the model must not be written to: an intermediate copy would cost more than it gains. Raises
+        UnreachableError after hold_s.
         """
         self.first_s = self.first_s or time.monotonic()
         if not self._arrivals.await_release(self._hold_s):
@@ -143,7 +147,7 @@ class BucketSink:
         stays = arrival.area < 2 and self._residence.take((self._shard, arrival.bucket), memory)
         self._landed(arrival, _nothing if stays else functools.partial(self._load, arrival, memory))
         if self._host is not None:
-            # The memory is the lane's again when this returns.
+            # The lane may reuse the memory when this returns.
             self._host.await_host_memory((self._shard, arrival.bucket))
 
     def _spec(self, arrival: Arrival) -> BucketSpec:
@@ -160,7 +164,7 @@ class BucketSink:
         spec = self._spec(arrival)
         named = self._named(arrival)
         written = named.bucket(self._shard, arrival.bucket)
-        # Shared memory is read-only, and read where it lies.
+        # Shared memory is read-only and read in place.
         as_it_is = written.codec.is_view and len(payload) == spec.nbytes
         with torch.no_grad():
             if as_it_is:
@@ -182,7 +186,7 @@ class BucketSink:
 
     def _landed(self, arrival: Arrival, load: Callable[[], None]) -> None:
         if arrival.bucket in self.arrived:
-            # It came a second time, after a broken call: a forward pass may have changed it since (batch norm).
+            # A second arrival after a failed call: a forward pass may have changed the bucket since (batch norm).
             return
         self._held[arrival.bucket] = (arrival.step, arrival.version)
         self.arrived.add(arrival.bucket)
@@ -190,16 +194,16 @@ class BucketSink:
 
     @property
     def base_step(self) -> int | None:
-        """Lowest step over what the model holds of each bucket; None where some never came."""
+        """Lowest step of the model's buckets; None if some never arrived."""
         if len(self._held) < self.num_buckets:
             return None
         return min(step for step, _ in self._held.values())
 
     @property
     def base_version(self) -> int:
-        """Lowest version over what the model holds of each bucket."""
+        """Lowest version of the model's buckets."""
         return min((version for _, version in self._held.values()), default=0)
 
 
 def _nothing() -> None:
-    """Load nothing: the model holds these bits already."""
+    """Load nothing: the model already contains these bits."""

@@ -1,4 +1,4 @@
-"""Gradients of a step on their way out: filled per replica, summed over whole tree blocks, encoded once."""
+"""Outgoing gradients of a step: filled per replica, summed over whole tree blocks, encoded once."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from shardline.rpc.messages.convert import pack_bits
 Allocate = Callable[[int, int, int], memoryview | None]
 """(shard, bucket, bytes) -> the lane's own memory for this bucket's gradient in this step, or None.
 
-Its padding is zero: what was never written, or held the same bucket before.
+Its padding is zero: the memory was never written, or contained the same bucket before.
 """
 
 
 def no_memory(shard: int, bucket: int, nbytes: int) -> None:
-    """For lanes that have no memory of their own."""
+    """For lanes without memory of their own."""
 
 
 @dataclass
 class StepExtras:
-    """What goes with a step's pushes besides gradients."""
+    """Data sent with a step's pushes besides gradients."""
 
     hyper: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     nonfinite: list[str] = field(default_factory=list)
     samples: dict[int, int] = field(default_factory=dict)
-    """Samples by replica."""
+    """Number of samples by replica."""
 
 
 class GradientStaging:
-    """Flat bucket tensors of one worker, reused from step to step.
+    """A worker's flat bucket tensors, reused in every step.
 
     Different buckets may be added and encoded by different threads at the same time.
     """
@@ -69,21 +69,21 @@ class GradientStaging:
         self._free: dict[Key, list[torch.Tensor]] = {}
         self._lent: dict[Key, list[torch.Tensor]] = {}
         self._asked: set[Key] = set()
-        """Buckets for which the lane gave memory, or had none, in this step."""
+        """Buckets for which the lane was asked for memory in this step."""
         self._shared: set[Key] = set()
-        """Buckets whose gradient of this step lies where the shard reads it."""
+        """Buckets whose gradient of this step is in memory that the shard reads."""
         self._locked: list[Segment | None] = []
-        """Segments that a GPU copies into: their lane may let go of them while it does."""
+        """Segments that a GPU copies into, kept alive because their lane may release them meanwhile."""
         self._sums: dict[Key, Contributions] = {}
         self._singles: dict[Key, dict[Block, Partial]] = {}
         self._marks: dict[Key, dict[Block, int]] = {}
-        """Fingerprints of gradients that lie where the shard reads them."""
+        """Fingerprints of gradients in memory that the shard reads."""
         self.keys = [(s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets))]
         """Every bucket."""
         self.extras = StepExtras()
 
     def clear(self) -> None:
-        """Start a step: all memory is free again, since the pushes it held are acknowledged or given up."""
+        """Start a step: all memory is free again, since the previous pushes are acknowledged or given up."""
         for key, lent in self._lent.items():
             self._free.setdefault(key, []).extend(lent)
         self._lent.clear()
@@ -96,7 +96,7 @@ class GradientStaging:
         self.extras = StepExtras()
 
     def close(self) -> None:
-        """Free all memory, end its threads."""
+        """Free all memory and end the threads."""
         self._map.close()
         self.clear()
         self._free.clear()
@@ -105,18 +105,18 @@ class GradientStaging:
         return self._plan.shards[key[0]].buckets[key[1]]
 
     def _lane_memory(self, key: Key) -> torch.Tensor | None:
-        """The lane's own memory, once a step: what was given up in an earlier step may still be read by the peer."""
+        """The lane's own memory, once per step: the peer may still be reading what an earlier attempt left there."""
         if key in self._asked:
             return None
         self._asked.add(key)
         spec = self._spec(key)
-        # Another codec's bytes are made elsewhere anyway.
+        # Other codecs write their bytes elsewhere anyway.
         wanted = spec.nbytes > 0 and self.encoders.coding.bucket(*key).codec.is_view
         memory = self._allocate(*key, spec.nbytes) if wanted else None
         if memory is None:
             return None
         if self._host is not None:
-            # A GPU's gradients need page-locked memory, for as long as the device may copy there.
+            # A GPU's gradients need memory that stays page-locked while the device may copy into it.
             self._locked.append(Segment.of(memory))
             if not self._host.lock_pages(memory):
                 return None
@@ -144,7 +144,7 @@ class GradientStaging:
         presum: bool,
         keep: bool = False,
     ) -> list[str]:
-        """Take one replica's gradients and (replica 0's) changed buffers, by tensor number, into every bucket.
+        """Add one replica's gradients and (for replica 0) changed buffers, by tensor number, to every bucket.
 
         See add_bucket. Returns the names of gradients that are not finite, each once, in the plan's order. Raises
         JobError naming a tensor whose gradient is sparse.
@@ -162,10 +162,10 @@ class GradientStaging:
             is_buffer = self._spec(key).kind is TensorKind.BUFFER
             source = buffers if is_buffer else gradients
             with torch.no_grad():
-                # Buffers go back to what they were before the push has left, so these are copied always.
+                # Buffers are restored before the push has left, so these are always copied.
                 return self.add_bucket(key, replica, source, presum=presum, keep=keep and not is_buffer, after=after)
 
-        # A GPU's copies go one after another anyway.
+        # A GPU's copies run one after another anyway.
         nbytes = sum(gradient.nbytes for gradient in gradients.values()) if self._host is None else 0
         bad = {number for found in self._map.each(add, self.keys, nbytes) for number in found}
         return [self._plan.tensors[number].name for number in sorted(bad)]
@@ -180,12 +180,12 @@ class GradientStaging:
         keep: bool,
         after: Sequence[torch.cuda.Event] = (),
     ) -> list[int]:
-        """Take one replica's part of one bucket; returns the tensors whose gradients have NaN or infinity.
+        """Add one replica's part of one bucket; returns the tensors whose gradients have NaN or infinity.
 
-        presum: add up the gradients of a whole block of replicas before sending (bits stay the same). Off in the first
-        step after a (re)start, when parts of a block may be counted already.
-        keep: the gradients stay as they are until clear(): a bucket that is one piece of one of them is not copied.
-        after: on a GPU, what has to have happened there for the source to be complete.
+        presum: add up the gradients of a whole block of replicas before sending (with the same bits). Off in the first
+        step after a (re)start, when parts of a block may already be counted.
+        keep: the gradients do not change until clear(): a bucket that is one slice of one of them is not copied.
+        after: on a GPU, events after which the source is complete.
         """
         spec = self._spec(key)
         values: torch.Tensor | None = None
@@ -219,7 +219,7 @@ class GradientStaging:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether some replica's part of the open step is here."""
+        """Whether staging contains a replica's part of the open step."""
         return bool(self._sums or self._singles)
 
     def _partials(self, key: Key) -> dict[Block, Partial]:
@@ -229,7 +229,7 @@ class GradientStaging:
         return held
 
     def buffers(self) -> dict[int, torch.Tensor]:
-        """Copies of the changed buffers that were added for the open step, flat, by tensor number."""
+        """Copies of the changed buffers added for the open step, flat, by tensor number."""
         found: dict[int, torch.Tensor] = {}
         for key in self.keys:
             spec = self._spec(key)
@@ -245,19 +245,19 @@ class GradientStaging:
         return found
 
     def blocks(self) -> list[Block]:
-        """Blocks to push, in order; every bucket has the same."""
+        """Blocks to push, in order; the same for every bucket."""
         return sorted(self._partials((0, 0)))
 
     def is_empty(self, key: Key, block: Block) -> bool:
-        """Whether no slice of a bucket has a gradient in this block, all of whose replicas were added."""
+        """Whether no slice of a bucket has a gradient in this block. All replicas of the block must have been added."""
         return self._partials(key)[block].values is None
 
     def in_place(self, shard: int) -> bool:
-        """Whether all of a shard's gradients lie where the shard reads them: nothing is left to do but to say so."""
+        """Whether all of a shard's gradients are in memory that the shard reads, so that no bytes have to be sent."""
         return all((shard, bucket) in self._shared for bucket in range(len(self._plan.shards[shard].buckets)))
 
     def payload(self, block: Block, shard: int, bucket: int, nonfinite: Sequence[str] = ()) -> BucketPayload:
-        """One bucket of a block's push, encoded. Raises KeyError where the block has nothing in it."""
+        """One bucket of a block's push, encoded. Raises KeyError if it is empty in this block."""
         key = shard, bucket
         spec = self._spec(key)
         partial = self._partials(key)[block]
@@ -271,7 +271,7 @@ class GradientStaging:
             present=present_bits(partial.present),
             data=data,
             raw_bytes=spec.nbytes,
-            # It guards bytes on their way; these stay where they are.
+            # The digest protects bytes in transit; these stay in place.
             digest=0 if key in self._shared else digest(data),
             nonfinite=tuple(nonfinite),
             bound=partial.bound if math.isfinite(partial.bound) else 0.0,
@@ -279,14 +279,14 @@ class GradientStaging:
         )
 
     def _fingerprint(self, key: Key, block: Block, data: Buffer) -> int:
-        """Of a block's bytes; 0 where no other replica's worker could be asked to make them once more."""
+        """Fingerprint of a block's bytes; 0 if no other worker could be asked to compute them again."""
         if self._replicas == 1:
             return 0
         known = self._marks.get(key, {}).get(block)
         return fingerprint(data) if known is None else known
 
     def contribution(self, block: Block, payloads: Payloads) -> Contribution:
-        """A block's push of these payloads, with what travels beside them; of no step yet."""
+        """A block's push with these payloads and the other data; its step is not set yet."""
         samples = self.extras.samples
         return Contribution(
             payloads=payloads,
@@ -309,7 +309,7 @@ def fill_bucket(
 
     copy: how; None = copy_each.
 
-    Slices without a gradient become zero: they travel, but count as absent.
+    Slices without a gradient become zero: they are sent, but count as absent.
     """
     present = tuple(piece.tensor in gradients for piece in bucket.slices)
     sources, targets = [], []
@@ -327,7 +327,7 @@ def fill_bucket(
 
 
 def tensor_piece(plan: Plan, bucket: BucketSpec, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """The piece of one contiguous CPU gradient that is the bucket, flat, in its own memory; None where it is not so."""
+    """The slice of one contiguous CPU gradient that is the whole bucket, flat, not copied; None if there is none."""
     piece = bucket.slices[0]
     if len(bucket.slices) != 1 or piece.offset or piece.elements != bucket.elements:
         return None
@@ -343,7 +343,7 @@ def present_bits(present: Sequence[bool]) -> bytes:
 
 
 def initial_contribution(coding: Coding, shard: int, values: Sequence[torch.Tensor]) -> Contribution:
-    """The INIT push of one shard; values: flat CPU tensors by bucket. coding: JobCoding.plain."""
+    """The INIT push of one shard. values: flat CPU tensors by bucket. coding: JobCoding.plain."""
     payloads = []
     for b, (bucket, flat) in enumerate(zip(coding.plan.shards[shard].buckets, values, strict=True)):
         data = coding.bucket(shard, b).encoder.encode(flat, PLAIN_TURN)

@@ -31,16 +31,16 @@ from shardline.errors import UnreachableError
 from shardline.topology import Route
 
 PATIENCE = 5.0
-"""A call waits for gradients as many times longer than the longest computation so far."""
+"""A call waits for gradients this many times as long as the longest computation so far."""
 LONGEST_WAIT_S = 600.0
-"""What a server holds a pull at most."""
+"""Seconds that a server holds a pull at most."""
 
 
 class Trainer:
     """Gradients in, parameters out, for one worker and all shards. Used by one thread.
 
-    course: outlives the trainer. route: whom the lanes of the exchange lead to. sending: how gradients leave. The
-    tensors of `weights` are written by pulls. See make_trainer().
+    course: outlives the trainer. route: where the lanes of the exchange lead. sending: how gradients leave. Pulls write
+    the tensors of `weights`. See make_trainer().
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Trainer:
         self.open = OpenStep(course, tools, sending)
         self._start_s = self._computed_s = self._began_s = 0.0
         self._longest_s = 0.0
-        """Longest computation of a step so far."""
+        """Longest computation of a step so far, in seconds."""
 
     @property
     def step(self) -> int:
@@ -78,8 +78,8 @@ class Trainer:
         return self.half.step
 
     def gradient_view(self, name: str) -> torch.Tensor | None:
-        """Memory that the shard reads, to compute this tensor's gradient in; None where there is none (left)."""
-        # What another replica of this worker has computed there is not sent yet.
+        """Memory that the shard reads, to compute this tensor's gradient in; None if there is none (left)."""
+        # It contains the unsent gradients of another replica of this worker.
         if self._staging.has_gradients:
             return None
         return self.weights.residence.gradient(self.plan.index[name])
@@ -87,7 +87,7 @@ class Trainer:
     # Starting
 
     def initialize(self) -> None:
-        """Send the model's values as the job's first ones (Orders.init)."""
+        """Send the model's values as the job's initial ones (Orders.init)."""
         tasks = {}
         for shard, spec in enumerate(self.plan.shards):
             values = [self.weights.layout.values(shard, bucket) for bucket in range(len(spec.buckets))]
@@ -96,9 +96,9 @@ class Trainer:
         self.exchange.run(self._sender, tasks)
 
     def locate(self, replicas: Iterable[int], timeline: int) -> set[int]:
-        """Find the step to work on, pull its parameters; returns the replicas that still have to contribute to it.
+        """Find the step to work on and pull its parameters; returns the replicas that still have to contribute to it.
 
-        Nothing may be under way: see give_up().
+        No exchange may be running: see give_up().
         """
         self._sender = replace(self._sender, timeline=timeline)
         self.weights.forget()
@@ -113,7 +113,7 @@ class Trainer:
         return todo
 
     def standings(self, replicas: Sequence[int]) -> dict[int, Standing]:
-        """What each shard has counted of these replicas. Raises Restart, Interrupted, UnreachableError."""
+        """Each shard's standing on these replicas. Raises Restart, Interrupted, UnreachableError."""
         found = {}
         for shard in sorted(self.exchange.lanes):
             standing = found[shard] = self.exchange.progress(self._sender, shard, replicas)
@@ -122,7 +122,7 @@ class Trainer:
         return found
 
     def _pull(self) -> None:
-        """Get the parameters that the worker stands at."""
+        """Pull the parameters of the worker's current step."""
         step = self.half.exact
         want = Want(step=step, have_step=self.weights.have, wait_s=self.exchange.timeouts.server_wait_s)
         tasks = {shard: ShardTask(shard=shard, contributions=[], want=want) for shard in self.exchange.lanes}
@@ -132,9 +132,9 @@ class Trainer:
         self.open.close()
 
     def give_up(self) -> None:
-        """End what is under way; what arrived of it is of no use. arm() the exchange before the next one.
+        """End the running exchange; what has arrived is of no use. arm() the exchange before the next one.
 
-        Raises UnreachableError where it doesn't end.
+        Raises UnreachableError if it doesn't end.
         """
         if self.open.running is not None:
             self.weights.arrivals.end()
@@ -142,56 +142,56 @@ class Trainer:
         self.weights.untouched()
         self.open.close()
 
-    # Where the open step stands
+    # State of the open step
 
     @property
     def waiting(self) -> bool:
-        """Whether wait_for() may have anything to do."""
+        """Whether wait_for() may have to wait."""
         return self.open.sent and self.weights.incomplete
 
     # A step
 
     def begin(self, replica: int = 0) -> None:
-        """Before each replica's forward pass: the model holds what this replica computes with."""
+        """Prepare the model for a replica's forward pass; call before each."""
         self._began_s = time.monotonic()
         self.weights.enter_pass(pending=self.open.sent, running=self.open.running)
         self.course.local.enter(replica, self.course.ticks.tick)
 
     def wait_for(self, tensors: Iterable[int]) -> None:
-        """Return when these tensors (numbers in the plan) hold the values of `step`.
+        """Wait until these tensors (numbers in the plan) contain the values of `step`.
 
-        Raises what ended the exchange where it did not bring them; settle() raises it again.
+        Raises the error that ended the exchange if they did not arrive; settle() raises it again.
         """
         self.weights.wait_for(tensors, self.open.running)
 
     def settle(self) -> StepFigures | None:
-        """Wait until everything that is pending has come; None where nothing was. Raises as finish() does."""
+        """Wait for the exchange after send(); None if there is none. Raises the same errors as finish()."""
         return self._complete() if self.open.sent else None
 
     def expect(self, expected: Expected) -> None:
-        """Right before the last backward pass of a replica: let its gradients leave as they are computed, if they may.
+        """Call right before a replica's last backward pass: its gradients leave as they are computed, if possible.
 
-        Otherwise contribute() and finish() send them. Nothing may be pending. Raises NonFiniteError as contribute(),
-        JobError as check_stepped().
+        Otherwise contribute() and finish() send them. No exchange may be pending. Raises NonFiniteError like
+        contribute(), JobError like check_stepped().
         """
         self.check_stepped()
         self.disarm()
         self._sending.expect(expected, first=self.open.first, begin=self.begin_early)
 
     def check_stepped(self) -> None:
-        """Every backward pass that sent something was followed by its step. Raises JobError after giving it up."""
+        """Raise JobError, after giving it up, if a backward pass sent gradients and no step followed."""
         if self._sending.begun and not self.open.sent:
             error = self._sending.not_stepped(self.step)
             self.give_up()
             raise error
 
     def disarm(self) -> None:
-        """Expect no backward pass any more; what has begun to leave stays as it is."""
+        """Stop expecting a backward pass; a push that has begun is not affected."""
         if not self.open.sent:
             self._sending.disarm()
 
     def begin_early(self, block: Block, payloads: Mapping[int, Payloads]) -> None:
-        """The first bucket is ready. Called by a hook, during the backward pass."""
+        """Start the exchange when the first bucket is ready. Called by a hook during the backward pass."""
         self.open.push_early(block, payloads)
         self._start(hold=True, compute_s=self._longest_s)
 
@@ -205,12 +205,12 @@ class Trainer:
         hyper: Mapping[int, Mapping[str, float]] | None = None,
         keep: bool = False,
     ) -> Mapping[int, Outgoing]:
-        """Take one replica's gradients (by tensor name; absent = None in torch) for the open tick.
+        """Add one replica's gradients (by tensor name; absent = None in torch) to the open tick.
 
-        keep: the tensors stay as they are until the step is closed, so they need not be copied.
-        Returns what the cadence made of it, by replica; {} where nothing is sent yet.
+        keep: the tensors do not change until the step is closed, so they need not be copied.
+        Returns what the cadence sends, by replica; {} if nothing is sent yet.
         Raises NonFiniteError naming loss or tensor under the policy "stop"; nothing has left this worker then, except
-        buckets that left during the backward pass. JobError where gradients changed after they had left.
+        buckets that left during the backward pass. Raises JobError if gradients changed after they had left.
         """
         self._longest_s = max(self._longest_s, time.monotonic() - self._began_s if self._began_s else 0.0)
         ticks = self.course.ticks
@@ -227,13 +227,13 @@ class Trainer:
         return {replica: made}
 
     def hand_over(self, replica: int, outgoing: Outgoing) -> None:
-        """A replica's part of the open step, as the cadence wants it sent. Raises as contribute()."""
+        """Hand over a replica's part of the open step, as made by the cadence. Raises like contribute()."""
         offered = self._route.offer(self.step, replica, outgoing)
         if offered is not None:
             self._add(replica, offered)
 
     def _add(self, replica: int, outgoing: Outgoing) -> None:
-        """Take what is to be pushed as this replica's. Raises as contribute()."""
+        """Add what is pushed as this replica's part. Raises the same errors as contribute()."""
         values = _numbered(self.plan, outgoing.values, TensorKind.PARAM)
         buffers = _numbered(self.plan, outgoing.buffers, TensorKind.BUFFER)
         bad = loss_names(outgoing.loss)
@@ -241,7 +241,7 @@ class Trainer:
             self._nonfinite.judge(self.step, replica, bad, early=True)
             self._sending.close(values, buffers, outgoing.hyper)
             return
-        # Rounding a sum is not summing rounded parts: a lossy codec would make the bits depend on who runs what.
+        # Rounding a sum is not summing rounded parts: with a lossy codec the bits would depend on the assignment.
         presum = self.course.mode.sums_in_tree and not self.open.first and self.encoders.coding.codec.exact
         self._staging.extras.samples[replica] = outgoing.samples
         if outgoing.hyper and replica == 0:
@@ -253,12 +253,12 @@ class Trainer:
     # Handing over
 
     def finish(self) -> StepFigures:
-        """Send what was contributed, get the next parameters. Raises Restart, Stopped or Interrupted."""
+        """Send the contributions and get the next parameters. Raises Restart, Stopped or Interrupted."""
         self._send()
         return self._complete()
 
     def send(self) -> None:
-        """finish() without waiting: wait_for() and settle() say when the parameters of the next `step` have come."""
+        """finish() without waiting: wait_for() and settle() wait for the parameters of the next `step`."""
         self._send()
         self.open.sent = True
         self.half.advance()
@@ -275,7 +275,7 @@ class Trainer:
         self.weights.release()
 
     def _start(self, *, hold: bool, compute_s: float = 0.0) -> None:
-        """Begin the exchange of the open step with all shards. compute_s: how long gradients may take to come."""
+        """Start the exchange of the open step with all shards. compute_s: seconds that gradients may still take."""
         timeouts = self.exchange.timeouts
         patience_s = timeouts.rpc_s + PATIENCE * compute_s if hold else 0.0
         wait_s = min(LONGEST_WAIT_S, timeouts.server_wait_s + compute_s)
@@ -297,7 +297,7 @@ class Trainer:
         self.open.running = self.exchange.start(self._sender, tasks, self.weights.arrivals.end)
 
     def _complete(self) -> StepFigures:
-        """Wait for the running exchange, close the step. One that has failed before is made again, with the same."""
+        """Wait for the exchange and close the step. After a failed exchange, start it again with the same pushes."""
         if self.open.running is None:
             self._start(hold=False)
         running = self.open.running
@@ -322,7 +322,7 @@ class Trainer:
         return StepFigures(seconds=seconds, computed_s=self._computed_s, outcomes=outcomes, skipped=skipped)
 
     def close(self) -> None:
-        """End threads and calls, free what lanes hold; leave the model without hooks."""
+        """End threads and calls, free the lanes, remove the hooks from the model."""
         self._sending.detach()
         self.weights.arrivals.end()
         self.exchange.close()

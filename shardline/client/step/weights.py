@@ -1,4 +1,4 @@
-"""The tensors that pulls fill: which of them have come, who may read them yet, and what a forward pass changed."""
+"""The tensors that pulls fill: which have arrived, when they may be written, and what a forward pass changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Weights:
         self.residence = residence
         self.arrivals = Arrivals((s, b) for s, shard in enumerate(plan.shards) for b in range(len(shard.buckets)))
         self.gpu = host_path(layout.tensors)
-        """Copies to and from the GPU that all tensors are on; None where they aren't on one."""
+        """Copies to and from the GPU of all tensors; None if they aren't all on one."""
         self._host = self.gpu or ON_HOST
         self.sinks = {
             s: BucketSink(layout, s, coding, self.arrivals, host=self.gpu, residence=residence)
@@ -37,37 +37,37 @@ class Weights:
         self._homes = homes(plan)
         self._buffer_keys = keys_of(self._homes, layout.buffers)
         self.have: int | None = None
-        """Step of the parameters in the tensors, where they are known to be whole."""
+        """Step of the parameters in the tensors, if they are known to be complete."""
         self._touched = False
         """A forward pass of the open step may have changed the buffers."""
 
     # A pull
 
     def forget(self) -> None:
-        """What the tensors hold may be of any step."""
+        """Forget the step of the tensors' contents."""
         self.have = None
 
     def begin_pull(self, *, hold: bool) -> None:
-        """A pull of everything begins. hold: a backward pass still reads the tensors, see release()."""
+        """Begin a pull of everything. hold: a backward pass is still reading the tensors, see release()."""
         self.have = None
         if not hold:
             self._host.fence()
         self.arrivals.begin(hold=hold)
 
     def release(self) -> None:
-        """The backward pass is over: what has come may be written."""
+        """Allow writing to the tensors: the backward pass is over."""
         if self.arrivals.holding:
             self._host.fence()
             self.arrivals.release()
 
     def await_all(self, running: Running) -> None:
-        """Return when every bucket of an exchange that has ended well is in the tensors."""
+        """Wait until every bucket of a successful exchange is in the tensors."""
         self._load(self.arrivals.keys, running)
 
     def wait_for(self, tensors: Iterable[int], running: Running | None) -> None:
-        """Return when these tensors (numbers in the plan) hold what the running exchange brings.
+        """Wait until these tensors (numbers in the plan) contain the running exchange's values.
 
-        Raises what ended the exchange where it did not bring them.
+        Raises the error that ended the exchange if they did not arrive.
         """
         numbers = list(tensors)
         wanted = [number for number in numbers if self._plan.tensors[number].kind is not TensorKind.FROZEN]
@@ -77,7 +77,7 @@ class Weights:
 
     @property
     def incomplete(self) -> bool:
-        """Whether wait_for() may have anything to do."""
+        """Whether wait_for() may have to wait."""
         return self.arrivals.waiting or self.layout.unsettled or self._host.unjoined
 
     def _load(self, wanted: Iterable[Key], running: Running | None) -> None:
@@ -90,7 +90,10 @@ class Weights:
         raise ProtocolError("a pull ended well without all the buckets it was to bring")
 
     def settle(self, step: int | None) -> Mapping[int, int]:
-        """All buckets are here: make the tensors hold them. step: where all are of one. Returns versions by shard."""
+        """Complete the tensors when all buckets are here. step: set if all are of one step.
+
+        Returns versions by shard.
+        """
         self._host.join(self.arrivals.keys)
         with torch.no_grad():
             self.layout.settle()
@@ -102,15 +105,15 @@ class Weights:
     # Buffers
 
     def changed_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers that forward passes have changed since theta_t was here, by name."""
+        """Buffers changed by forward passes since theta_t arrived, by name."""
         return {self._plan.tensors[number].name: values for number, values in self.layout.changed_buffers().items()}
 
     def enter_pass(self, *, pending: bool, running: Running | None) -> None:
-        """Before each replica's forward pass: buffers are those of theta_t, whatever replica ran before.
+        """Restore the buffers of theta_t before each replica's forward pass, whichever replica ran before.
 
-        pending: theta_t is on its way.
+        pending: theta_t has not fully arrived.
         """
-        # What arrives is as it should be, unless a forward pass has run on it.
+        # Arriving buffers are right, unless a forward pass has changed them.
         if self._touched or not pending:
             if pending:
                 self._load(self._buffer_keys, running)
@@ -118,15 +121,15 @@ class Weights:
         self._touched = True
 
     def restore(self) -> None:
-        """Put the buffers of theta_t back."""
+        """Restore the buffers of theta_t."""
         with torch.no_grad():
             self.layout.restore()
         self._touched = False
 
     def untouched(self) -> None:
-        """What forward passes did belongs to a step that is given up."""
+        """Forget the changes of forward passes: their step is given up."""
         self._touched = False
 
 
 def _nothing() -> None:
-    """There is no exchange to look at."""
+    """There is no exchange to check."""

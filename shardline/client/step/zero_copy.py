@@ -1,8 +1,8 @@
-"""Parameters and gradients that lie in shared memory: on lane shm a step then copies nothing on the worker.
+"""Parameters and gradients in shared memory: on lane shm the worker then copies nothing in a step.
 
-A parameter becomes a view of what its shard publishes: of area 0 at even steps, of area 1 at odd ones. The memory is
-mapped for reading only, so an in-place write to such a parameter ends the process with SIGSEGV: hence only on request.
-A gradient becomes a view of the segment that the shard reads; whoever computes it there has nothing to send.
+A parameter becomes a view of its shard's publication: of area 0 at even steps, of area 1 at odd ones. The memory is
+mapped read-only, so an in-place write to such a parameter ends the process with SIGSEGV: hence only on request. A
+gradient becomes a view of the segment that the shard reads, so nothing has to be sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger("shardline.client")
 
 @dataclass(frozen=True)
 class Region:
-    """One tensor's bytes within the areas of one shard, and the buckets that they lie in."""
+    """One tensor's byte range within the areas of one shard, and its buckets."""
 
     tensor: int
     shard: int
@@ -41,9 +41,9 @@ class Region:
 
 
 def regions(plan: Plan, without: Collection[int] = ()) -> dict[int, Region]:
-    """Tensors whose whole value lies in one piece within one shard's area, by number. without: these can't anyway.
+    """Tensors whose whole value is contiguous within one shard's area, by number. without: tensors to exclude.
 
-    A bucket counts only if everything in it does, so that it is either read where it lies or copied as a whole.
+    A bucket counts only if all its tensors do, so that it is either read in place or copied as a whole.
     """
     numbers = [number for number in range(len(plan.tensors)) if number not in without]
     found = {number: region for number in numbers if (region := _region(plan, number)) is not None}
@@ -82,7 +82,7 @@ def _region(plan: Plan, number: int) -> Region | None:
 
 
 def check_shareable(job: JobSpec, course: Course) -> None:
-    """Raises UsageError where a job's replies are made for one worker, so that nobody can read them where they lie."""
+    """Raise UsageError if the job's replies are made for a single worker and so can't be read from shared memory."""
     codec = CODECS.parse(job.codec)
     if not (course.mode.pulls_by_step and pushed(codec).is_view and pulled(codec).is_view):
         raise UsageError(
@@ -99,60 +99,60 @@ def check_shareable(job: JobSpec, course: Course) -> None:
 class ZeroCopy:
     """Points a worker's tensors at shared memory, step by step. Used between exchanges.
 
-    For synchronous jobs whose codec leaves numbers as they are.
+    For synchronous jobs whose codec does not change the numbers.
 
-    take() alone is called on exchange threads.
+    Only take() is called on exchange threads.
     """
 
     def __init__(self, plan: Plan, layout: ModelLayout, lanes: Mapping[int, Lane]) -> None:
         self._plan = plan
         self._layout = layout
         self._lanes = lanes
-        # What an area holds is contiguous, in the machine's memory.
+        # Areas are contiguous and in host memory.
         other = [n for n, item in enumerate(layout.tensors) if item.device.type != "cpu" or not item.is_contiguous()]
         self._regions = regions(plan, other)
         self._covered = {key for region in self._regions.values() for key in region.buckets}
         self._private = {number: layout.tensors[number].data for number in self._regions}
         self._left: dict[Key, memoryview] = {}
-        """Where buckets lie whose present values were left in an area instead of copied into the private tensors.
+        """Memory of buckets whose current values were left in an area instead of being copied into the private tensors.
 
-        As long as a bucket doesn't change these are its values, in whichever of the two areas they were first seen.
+        While a bucket is unchanged these are its values, in whichever of the two areas they were first seen.
         """
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._mapped: dict[int, SharedMemory | None] = {}
 
     @property
     def shared(self) -> list[str]:
-        """Names of the tensors that lie in shared memory now."""
+        """Names of the tensors that are currently in shared memory."""
         return [self._plan.tensors[number].name for number in self._views]
 
     def take(self, key: Key, memory: memoryview) -> bool:
-        """Whether a bucket that the shard refers to may stay where it lies."""
+        """Whether a bucket that the shard refers to may stay in its memory."""
         if key not in self._covered:
             return False
         self._left[key] = memory
         return True
 
     def loaded(self, key: Key) -> None:
-        """A bucket was copied into the private tensors: its lane does not share memory (any more)."""
+        """Note that a bucket was copied into private tensors: its lane does not share memory (any more)."""
         self._left.pop(key, None)
 
     def settle(self, step: int) -> None:
-        """Point every tensor at its value of `step`, which is all there."""
+        """Point every tensor at its value of `step`, which has fully arrived."""
         self._map()
         for number, region in self._regions.items():
             views = self._views.get(number)
             if views is not None and all(key in self._left for key in region.buckets):
                 self._layout.tensors[number].data = views[step & 1]
                 continue
-            # Some of it came by another lane: put together once, then private until all of it is left in an area again.
+            # Part of it came by another lane: copied together once, then private until all of it is in an area again.
             for key in region.buckets:
                 self._bring_home(key)
             self._layout.tensors[number].data = self._private[number]
         torch.autograd.graph.increment_version([self._layout.tensors[number] for number in self._regions])
 
     def _bring_home(self, key: Key) -> None:
-        """Copy a bucket that was left in its area, which may be one of a lane that is not there any more."""
+        """Copy a bucket out of its area, which may belong to a closed lane."""
         memory = self._left.pop(key, None)
         if memory is not None:
             with torch.no_grad():
@@ -160,7 +160,7 @@ class ZeroCopy:
                 self._layout.load(*key, borrowed_tensor(memory, dtype))
 
     def _map(self) -> None:
-        """Make the views anew where a lane has new segments."""
+        """Recreate the views if a lane has new segments."""
         now = {shard: lane.published for shard, lane in self._lanes.items()}
         if now == self._mapped:
             return
@@ -189,8 +189,8 @@ class ZeroCopy:
     def gradient(self, number: int) -> torch.Tensor | None:
         """A view of the segment that the shard reads, in the tensor's shape, to compute the gradient in.
 
-        Good for one step. None where the tensor isn't shared, or the shard may still read what a step that was given up
-        has left there.
+        Valid for one step. None if the tensor isn't shared, or if the shard may still be reading what an abandoned step
+        left there.
         """
         region = self._regions.get(number)
         mapped = self._lanes[region.shard].published if region is not None else None
@@ -200,7 +200,7 @@ class ZeroCopy:
         return tensor_from_bytes(mapped.slot(region.start, region.nbytes), spec.dtype).view(spec.shape)
 
     def release(self) -> None:
-        """Give every tensor private memory with its present value, before the segments go."""
+        """Move every tensor with its current value to private memory before the segments are freed."""
         for number in list(self._views):
             tensor = self._layout.tensors[number]
             if tensor.data_ptr() != self._private[number].data_ptr():

@@ -1,4 +1,4 @@
-"""What a worker has to know of its job's consistency: where it stands, how it labels a push, what it pulls. Pure."""
+"""What a worker knows of its job's consistency: its position, the labels of its pushes, what it pulls. Pure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from shardline.core.spec import JobSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """How one push to one shard is labelled; what does not apply stays 0."""
+    """Labels of one push to one shard; those that do not apply are 0."""
 
     step: int = 0
     seq: int = 0
     base: int = 0
-    """Version of the parameters that its gradients were computed with."""
+    """Version of the parameters from which its gradients were computed."""
 
     @property
     def number(self) -> int:
-        """Which of the pushes to the shard it is: the step, or the worker's own count."""
+        """The push's number: the step, or the worker's own count."""
         return self.seq or self.step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Where a worker stood when it computed something."""
+    """A worker's position when it computed something."""
 
     step: int
     acknowledged: Mapping[int, int]
@@ -36,61 +36,61 @@ class Mark:
 
 
 class WorkerHalf(abc.ABC):
-    """One worker's place in its job. Used by one thread; outlives servers and histories."""
+    """One worker's position in its job. Used by one thread; outlives servers and timelines."""
 
     def __init__(self, job: JobSpec) -> None:
         self.job = job
         self.step = 0
-        """The step whose parameters the model holds, or will hold when what is under way has come."""
+        """The step of the parameters that the model has, or will have after the running exchange."""
         self.acknowledged: dict[int, int] = {}
         """Number of this worker's last push that each shard has applied."""
         self.base: dict[int, int] = {}
-        """Version of the parameters in the model, by shard; a broken exchange leaves it."""
+        """Version of the parameters in the model, by shard; a failed exchange does not change it."""
         self.lost = 0
-        """Pushes that a shard had acknowledged and has no more, since it was lost and restored."""
+        """Acknowledged pushes that are gone because a shard was lost and restored."""
 
-    # Where the job stands
+    # The job's position
 
     @property
     @abc.abstractmethod
     def job_step(self) -> int:
-        """Steps that the job has made, as far as this worker knows."""
+        """Steps that the job has done, as far as this worker knows."""
 
     @abc.abstractmethod
     def asks_for(self, owned: Sequence[int]) -> Sequence[int]:
-        """Replicas to ask every shard about when the step has to be found."""
+        """Replicas to ask every shard about to find the step."""
 
     @abc.abstractmethod
     def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
-        """Every shard has said where it stands; returns the replicas that still have to contribute to the open step."""
+        """Find the step from the shards' standings; returns the replicas that still have to contribute to it."""
 
     @abc.abstractmethod
     def awaited(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> Mapping[tuple[int, int], int]:
-        """By (slot, shard), Stamp.number of the first push that the shard has not counted yet."""
+        """By (slot, shard): Stamp.number of the first push that the shard has not counted yet."""
 
     def arrived(self, base: Mapping[int, int]) -> None:
-        """The model holds parameters of these versions, by shard."""
+        """The model has parameters of these versions, by shard."""
         self.base = dict(base)
 
     def advance(self) -> None:
-        """The open step is sent: what is computed from now on belongs to the next one."""
+        """Advance after the open step was sent: later computations belong to the next step."""
         self.step += 1
 
     @property
     @abc.abstractmethod
     def exact(self) -> int | None:
-        """The one step whose parameters the worker may compute with now; None = the latest there are."""
+        """The only step whose parameters the worker may compute with now; None = the latest."""
 
     # A contribution
 
     @property
     @abc.abstractmethod
     def tree_replicas(self) -> int:
-        """Replicas over which the servers add up this worker's contributions; 1 = they take each by itself."""
+        """Number of replicas over which the servers sum this worker's contributions; 1 = they are not summed."""
 
     @abc.abstractmethod
     def slot(self, replica: int) -> int:
-        """The replica as which a contribution is filed."""
+        """The replica under which a contribution is stored."""
 
     @abc.abstractmethod
     def brings_buffers(self, replica: int) -> bool:
@@ -98,11 +98,11 @@ class WorkerHalf(abc.ABC):
 
     @abc.abstractmethod
     def blocks(self, owned: Collection[int]) -> Sequence[Block]:
-        """What these replicas' gradients count as, when all of them have contributed."""
+        """Blocks that these replicas' gradients make when all of them have contributed."""
 
     @abc.abstractmethod
     def stamp(self, shard: int) -> Stamp:
-        """How the open step's push to a shard is labelled."""
+        """Labels of the open step's push to a shard."""
 
     @property
     @abc.abstractmethod
@@ -111,30 +111,30 @@ class WorkerHalf(abc.ABC):
 
     @abc.abstractmethod
     def closed(self, step: int, shards: Collection[int], base: Mapping[int, int], *, dropped: bool) -> bool:
-        """These shards have acknowledged the open step, and the model holds what they answered.
+        """Close the open step, which these shards have acknowledged; the model has their answers.
 
-        step: the next one. base: versions that came. dropped: the worker gave its own contribution up. Returns whether
-        the step changed nothing.
+        step: the next one. base: versions of the new parameters. dropped: the worker gave up its own contribution.
+        Returns whether the step changed nothing.
         """
 
-    # A loop that can't be run again
+    # A loop that can't repeat a step
 
     def mark(self) -> Mark:
-        """Where the worker stands."""
+        """The worker's current position."""
         return Mark(step=self.step, acknowledged=dict(self.acknowledged), base=dict(self.base))
 
     @abc.abstractmethod
     def went_back(self, mark: Mark) -> bool:
-        """Whether the job that was just located holds less than it did at the mark."""
+        """Whether the job, as just located, is behind the mark."""
 
     @abc.abstractmethod
     def counted(self, mark: Mark) -> bool:
-        """Whether all shards have what was sent at the mark, so that only the answer was on its way."""
+        """Whether all shards have what was sent at the mark, so that only the answer is missing."""
 
     @abc.abstractmethod
     def resume(self, mark: Mark) -> None:
-        """What was computed at the mark is about to be sent again, as what it was."""
+        """Prepare to resend, with the same labels, what was computed at the mark."""
 
     @abc.abstractmethod
     def accept(self, mark: Mark) -> bool:
-        """Close the step of a contribution that is counted; returns whether it changed nothing."""
+        """Close the step of a counted contribution; returns whether it changed nothing."""

@@ -11,18 +11,18 @@ from shardline.core.reduce import Block
 
 
 class OwnPushes(WorkerHalf):
-    """A contribution belongs to (worker, number, shard); whatever is newest is computed with.
+    """A contribution belongs to (worker, number, shard) and is computed from the latest parameters.
 
-    `step` counts this worker's pushes, whatever became of them.
+    `step` counts this worker's pushes, whatever their outcomes.
     """
 
     @property
     def job_step(self) -> int:
-        """Updates of the shard that has the fewest."""
+        """The fewest updates of any shard."""
         return min(self.base.values(), default=0)
 
     def asks_for(self, owned: Sequence[int]) -> Sequence[int]:
-        """See WorkerHalf.asks_for: the asking worker's own number is told anyway."""
+        """See WorkerHalf.asks_for: the reply contains the asking worker's own number anyway."""
         return ()
 
     def located(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> set[int]:
@@ -75,7 +75,7 @@ class OwnPushes(WorkerHalf):
         return dropped
 
     def went_back(self, mark: Mark) -> bool:
-        """Of any shard, and of others' pushes too: what this loop computes next is computed with all of them."""
+        """See WorkerHalf.went_back: any shard, and others' pushes too, since the loop computes from all of them."""
         held, sent = self.acknowledged, {shard: number + 1 for shard, number in mark.acknowledged.items()}
         lost = any(resume(seq, last_seq=held.get(shard, 0)) is None for shard, seq in sent.items())
         return lost or any(self.base.get(shard, 0) < version for shard, version in mark.base.items())
@@ -85,7 +85,7 @@ class OwnPushes(WorkerHalf):
         return all(self.acknowledged.get(shard, 0) > number for shard, number in mark.acknowledged.items())
 
     def resume(self, mark: Mark) -> None:
-        """Shards that have applied it know it by its number; its base is what it was computed with."""
+        """See WorkerHalf.resume: shards that applied it know its number; its base does not change."""
         self.acknowledged = dict(mark.acknowledged)
         self.base = dict(mark.base)
 

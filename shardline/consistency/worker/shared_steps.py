@@ -10,7 +10,7 @@ from shardline.core.reduce import Block, cover
 
 
 class SharedSteps(WorkerHalf):
-    """A contribution belongs to (step, replica): sending it again is harmless, and only that step is waited for."""
+    """A contribution belongs to (step, replica): resending is harmless, and only that step is waited for."""
 
     @property
     def job_step(self) -> int:
@@ -32,7 +32,7 @@ class SharedSteps(WorkerHalf):
         return {replica: min(found.replicas[replica] for found in standings.values()) for replica in owned}
 
     def awaited(self, standings: Mapping[int, Standing], owned: Sequence[int]) -> Mapping[tuple[int, int], int]:
-        """See WorkerHalf.awaited: a step that not all shards have is made again at all of them."""
+        """See WorkerHalf.awaited: a step that some shard lacks is resent to all of them."""
         steps = self._steps(standings, owned)
         return {(replica, shard): step for replica, step in steps.items() for shard in standings}
 
@@ -73,7 +73,7 @@ class SharedSteps(WorkerHalf):
         return self._stood_still(before)
 
     def _stood_still(self, base: Mapping[int, int]) -> bool:
-        """Whether the step since these versions made no new one of any shard: all have skipped it."""
+        """Whether the step since these versions made no new version of any shard: all have skipped it."""
         return self.job.consistency.nan_policy == "skip" and self.base == base
 
     def went_back(self, mark: Mark) -> bool:
@@ -85,7 +85,7 @@ class SharedSteps(WorkerHalf):
         return self.step > mark.step
 
     def resume(self, mark: Mark) -> None:
-        """See WorkerHalf.resume: the step says what it is."""
+        """See WorkerHalf.resume: the step identifies it."""
 
     def accept(self, mark: Mark) -> bool:
         """See WorkerHalf.accept."""

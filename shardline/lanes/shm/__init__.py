@@ -1,1 +1,1 @@
-"""Lane shm: tensor bytes lie in memory that both tasks of one host map."""
+"""Lane shm: tensor bytes are in memory that both tasks on one host map."""

@@ -1,4 +1,4 @@
-"""The shm lane: worker and server of one host map the same memory, and the call says where the bytes lie."""
+"""The shm lane: worker and server on one host map the same memory, and the call says where the bytes are."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import Attached, is_one_message, progress_request, referred_requests
 
 KNOCK_S = 5.0
-"""How long the server's unix socket may take; it is on this host."""
+"""Seconds that the server's unix socket may take to answer; it is on this host."""
 
 
 class Mapped:
-    """Segments of one attachment, as the worker sees them."""
+    """The segments of one attachment on the worker's side."""
 
     def __init__(
         self, attached: Attached, sender: Sender, gradients: Segment, areas: Sequence[Segment], replies: Segment | None
@@ -36,48 +36,48 @@ class Mapped:
         self._areas = {**dict(enumerate(areas)), **({2: replies} if replies is not None else {})}
         self._start = _address(gradients.memory)
         self.by_reference = bool(areas)
-        """Parameters are read where the shard publishes them."""
+        """Whether parameters are read in the shard's publication."""
         self.used: set[int] = set()
-        """Places of the gradient segment that the running exchange refers to."""
+        """Offsets in the gradient segment that the running exchange refers to."""
         self._read: dict[int, int] = {}
-        """Buckets whose bytes the shard may still read, with the step that they were pushed for."""
+        """Step of the push by bucket, for buckets whose bytes the shard may still read."""
 
     @property
     def is_read(self) -> bool:
-        """Whether the shard may still read what was pushed, since no pull has shown a later step of it."""
+        """Whether the shard may still read pushed bytes, since no pull has shown a later step yet."""
         return bool(self._read)
 
     def reads(self, bucket: int) -> bool:
-        """The same, of one bucket."""
+        """The same for one bucket."""
         return bucket in self._read
 
     def refer(self, bucket: int, step: int) -> None:
-        """The shard is about to be told of a bucket's bytes, for this step."""
+        """Note that the shard is about to get a reference to a bucket's bytes for this step."""
         self._read[bucket] = step
 
     def seen(self, bucket: int, step: int) -> None:
-        """A pull has shown the bucket at this step: what was pushed for the ones before it is not read any more."""
+        """Note that a pull has shown the bucket at this step: bytes pushed for earlier steps are not read any more."""
         if self._read.get(bucket, step) < step:
             self._read.pop(bucket, None)
 
     def applied(self) -> None:
-        """The shard has taken a copy of what was pushed, or applied it."""
+        """Note that the shard has copied or applied all pushes."""
         self._read.clear()
 
     def room(self, length: int) -> int:
-        """How many pushes of this length the gradient segment holds side by side."""
+        """Number of pushes of this length that fit side by side into the gradient segment."""
         return self._gradients.nbytes // max(1, length)
 
     def slot(self, offset: int, nbytes: int) -> memoryview:
-        """A place of the gradient segment."""
+        """A part of the gradient segment."""
         return self._gradients.memory[offset : offset + nbytes]
 
     def area(self, number: int) -> memoryview:
-        """What the shard publishes at even (0) or odd (1) steps, read-only; by_reference only."""
+        """The shard's publications of even (0) or odd (1) steps, read-only; by_reference only."""
         return self._areas[number if number in self._areas else 0].memory
 
     def holds(self, data: memoryview) -> int | None:
-        """Offset of bytes that lie in the gradient segment already; None for others."""
+        """Offset of bytes that are already in the gradient segment; None for others."""
         offset = _address(data) - self._start if len(data) else -1
         inside = offset >= 0 and offset + len(data) <= self._gradients.nbytes
         if inside and offset % segments.ALIGNMENT_BYTES == 0:
@@ -85,7 +85,7 @@ class Mapped:
         return None
 
     def view(self, arrival: Arrival) -> memoryview:
-        """The bytes of a bucket that the shard refers to. Raises ProtocolError where they can't lie there."""
+        """The bytes of a bucket that the shard refers to. Raises ProtocolError if the reference is invalid."""
         area = self._areas.get(arrival.area)
         if area is None or arrival.offset + arrival.payload_bytes > area.nbytes:
             raise ProtocolError(
@@ -96,7 +96,7 @@ class Mapped:
 
 
 class ShmLane(ShardCalls):
-    """One shard of a ps on this host, over its ps's channel and shared segments."""
+    """One shard of a ps on this host, over the ps's channel and shared segments."""
 
     name = "shm"
     by_reference = True
@@ -126,14 +126,14 @@ class ShmLane(ShardCalls):
     ) -> Exchanged:
         """Push and pull by reference; see Lane.exchange.
 
-        Raises LaneUnavailable with a sentence where this pair of tasks can't share memory.
+        Raises LaneUnavailable if the two tasks can't share memory.
         """
         self._arm()
         self._busy = True
         whole = False
         try:
             if contributions and self._mapped is not None and self._mapped.is_read:
-                # A push that was counted and given up later: the shard reads it until its step is applied.
+                # A push was counted and later given up: the shard reads it until its step is applied.
                 self._mapped = None
             mapped = self._opened(sender, max(1, len(contributions)), min(timeout_s, self._timeout_s))
             mapped.used.clear()
@@ -156,21 +156,21 @@ class ShmLane(ShardCalls):
             )
             whole = all(ack.accepted for ack in done.acks)
             if whole and any(push.init or push.seq for push in contributions):
-                # Only what a synchronous step gathers is read after its ack.
+                # Only gradients of synchronous steps are read after their ack.
                 mapped.applied()
         except NotAdmittedError as error:
             return error.exchanged(contributions)
         finally:
             self._busy = False
             if not whole:
-                # What was referred to may still be read: never written again, new segments take its place.
+                # The shard may still read it: never write it again, use new segments.
                 self._mapped = None
         return done
 
     def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
-        """Memory that the shard reads: what is computed there needs no copy.
+        """Memory that the shard reads: a gradient computed there needs no copy.
 
-        None where nothing is shared yet, or the shard may still read what lies there.
+        None if nothing is shared yet, or if the shard may still be reading this memory.
         """
         mapped = self._mapped
         if mapped is None or mapped.reads(bucket):
@@ -180,11 +180,11 @@ class ShmLane(ShardCalls):
         return mapped.slot(self._offsets[bucket], nbytes)
 
     def offset(self, bucket: int) -> int:
-        """Bytes from the start of an area, or of the gradient segment, to a bucket."""
+        """Offset in bytes of a bucket within an area or the gradient segment."""
         return self._offsets[bucket]
 
     def close(self) -> None:
-        """End a running exchange and give the segments back. The channel belongs to Peers."""
+        """End a running exchange and release the segments. The channel belongs to Peers."""
         self.cancel()
         if not self._busy:
             self._mapped = None
@@ -201,7 +201,7 @@ class ShmLane(ShardCalls):
         offset = self._offsets[item.bucket]
         if len(data) > self._offsets[item.bucket + 1] - offset:
             raise ProtocolError(f"bucket {item.bucket}: {len(data)} bytes don't fit into its place")
-        # allocate() gives the first place away, and perhaps to a push that is sent after this one: it is taken last.
+        # allocate() lends the first place, perhaps to a push that is sent after this one: so use it last.
         room = mapped.room(self._length)
         for number in range(1, room + 1):
             place = offset + number % room * self._length
@@ -220,7 +220,7 @@ class ShmLane(ShardCalls):
         try:
             self._mapped = self._share(opened, sender, pushes, time.monotonic() + min(timeout_s, KNOCK_S))
         except (SegmentError, OSError) as error:
-            # A ps that is gone is no reason for another lane: this raises then.
+            # If the ps is gone this raises: that is no reason for another lane.
             self._ask(self._stub.Progress, progress_request(sender, self._shard, ()), "Progress", timeout_s)
             raise LaneUnavailable(
                 f"{self._peer}: memory can't be shared through {opened.socket} ({error or type(error).__name__}); "

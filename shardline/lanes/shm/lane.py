@@ -38,7 +38,7 @@ class Shm(LaneKind):
         take: Callable[[int], memoryview],
         on_refused: Callable[[str, Exception], None],
     ) -> LaneOffer | None:
-        """The server's half; None on another system, and where a GPU has the values."""
+        """The server's half; None on other systems, and if the values are on a GPU."""
         from shardline.lanes.shm.server import ShmOffer
 
         if sys.platform != "linux" or not on_host:

@@ -1,4 +1,4 @@
-"""The server half of lane shm: what it publishes lies in sealed segments, and workers of the host pass theirs.
+"""The server half of lane shm: the server publishes in sealed segments, and workers on the host pass theirs.
 
 | memory | written by | read by |
 |---|---|---|
@@ -31,17 +31,17 @@ from shardline.storage.publication import PlainPublication, Publication, bucket_
 
 log = logging.getLogger("shardline.lanes")
 Take = Callable[[socket.socket, int, int], None]
-"""(socket, descriptor, bytes of the segment): whom a worker's segment is for."""
+"""(socket, descriptor, bytes of the segment): the receiver of a worker's segment."""
 
 
 class SegmentPublication:
-    """Published parameters in one or two segments that others can map only for reading; see Publication."""
+    """Published parameters in one or two segments that others can map read-only; see Publication."""
 
     def __init__(self, spec: ShardSpec, *, keeps_previous: bool) -> None:
         self._spec = spec
         self._offsets = bucket_offsets(spec)
         self.areas_of = [num_areas(bucket, keeps_previous=keeps_previous) for bucket in spec.buckets]
-        """Areas that each bucket uses."""
+        """Number of areas that each bucket uses."""
         count = max(self.areas_of, default=1)
         self.areas = [
             Segment.create(self.nbytes, name=f"shardline-published-{area}", read_only=True) for area in range(count)
@@ -63,7 +63,7 @@ class SegmentPublication:
 
 
 def publish(spec: ShardSpec, keeps_previous: bool) -> Publication:
-    """Segments where this machine has them, else ordinary memory, said once."""
+    """Segments if this machine has them, else ordinary memory with a warning."""
     try:
         return SegmentPublication(spec, keeps_previous=keeps_previous)
     except SegmentError as error:
@@ -72,7 +72,7 @@ def publish(spec: ShardSpec, keeps_previous: bool) -> Publication:
 
 
 class ShmTicket:
-    """One referred bucket; its bytes are there already. See attachments.Ticket."""
+    """One referred bucket; its bytes are already there. See attachments.Ticket."""
 
     done = True
 
@@ -99,7 +99,7 @@ class ShmAttachment:
         pushes: int,
         forget: Callable[[], None],
     ) -> None:
-        """pushes: as many contributions one step takes of one worker at most."""
+        """pushes: maximum number of contributions of one worker to one step."""
         self.holder = holder
         self._publication = publication
         self._pushes = pushes
@@ -111,7 +111,7 @@ class ShmAttachment:
         )
 
     def take(self, sock: socket.socket, fd: int, nbytes: int) -> None:
-        """The worker's segment has come: map it, pass ours. Takes the descriptor. Raises OSError, SegmentError.
+        """Map the worker's segment and pass ours. Takes the descriptor. Raises OSError, SegmentError.
 
         Called on the socket thread.
         """
@@ -123,12 +123,15 @@ class ShmAttachment:
                 f"{self._pushes} pushes"
             )
         segment = Segment.adopt(fd, nbytes)
-        # First: a worker that was welcomed pushes at once.
+        # First, because a welcomed worker pushes at once.
         self._gradients = segment
         segments.welcome(sock, self._publication.areas if self._by_reference else [], self._replies)
 
     def expect(self, offset: int, nbytes: int) -> ShmTicket:
-        """A view of the worker's gradients. Raises ProtocolError where it lies outside of them, or is not aligned."""
+        """A view of the worker's gradients. Raises ProtocolError if the place is outside of them or not aligned.
+
+        Raises UnreachableError if there is no segment (any more).
+        """
         held = self._gradients
         if held is None:
             raise UnreachableError(f"{self.holder.task} has passed no segment to shard {self.holder.shard} (any more)")
@@ -140,15 +143,15 @@ class ShmAttachment:
         return ShmTicket(held.memory[offset : offset + nbytes])
 
     def published(self, bucket: int, step: int) -> tuple[int, int] | None:
-        """Where the worker sees theta_step itself."""
+        """(area, offset) at which the worker reads theta_step; None without references."""
         if not self._by_reference:
             return None
         area = step & 1 if self._publication.areas_of[bucket] == 2 else 0
         return area, self._publication.offset(bucket)
 
     def reply_slot(self, bucket: int, nbytes: int) -> tuple[int, memoryview] | None:
-        """The bucket's place among this worker's replies."""
-        # Once: close() may come from the loop meanwhile, and what is under a shard's lock must not fail for that.
+        """The bucket's place among the replies to this worker."""
+        # Read once: close() may come from the loop meanwhile, and code under a shard's lock must not fail for that.
         replies = self._replies
         if replies is None:
             return None
@@ -156,25 +159,25 @@ class ShmAttachment:
         return offset, replies.memory[offset : offset + nbytes]
 
     async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
-        """Nothing is sent on this lane."""
+        """Nothing is sent on this lane: raises ProtocolError."""
         raise ProtocolError(
             f"{self.holder.task} asks shard {self.holder.shard} on lane shm for something other than an exact step; "
             f"use lane grpc"
         )
 
     def abort(self, reason: str) -> None:
-        """The worker makes a new segment for whatever comes after; this one is never read again."""
+        """Drop the worker's segment, which is never read again; the worker makes a new one."""
         self._forget()
         self._gradients = None
 
     def close(self) -> None:
-        """Free everything that no running call holds."""
+        """Free everything that no running call uses."""
         self.abort("closed")
         self._replies = None
 
 
 class SegmentHandshake:
-    """A worker's one message: its token, and the descriptor of its segment; see token_acceptor.Handshake."""
+    """A worker's single message: its token and the descriptor of its segment; see token_acceptor.Handshake."""
 
     who = "a process at the segments' socket"
 
@@ -184,7 +187,7 @@ class SegmentHandshake:
         self._fds: list[int] = []
 
     def hear(self) -> bytes:
-        """The token, once the message has come. Raises LeftQuietly where a neighbour only looked who lives here."""
+        """The token, once the message has arrived. Raises LeftQuietly if a neighbour only probed the socket."""
         try:
             segments.check_user(self.sock)
             token, self._nbytes, self._fds = segments.hear_knock(self.sock)
@@ -204,11 +207,11 @@ class SegmentHandshake:
         self.sock.close()
 
     def refuse(self) -> None:
-        """Say so."""
+        """Send a refusal."""
         segments.refuse(self.sock)
 
     def close(self) -> None:
-        """Close the socket and what came with it."""
+        """Close the socket and received descriptors."""
         fds, self._fds = self._fds, []
         segments.close_all(fds)
         self.sock.close()
@@ -217,9 +220,9 @@ class SegmentHandshake:
 class ShmOffer:
     """Offers lane shm at one unix socket; see attachments.LaneOffer.
 
-    run_dir: folder of the socket where network namespaces differ; None = the abstract namespace. timeout_s: how long a
-    token is good for (a third of --timeout). on_refused: told of every connection that was turned away.
-    Raises UsageError where the socket can't be made.
+    run_dir: folder of the socket if network namespaces differ; None = the abstract namespace. timeout_s: seconds for
+    which a token is valid (a third of --timeout). on_refused: called for every connection that was turned away. Raises
+    UsageError if the socket can't be made.
     """
 
     lane = "shm"
@@ -248,7 +251,7 @@ class ShmOffer:
         self.acceptor.open()
 
     def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> Opening:
-        """An attachment without the worker's segment, and the token that brings it."""
+        """An attachment, still without the worker's segment, and the token with which the worker brings it."""
         if not isinstance(hosted.publication, SegmentPublication):
             raise LaneUnavailable(f"shard {hosted.shard} does not lie in shared memory here")
         try:
@@ -265,11 +268,11 @@ class ShmOffer:
         return Opening(attachment=attachment, socket=self.address, token=token)
 
     def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> Publication:
-        """Segments where this machine has them."""
+        """Segments if this machine has them."""
         return publish(spec, keeps_previous)
 
     def close(self) -> None:
-        """Take no more segments. May be called twice."""
+        """Accept no more segments. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -280,7 +283,7 @@ class ShmOffer:
 
 
 def _listen(address: str, path: Path | None) -> socket.socket:
-    """A listening unix socket at an address; path: the same as a file, where it is one."""
+    """A listening unix socket at an address. path: the address as a file path, if it is one."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         place = segments.to_kernel(address)
@@ -299,11 +302,11 @@ def _listen(address: str, path: Path | None) -> socket.socket:
 
 
 def _listen_in_folder(listener: socket.socket, path: Path) -> None:
-    """The path is there from the moment somebody answers: before, a neighbour that starts would sweep it away."""
+    """Create the path only once the socket is listening: before that, a starting neighbour would remove it."""
     early = path.with_suffix(".new")
     try:
         listener.bind(str(early))
-        # Nobody can connect yet. The process's mask would be all threads' mask.
+        # Nobody can connect yet. Changing the process's umask would affect all threads.
         early.chmod(0o600)
         listener.listen(MAX_GUESTS)
         early.rename(path)
@@ -313,7 +316,7 @@ def _listen_in_folder(listener: socket.socket, path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove sockets of servers that are gone: a path outlives a crash, unlike everything else of this lane."""
+    """Remove sockets of servers that are gone: unlike everything else of this lane, a path outlives a crash."""
     for path in folder.glob("shardline-*.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(1.0)

@@ -1,7 +1,7 @@
 """One worker's bulk sockets: buckets in over one, published parameters out over the other.
 
-Each direction has one owner thread, shared by all workers. Whatever breaks one direction closes both: a stream of bare
-bytes can't be picked up in its middle.
+Each direction has one owner thread, shared by all workers. An error in one direction closes both: a raw byte stream
+can't be resumed in the middle.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from shardline.lanes.socket_thread import READ, WRITE, SocketThread
 from shardline.lanes.tcp.frames import WHOLE, shut
 
 WINDOW = 8
-"""Buckets of a push that may be on their way in at once: enough to keep the socket busy while others are counted."""
+"""Buckets of a push that may be incoming at once: enough to keep the socket busy while others are counted."""
 QUEUED_BYTES = 4 << 20
-"""What may wait to be sent before send() holds its caller back."""
+"""Bytes that may be queued before send() blocks its caller."""
 TURN_BYTES = 2 << 20
-"""What one connection may move before others get their turn."""
+"""Bytes that one connection may move before the others get their turn."""
 BATCH_BYTES = 512 << 10
-"""What the kernel gathers before it wakes the receive thread: few calls, yet still within the processor's cache."""
+"""Bytes that the kernel collects before it wakes the receive thread: few calls, yet within the processor's cache."""
 _NOT_YET = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class TcpTicket:
-    """One referred bucket on its way in; see attachments.Ticket."""
+    """One incoming referred bucket; see attachments.Ticket."""
 
     def __init__(self, attachment: TcpAttachment, memory: memoryview) -> None:
         self.memory = memory
@@ -45,11 +45,11 @@ class TcpTicket:
 
     @property
     def done(self) -> bool:
-        """All bytes are there, or never will be."""
+        """Whether all bytes have arrived, or never will."""
         return self.whole or bool(self._attachment.failure)
 
     async def wait(self) -> None:
-        """Return when all bytes are there. Raises UnreachableError where they won't come."""
+        """Wait until all bytes have arrived. Raises UnreachableError if they won't come."""
         await self._attachment.until(lambda: self.whole)
         if not self.whole:
             raise UnreachableError(self._attachment.failure)
@@ -57,7 +57,7 @@ class TcpTicket:
 
 @dataclass
 class _Payload:
-    """Bytes on their way out. marked: they have left, and only the WHOLE behind them is missing."""
+    """Outgoing bytes. marked: they have been sent, and only the WHOLE byte behind them is missing."""
 
     rest: memoryview
     size: int
@@ -69,7 +69,7 @@ Item = TypeVar("Item")
 
 
 class _Direction(Generic[Item]):
-    """One socket of an attachment, used by its owner thread alone once it is there, and what waits for it."""
+    """One socket of an attachment and its queue. Once attached, only its owner thread uses the socket."""
 
     def __init__(
         self, thread: SocketThread, limit_s: float, changed: Callable[[], None], broke: Callable[[str], None]
@@ -85,7 +85,7 @@ class _Direction(Generic[Item]):
         self._queue: deque[Item] = deque()
 
     def attach(self, sock: socket.socket) -> None:
-        """The worker's socket is there. On any thread; from now on it belongs to the owner."""
+        """Set the worker's socket. On any thread; from now on it belongs to the owner thread."""
         with self._lock:
             welcome = not self._failed and self._sock is None
             if welcome:
@@ -96,23 +96,23 @@ class _Direction(Generic[Item]):
             sock.close()
 
     def stalled(self) -> None:
-        """Nothing moved for too long."""
+        """Break the attachment: there was no progress for too long."""
         state = "came" if self._sock is None else "moved"
         self._broke(f"nothing {state} for {self.limit_s:.0f} s")
 
     def fail(self) -> None:
-        """Nothing moves any more. From any thread; may be called twice."""
+        """Close the direction. From any thread; may be called twice."""
         with self._lock:
             self._queue.clear()
             if not self._failed:
                 self._failed = True
                 if self._sock is not None:
-                    # Calls under way return at once.
+                    # Running calls return at once.
                     shut(self._sock)
                 self._thread.post(self._free)
 
     def _append(self, item: Item) -> None:
-        """One more to be moved after those before."""
+        """Add an item to the queue."""
         with self._lock:
             if self._failed:
                 return
@@ -126,7 +126,7 @@ class _Direction(Generic[Item]):
             return self._queue[0] if self._queue else None
 
     def _moved(self) -> bool:
-        """The first one is through; False where nothing counts any more."""
+        """Remove the first item, which is done; False if the direction is closed."""
         with self._lock:
             if self._failed:
                 return False
@@ -134,7 +134,7 @@ class _Direction(Generic[Item]):
         return True
 
     def _begin(self) -> None:
-        """There is something to move."""
+        """Start moving the queue's items."""
         self.moved_s = time.monotonic()
         if not self._failed:
             self._thread.guard(self)
@@ -149,7 +149,7 @@ class _Direction(Generic[Item]):
         raise NotImplementedError
 
     def _rest(self, sock: socket.socket) -> None:
-        """There is nothing to move at present."""
+        """Rest while the queue is empty."""
         self._thread.unwatch(sock)
         self._thread.unguard(self)
 
@@ -161,7 +161,7 @@ class _Direction(Generic[Item]):
 
 
 class ReceiveSocket(_Direction[TcpTicket]):
-    """The socket on which buckets of pushes come, read only while some are expected: that is the sender's credit."""
+    """The socket on which pushed buckets arrive, read only while some are expected: this limits the sender."""
 
     def __init__(
         self, thread: SocketThread, limit_s: float, changed: Callable[[], None], broke: Callable[[str], None]
@@ -180,7 +180,7 @@ class ReceiveSocket(_Direction[TcpTicket]):
             if ticket is None:
                 self._thread.unguard(self)
                 if budget == TURN_BYTES:
-                    # More has come than is expected. Until then the socket stays watched: the next bucket is near.
+                    # More has arrived than is expected. Otherwise the socket stays watched: the next bucket is near.
                     self._thread.unwatch(sock)
                 return
             try:
@@ -196,7 +196,7 @@ class ReceiveSocket(_Direction[TcpTicket]):
             self._took(ticket, count)
             budget -= count
             if secure:
-                # What TLS has decrypted already makes no socket readable.
+                # Bytes that TLS has already decrypted don't make the socket readable.
                 if budget <= 0 and not sock.pending():  # type: ignore[attr-defined]
                     break
             elif budget <= 0 or not ticket.whole:
@@ -215,9 +215,9 @@ class ReceiveSocket(_Direction[TcpTicket]):
             self._changed()
 
     def _gather(self, sock: socket.socket) -> None:
-        """Have the kernel wake us for a batch of bytes, or for the end of a bucket.
+        """Have the kernel wake the thread for a batch of bytes, or for the end of a bucket.
 
-        Never for more than is sure to come: it would not wake us at all.
+        Never for more than is sure to come: then it would not wake the thread at all.
         """
         ticket = self._first()
         batch = min(BATCH_BYTES, len(ticket.memory) - ticket.filled) if ticket is not None else 1
@@ -232,12 +232,12 @@ class SendSocket(_Direction[_Payload]):
 
     @property
     def queued_bytes(self) -> int:
-        """What waits to be sent, or is being sent."""
+        """Bytes queued or being sent."""
         with self._lock:
             return sum(item.size for item in self._queue)
 
     def put(self, payload: memoryview, intact: Callable[[], bool]) -> None:
-        """Send these bytes after those before."""
+        """Add bytes to the queue."""
         self._append(_Payload(payload, len(payload), intact))
 
     def _transfer(self, sock: socket.socket, secure: bool) -> None:
@@ -261,12 +261,12 @@ class SendSocket(_Direction[_Payload]):
                 if not self._left(item):
                     return
             elif not secure:
-                # The kernel took what it has room for.
+                # The kernel has no more room.
                 break
         self._thread.watch(sock, WRITE, self._move)
 
     def _left(self, item: _Payload) -> bool:
-        """All bytes have left: say so behind them, or take the next; False = they were overwritten meanwhile."""
+        """After an item's bytes: mark them as whole, or take the next item. False = they were overwritten meanwhile."""
         if not item.marked:
             if not item.intact():
                 self._broke("parameters were overwritten while they were sent")
@@ -283,7 +283,7 @@ class SendSocket(_Direction[_Payload]):
 class TcpAttachment:
     """One open tcp lane; see attachments.Attachment.
 
-    take: memory for a bucket on its way in. forget: called once when it can't be used any more.
+    take: memory for an incoming bucket. forget: called once when the attachment can't be used any more.
     """
 
     lane = "tcp"
@@ -320,18 +320,18 @@ class TcpAttachment:
         ticket = TcpTicket(self, self._take(nbytes))
         if not ticket.whole:
             self.incoming.expect(ticket)
-            # It may have broken in between, when nobody knew of this ticket yet.
+            # It may have broken before this ticket was known.
             self._check()
         return ticket
 
     def published(self, bucket: int, step: int) -> None:
-        """Nothing here is read in place."""
+        """Nothing is read in place on this lane."""
 
     def reply_slot(self, bucket: int, nbytes: int) -> None:
-        """As published()."""
+        """See published()."""
 
     async def send(self, payload: Buffer, intact: Callable[[], bool]) -> None:
-        """Queue bytes; returns when little enough is queued. Raises UnreachableError where the sockets broke."""
+        """Queue bytes; returns when the queue is short enough. Raises UnreachableError if the sockets broke."""
         self._check()
         view = memoryview(payload)
         if view.nbytes == 0:
@@ -341,7 +341,7 @@ class TcpAttachment:
         self._check()
 
     def abort(self, reason: str) -> None:
-        """Close both sockets: what is under way on them means nothing any more."""
+        """Close both sockets: bytes in flight have no meaning any more."""
         self._fail(reason)
 
     def close(self) -> None:
@@ -349,11 +349,11 @@ class TcpAttachment:
         self._fail("it was closed")
 
     async def until(self, ready: Callable[[], bool]) -> None:
-        """Wait for something that the socket threads bring about, or for the end of this attachment."""
+        """Wait for a condition that the socket threads bring about, or for the end of this attachment."""
         while not ready() and not self.failure:
             waiter = self._loop.create_future()
             self._waiters.append(waiter)
-            # Once more: it may have come before anybody could see that it is waited for.
+            # Check again: the condition may have become true before the waiter was visible.
             if ready() or self.failure:
                 return
             await waiter
@@ -363,10 +363,10 @@ class TcpAttachment:
             raise UnreachableError(self.failure)
 
     def _changed(self) -> None:
-        """From the socket threads: one wake-up of the loop, if somebody waits and none is under way."""
+        """Wake the loop once, if there are waiters and no wake-up is pending. From the socket threads."""
         if self._waiters and not self._waking:
             self._waking = True
-            # A loop that is closed has nobody who waits.
+            # A closed loop has no waiters.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wake)
 

@@ -1,8 +1,8 @@
-"""The tcp lane: calls carry heads, replies and errors; payloads go over a pair of bulk sockets, one per direction.
+"""The tcp lane: calls carry headers, replies and errors; payloads go over a pair of bulk sockets, one per direction.
 
-Sockets are opened with the first exchange. A socket is used by one thread: bytes up by the one that takes the call's
-requests, bytes down by the exchanging one. Whatever ends an exchange early closes both, since a stream of bare bytes
-can't be picked up in its middle; the next exchange opens new ones.
+The first exchange opens the sockets. Each is used by one thread: the upward one by the thread that sends the call's
+requests, the downward one by the exchanging thread. If an exchange ends early both are closed, since a raw byte stream
+can't be resumed in the middle; the next exchange opens new ones.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import Attached, is_small, progress_request, referred_requests
 
 DIAL_S = 10.0
-"""How long the bulk port may take to answer. Longer than a server lets strangers hold it."""
+"""Seconds that the bulk port may take to answer. More than a server grants to a connection without a token."""
 
 
 class TcpLane(ShardCalls):
     """One shard over its ps's channel and a pair of bulk sockets.
 
-    tls: the context for both sockets, where the cluster has TLS; tls_name: whom the ps's certificate names, where that
-    is not the host of its address.
+    tls: the context for both sockets, if the cluster has TLS. tls_name: the name in the ps's certificate, if it is not
+    the host of its address.
     """
 
     name = "tcp"
@@ -59,7 +59,7 @@ class TcpLane(ShardCalls):
     ) -> Exchanged:
         """Push and pull in full duplex; see Lane.exchange.
 
-        Raises LaneUnavailable with a sentence where this pair of tasks can't open bulk sockets.
+        Raises LaneUnavailable if the two tasks can't open bulk sockets.
         """
         self._arm()
         self._busy = True
@@ -102,13 +102,13 @@ class TcpLane(ShardCalls):
             self._abandon()
 
     def _opened(self, sender: Sender, timeout_s: float) -> BulkSockets:
-        """The pair of sockets of this sender, opened now where there is none."""
+        """The pair of sockets of this sender, opened now if there is none."""
         sockets = self._sockets
         if sockets is not None and sockets.alive and sockets.sender == sender.who:
             return sockets
         self._abandon()
         opened = self._open(sender, timeout_s=timeout_s)
-        # The one that the call was made to: the server may know itself by another name.
+        # The host that the call was made to: the server may know itself by another name.
         host, _ = parse_address(self._peer.address)
         pair: list[socket.socket] = []
         try:
@@ -131,7 +131,7 @@ class TcpLane(ShardCalls):
                 sock.close()
             if self._cancelled:
                 raise self._given_up() from error
-            # A ps that is gone has not closed its port to us: this raises then.
+            # If the ps is gone this raises: then the bulk port is not the reason.
             self._ask(self._stub.Progress, progress_request(sender, self._shard, ()), "Progress", timeout_s)
             raise LaneUnavailable(
                 f"{self._peer}: bulk port {opened.port} at {host} can't be used ({error or type(error).__name__}); "
@@ -145,7 +145,7 @@ class TcpLane(ShardCalls):
         return UnreachableError(f"{self._peer}: the exchange was given up while its bulk sockets were opened")
 
     def _hold(self, sock: socket.socket) -> None:
-        """From here on cancel() ends this socket."""
+        """Let cancel() end this socket from now on."""
         with self._lock:
             if self._cancelled:
                 raise ConnectionAbortedError("given up")
@@ -159,7 +159,7 @@ class TcpLane(ShardCalls):
         return sockets
 
     def _abandon(self) -> None:
-        """Close the sockets: what is under way on them means nothing any more."""
+        """Close the sockets: bytes in flight have no meaning any more."""
         with self._lock:
             sockets, self._sockets = self._sockets, None
         if sockets is not None:
@@ -172,7 +172,7 @@ def _in_order(item: BucketPayload) -> int:
 
 
 class BulkSockets:
-    """An open attachment, the worker's side."""
+    """The worker's side of an open attachment."""
 
     def __init__(self, peer: Peer, sender: Sender, attached: Attached, up: socket.socket, down: socket.socket) -> None:
         self.sender = sender.who
@@ -184,7 +184,7 @@ class BulkSockets:
         self._sending = threading.Lock()
 
     def send(self, batch: Sequence[BucketPayload]) -> None:
-        """Send the payloads of a batch. Raises UnreachableError; then both sockets are of no use."""
+        """Send the payloads of a batch. Raises UnreachableError; then both sockets are unusable."""
         with self._sending:
             try:
                 if not self.alive:
@@ -197,7 +197,7 @@ class BulkSockets:
                 raise self._broken("sent", error) from error
 
     def receive(self, sink: Sink, arrival: Arrival) -> None:
-        """Receive the bytes of one bucket. Raises UnreachableError; then both sockets are of no use."""
+        """Receive the bytes of one bucket. Raises UnreachableError; then both sockets are unusable."""
         if not arrival.unchanged and arrival.payload_bytes:
             memory = sink.buffer(arrival).cast("B")
             try:
@@ -221,7 +221,8 @@ class BulkSockets:
     def close(self) -> None:
         """Free both. Called by the exchanging thread, or when no exchange runs."""
         self.shut()
-        # Once the sending thread has left its call, which it does at once: a descriptor in use must not be given away.
+        # Wait until the sending thread has left its call, which it does at once: a descriptor in use must not be
+        # reused.
         with self._sending:
             self._up.close()
         self._down.close()

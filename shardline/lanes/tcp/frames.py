@@ -1,8 +1,8 @@
-"""Bulk sockets: bare payloads in one direction, in the order in which calls refer to them. Both sides' helpers.
+"""Bulk sockets: raw payloads in one direction, in the order in which calls refer to them. Helpers of both sides.
 
-A socket begins with a preamble (magic, version, one-time token) and the server's one-byte answer. After that it
-carries payloads without frames, since their sizes are in the calls. On the way down each payload is followed by the
-byte WHOLE once the server knows that nothing overwrote it while it left.
+A socket begins with a preamble (magic, version, one-time token) and the server's one-byte answer. After that it carries
+payloads without frames, since their sizes are in the calls. On the way down each payload is followed by the byte WHOLE
+once the server knows that nothing overwrote it while it was sent.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ REFUSED = b"-"
 WHOLE = b"."
 
 UNSENT_BYTES = 256 << 10
-"""What the kernel holds back unsent, at most: more would only make later, more urgent bytes wait."""
+"""Maximum bytes that the kernel keeps unsent: more would only delay later, more urgent bytes."""
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
 
 
 class RefusedError(OSError):
-    """The server answered the preamble with a refusal, or with something else."""
+    """The server refused the preamble, or its answer is unknown."""
 
 
 def preamble(token: bytes) -> bytes:
-    """First bytes of a bulk socket."""
+    """The first bytes of a bulk socket."""
     return _PREAMBLE.pack(_MAGIC, VERSION, token)
 
 
 def read_preamble(data: bytes | bytearray) -> bytes:
-    """The token. Raises ProtocolError where a stranger speaks, or another version."""
+    """The token in a preamble. Raises ProtocolError for other bytes, or another version."""
     magic, version, token = _PREAMBLE.unpack(data)
     if magic != _MAGIC:
         raise ProtocolError("the bytes received are not the preamble of a bulk socket")
@@ -50,14 +50,14 @@ def read_preamble(data: bytes | bytearray) -> bytes:
 
 
 def tune(sock: socket.socket) -> None:
-    """Send at once, keep little unsent, and don't pace what never leaves the host. For a connected socket."""
+    """Tune a connected socket: send at once, keep little unsent, don't pace traffic within the host."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if _TCP_NOTSENT_LOWAT is not None:
-        # A kernel without it only holds back more.
+        # A kernel without it only keeps more bytes unsent.
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     if sys.platform == "linux" and sock.getsockname()[0] == sock.getpeername()[0]:
-        # Where bbr is the default it paces even loopback, which costs speed and processor time for nothing.
+        # If bbr is the default it paces even loopback, which costs speed and CPU time for nothing.
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
@@ -65,7 +65,7 @@ def tune(sock: socket.socket) -> None:
 def shut(sock: socket.socket) -> None:
     """End a socket that another thread may be using: its calls return at once. May be called twice.
 
-    The plain socket's method, since that of an SSLSocket would take its session from under the other thread.
+    Calls the plain socket's method, since that of an SSLSocket would remove the session that the other thread is using.
     """
     with contextlib.suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
@@ -82,19 +82,19 @@ def dial(
     tls_name: str = "",
     hold: Callable[[socket.socket], None] = lambda sock: None,
 ) -> socket.socket:
-    """A bulk socket that the server has accepted, for send_all() or receive().
+    """Open a bulk socket that the server has accepted, for send_all() or receive().
 
-    timeout_s: for connecting, and again for the handshake. stall_s: how long a later send or receive may make no
-    progress at all. tls_name: whom the certificate has to name; empty = the host. hold: gets every socket before it
-    connects, so that another thread can shut() it.
-    Raises RefusedError where the token was refused, OSError where nobody answers.
+    timeout_s: for connecting, and again for the handshake. stall_s: seconds that a later send or receive may take
+    without progress. tls_name: name required in the certificate; empty = the host. hold: called with every socket
+    before it connects, so that another thread can shut() it.
+    Raises RefusedError if the token was refused, OSError if nobody answers.
     """
     errors: list[OSError] = []
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, protocol)
         try:
             if tls is not None:
-                # Before it connects: wrapping gives the descriptor to another object.
+                # Before connecting: wrapping moves the descriptor to another object.
                 sock = tls.wrap_socket(sock, server_hostname=tls_name or host, do_handshake_on_connect=False)
             hold(sock)
             sock.settimeout(timeout_s)
@@ -126,11 +126,11 @@ def _introduce(sock: socket.socket, token: bytes) -> None:
 
 
 def _patient(sock: socket.socket, stall_s: float) -> None:
-    """From here on calls end when nothing moved for stall_s."""
+    """Make later calls time out after stall_s seconds without progress."""
     if isinstance(sock, ssl.SSLSocket):
         sock.settimeout(stall_s)
         return
-    # By the kernel's own timeouts the socket stays blocking, so that one call moves a whole bucket.
+    # With the kernel's timeouts the socket stays blocking, so that one call moves a whole bucket.
     sock.settimeout(None)
     timeval = struct.pack("@ll", int(stall_s), int(stall_s % 1 * 1_000_000))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
@@ -138,7 +138,7 @@ def _patient(sock: socket.socket, stall_s: float) -> None:
 
 
 def send_all(sock: socket.socket, data: memoryview) -> None:
-    """Send bytes; raises TimeoutError when nothing moved for the socket's stall time, OSError where it broke."""
+    """Send all bytes. Raises TimeoutError after the socket's stall time without progress, OSError if it broke."""
     sent = 0
     while sent < len(data):
         try:
@@ -148,9 +148,9 @@ def send_all(sock: socket.socket, data: memoryview) -> None:
 
 
 def receive(sock: socket.socket, memory: memoryview) -> None:
-    """Fill the memory, then read the WHOLE after it.
+    """Fill the memory, then read the WHOLE byte after it.
 
-    Raises TimeoutError when nothing moved for the socket's stall time, OSError where it broke.
+    Raises TimeoutError after the socket's stall time without progress, OSError if the socket broke.
     """
     mark = memoryview(bytearray(1))
     size, filled = len(memory), 0
@@ -170,5 +170,5 @@ def receive(sock: socket.socket, memory: memoryview) -> None:
 def _receive_some(sock: socket.socket, rest: Sequence[memoryview]) -> int:
     if isinstance(sock, ssl.SSLSocket):
         return sock.recv_into(rest[0])
-    # SO_RCVLOWAT would spare wake-ups here too, but a blocking call that has taken a part then waits for too much.
+    # SO_RCVLOWAT would save wake-ups here too, but after a partial read a blocking call then waits for too much.
     return sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]

@@ -37,7 +37,7 @@ class Tcp(LaneKind):
         take: Callable[[int], memoryview],
         on_refused: Callable[[str, Exception], None],
     ) -> LaneOffer:
-        """The server's half, on one more port of the interface of its address."""
+        """The server's half, on an additional port of the same interface."""
         from shardline.cluster import parse_address
         from shardline.lanes.tcp.server import TcpOffer
 

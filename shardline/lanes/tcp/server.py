@@ -1,4 +1,4 @@
-"""The server half of lane tcp: one port for the bulk sockets of all workers, two threads whatever their number."""
+"""The server half of lane tcp: one port for the bulk sockets of all workers, and two threads however many there are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BulkHandshake:
         self._filled = 0
 
     def hear(self) -> bytes:
-        """The token, once the preamble has come."""
+        """The token, once the preamble has arrived."""
         if not self._tuned:
             frames.tune(self.sock)
             if self._tls is not None:
@@ -49,12 +49,12 @@ class BulkHandshake:
         return frames.read_preamble(self._preamble)
 
     def admit(self, bearer: Take) -> None:
-        """Say so, and hand the socket on."""
+        """Accept the socket and pass it on."""
         self.sock.send(frames.ACCEPTED)
         bearer(self.sock)
 
     def refuse(self) -> None:
-        """Say so."""
+        """Send a refusal."""
         self.sock.send(frames.REFUSED)
 
     def close(self) -> None:
@@ -65,10 +65,10 @@ class BulkHandshake:
 class TcpOffer:
     """Offers lane tcp on a free port of one interface; see attachments.LaneOffer.
 
-    host: of the server's own address. server_context: for both directions, where the cluster has TLS. timeout_s: how
-    long a token is good for, and how long a transfer may make no progress (a third of --timeout). take: memory for
-    what comes in. on_refused: told of every connection that was turned away, on the receive thread.
-    Raises UsageError where the interface can't be listened on.
+    host: from the server's own address. server_context: for both directions, if the cluster has TLS. timeout_s: seconds
+    for which a token is valid, and for which a transfer may make no progress (a third of --timeout). take: memory for
+    incoming data. on_refused: called on the receive thread for every connection that was turned away. Raises UsageError
+    if the interface can't be listened on.
     """
 
     lane = "tcp"
@@ -101,7 +101,7 @@ class TcpOffer:
         self.acceptor.open()
 
     def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> Opening:
-        """An attachment without sockets, and the tokens that bring them."""
+        """An attachment, still without sockets, and the tokens with which the worker opens them."""
         attachment = TcpAttachment(
             holder,
             loop,
@@ -118,7 +118,7 @@ class TcpOffer:
         """Nothing is read in place on this lane."""
 
     def close(self) -> None:
-        """Take no more sockets and end both threads; attachments are closed before. May be called twice."""
+        """Accept no more sockets and end both threads; attachments are closed before. May be called twice."""
         if self._closed:
             return
         self._closed = True

@@ -1,10 +1,10 @@
 """The rule "torch": the job's own optimizer, a class of torch.optim, steps on each bucket.
 
 With torch's default arithmetic the result has the bits of torch.optim on the uncut tensors, for every class and any cut
-(PROTOCOL 1.1). With fused=True it has equal bits for any cut, and differs from the uncut tensors' fused result only in
-the last few elements of a tensor, which torch computes by another path. The same holds for float16 and bfloat16 under
-SGD, ASGD and Adadelta: torch's x.add_(y, alpha=a) rounds those elements otherwise, and torch's own cut for several
-intra-op threads moves them, so equal bits there also need one intra-op thread.
+(PROTOCOL 1.1). With fused=True it has equal bits for any cut, and differs from the fused result on the uncut tensors
+only in the last few elements of a tensor, which torch computes in another way. The same is true for float16 and
+bfloat16 under SGD, ASGD and Adadelta: torch's x.add_(y, alpha=a) rounds those elements differently, and their positions
+depend on torch's intra-op threads, so equal bits there also require one intra-op thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Torch(UpdateRule):
         return spec.name
 
     def check_tensors(self, spec: RuleSpec, tensors: Sequence[TensorSpec]) -> None:
-        """See UpdateRule: a parameter's group, dtype, shape or cut."""
+        """See UpdateRule. Checks each parameter's group, dtype, shape and cut."""
         for tensor in tensors:
             if tensor.kind is not TensorKind.PARAM:
                 continue
@@ -66,7 +66,7 @@ class Torch(UpdateRule):
         return state_kinds(spec.name, group, dtype, device)
 
     def packing(self, spec: RuleSpec, state: str) -> Callable[[TensorSpec], Shape | None] | None:
-        """See UpdateRule: Adafactor's factors."""
+        """See UpdateRule. For Adafactor's factors."""
         return packing(spec.name, state)
 
     def make(self, site: Site) -> TorchBucketRule:
@@ -92,7 +92,7 @@ class TorchBucketRule(BucketRule):
         self._states.apply(update.values, update.gradient, update.present, update.arguments, update.source)
 
     def export(self) -> RuleState:
-        """See BucketRule. Element-shaped states lie in the bucket's layout, Adafactor's packed."""
+        """See BucketRule. Element-shaped states have the bucket's layout, Adafactor's are packed."""
         states = self._states
         tensors: dict[str, Tensor] = {}
         if isinstance(states, ElementwiseStates):

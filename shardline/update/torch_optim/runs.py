@@ -1,9 +1,9 @@
-"""Element-wise rules: one optimizer call for each run of neighbouring slices whose per-slice state is equal.
+"""Element-wise rules: one optimizer call for each run of neighbouring slices with equal per-slice state.
 
-In the steady state all slices have a gradient and equal counters, so a bucket is one run and one call. Where a tensor
-has no gradient torch leaves it alone (no decay, no count), so counters drift apart and the bucket falls into more runs.
-Element-shaped states lie in flat tensors in the bucket's layout, of which a run's optimizer holds views; its 0-d states
-are numbers of its own, written back to the per-slice lists only when runs change or somebody exports.
+In the steady state all slices have a gradient and equal counters, so a bucket is one run and one call. If a tensor has
+no gradient torch leaves it alone (no decay, no count), so counters diverge and the bucket splits into more runs.
+Element-shaped states are flat tensors in the bucket's layout, and a run's optimizer has views of them; its 0-d states
+are its own numbers, written back to the per-slice lists only when runs change or the state is exported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardline.update.base import StateSpec, padding_positions
 from shardline.update.torch_optim import sgd
 
 _CACHED_RUNS = 64
-"""Optimizer objects kept per bucket for runs that may come back (mixtures of experts alternate)."""
+"""Optimizer objects kept per bucket for runs that may return (mixtures of experts alternate)."""
 
 
 class _Run:
@@ -30,20 +30,20 @@ class _Run:
         self.parameter = parameter
         self.optimizer = optimizer
         self.nothing = parameter.detach()[:0].clone()
-        # Between steps the bucket's buffers are nobody's here.
+        # Between steps no reference to the bucket's buffers is kept.
         parameter.data = self.nothing
 
     def step(self, values: Tensor, gradient: Tensor, source: Tensor, arguments: Mapping[str, Any]) -> None:
         """One optimizer step on this run's part of the bucket; no reference to the three tensors is kept.
 
-        source: the values before, which may be `values`.
+        source: the values before the step, possibly `values` itself.
         """
         if sgd.is_plain(type(self.optimizer), arguments):
             self._step_beside(values, gradient, source, arguments)
             return
         if source is not values:
             values.copy_(source)
-        # values alternates between two buffers from call to call, so the parameter is pointed at it anew each time.
+        # values alternates between two buffers from call to call, so the parameter is set to it each time.
         self.parameter.data = values
         self.parameter.grad = gradient
         self.optimizer.param_groups[0].update(arguments)
@@ -73,8 +73,8 @@ class _Run:
 class ElementwiseStates:
     """Optimizer state of one bucket under an element-wise rule. Used by one thread at a time.
 
-    flat: states by name, each as long as the bucket; zeros where a slice has none yet. Exact only after collect():
-    scalars, per name one number per slice, and initialized, per slice whether torch keeps a state for it.
+    flat: states by name, each as long as the bucket; zeros if a slice has none yet. Up to date only after collect():
+    scalars, one number per slice by name, and initialized, per slice whether torch has a state for it.
     """
 
     def __init__(
@@ -114,18 +114,18 @@ class ElementwiseStates:
         arguments: Mapping[str, Any],
         source: Tensor | None = None,
     ) -> None:
-        """Update the slices that are present (None: all); arguments are those in force for this call.
+        """Update the slices that are present (None: all) with the arguments of this call.
 
-        source: the values before; None = they are in `values`.
+        source: the values before the update; None = they are in `values`.
         """
         if not self._settled or present != self._present:
             self.collect()
             self._runs = self._cut_into_runs(values, present)
             self._present = present
-            # Runs stay as they are while the same slices are present: equal states advance equally.
+            # Runs don't change while the same slices are present: equal states advance equally.
             self._settled = True
         if source is not None and not (present is None and len(self._runs) == 1):
-            # Only one run over all slices leaves nothing of the bucket out.
+            # Only a single run over all slices covers the whole bucket.
             values.copy_(source)
             source = None
         for run in self._runs:
@@ -135,11 +135,11 @@ class ElementwiseStates:
             if not self.initialized[run.start]:
                 self._adopt(run)
         if self.padding.numel():
-            # eps=0 divides zero by zero there.
+            # With eps=0 the padding becomes 0/0.
             values.index_fill_(0, self.padding, 0)
 
     def collect(self) -> None:
-        """Write the numbers that torch advanced in the current runs back to the per-slice lists."""
+        """Write the numbers of the current runs back to the per-slice lists."""
         for run in self._runs:
             for name, state in run.state().items():
                 if self._kinds[name].scalar:
@@ -174,7 +174,7 @@ class ElementwiseStates:
         begin, end = self._span(start, stop)
         fresh = not self.initialized[start]
         if run is None or (fresh and run.state()):
-            # Some classes fill their state in the constructor, so the parameter has its true size there.
+            # Some classes create their state in the constructor, so the parameter needs its true size there.
             parameter = torch.nn.Parameter(values[begin:end])
             run = _Run(start, stop, parameter, self._cls([parameter], **self._arguments))
             if len(self._cache) >= _CACHED_RUNS:
@@ -189,7 +189,7 @@ class ElementwiseStates:
         return run
 
     def _adopt(self, run: _Run) -> None:
-        """Let the state that torch created on these slices' first gradient be the flat tensors, or a part of them."""
+        """Make the state that torch created on these slices' first gradient the flat tensors, or a part of them."""
         state = run.state()
         if not state:
             return
@@ -200,7 +200,7 @@ class ElementwiseStates:
                 self.scalars.setdefault(name, [0.0] * count)
                 continue
             if name not in self.flat and value.numel() == self._bucket.elements:
-                # No slice shares it with another run: a copy would leave a hole of its size in the heap.
+                # No other run has slices in it: a copy would leave a gap of its size in the heap.
                 self.flat[name] = value
                 continue
             if name not in self.flat:
@@ -210,11 +210,11 @@ class ElementwiseStates:
             state[name] = view
         run.set_state(state)
         self.initialized[run.start : run.stop] = [True] * (run.stop - run.start)
-        # Slices whose state just began may now have the state of their neighbours.
+        # Slices whose state just began may now have the same state as their neighbours.
         self._settled = False
 
     def set_state(self, flat: dict[str, Tensor], scalars: dict[str, list[float]], initialized: Sequence[bool]) -> None:
-        """Replace all state; flat tensors become this object's own."""
+        """Replace all state; takes over the flat tensors."""
         self.clear()
         self.flat, self.scalars, self.initialized = flat, scalars, list(initialized)
 

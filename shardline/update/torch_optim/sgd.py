@@ -1,8 +1,8 @@
-"""SGD as torch.optim computes it by default, with the result beside the values instead of over them.
+"""SGD as torch.optim computes it by default, but with the result in another tensor than the values.
 
-torch.optim changes parameters in place, so a bucket whose step before must stay readable would be copied first: a pass
-over memory as dear as the update itself. Operations, their order and their rounding are those of torch's
-_single_tensor_sgd, so the bits are the same.
+torch.optim changes parameters in place, so a bucket whose previous step must stay readable would have to be copied
+first: a pass over memory as expensive as the update itself. Operations, their order and their rounding are those of
+torch's _single_tensor_sgd, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 
 
 def is_plain(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> bool:
-    """Whether torch would run its default loop over tensors, which step() repeats, and not another implementation."""
+    """Whether torch would run its default loop over tensors, which step() repeats."""
     return cls is torch.optim.SGD and not arguments.get("fused") and not arguments.get("foreach")
 
 
 def step(
     source: Tensor, gradient: Tensor, target: Tensor, momentum_buffer: Tensor | None, arguments: Mapping[str, Any]
 ) -> Tensor | None:
-    """Write the values after one step to `target`; returns the momentum buffer, new where there was none.
+    """Write the values after one step to `target`; returns the momentum buffer, a new one if there was none.
 
     source, gradient, target: flat, equal length and dtype; target may be source, nothing else may overlap. source and
-    gradient stay as they are. momentum_buffer is changed in place. arguments: torch.optim.SGD's.
+    gradient are not changed. momentum_buffer is changed in place. arguments: torch.optim.SGD's.
     """
     momentum, decay = arguments["momentum"], arguments["weight_decay"]
-    # What torch makes new tensors for fits into the target until the result goes there.
+    # Until it gets the result, the target serves for torch's temporaries.
     scratch = target if target is not source else None
     if arguments["maximize"]:
         gradient = torch.neg(gradient, out=scratch)

@@ -1,4 +1,4 @@
-"""What torch.optim keeps for a parameter: the names, dtypes and shapes of its states."""
+"""The states of torch.optim for a parameter: their names, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _variance(tensor: TensorSpec) -> Shape | None:
 _PACKED: Mapping[str, Mapping[str, Callable[[TensorSpec], Shape | None]]] = {
     "Adafactor": {"row_var": _row_var, "col_var": _col_var, "variance": _variance}
 }
-"""States by optimizer that are not shaped like their tensor."""
+"""States whose shape is not their tensor's, by optimizer."""
 
 
 def packing(optimizer: str, state: str) -> Callable[[TensorSpec], Shape | None] | None:
@@ -41,7 +41,7 @@ def state_kinds(
 ) -> Mapping[str, StateSpec]:
     """States that the optimizer may keep for parameters of this dtype on this device, by name.
 
-    Found by letting torch update a few zeros. Raises JobError where torch refuses the combination.
+    Determined by letting torch update a few zeros. Raises JobError if torch refuses the combination.
     """
     return _state_kinds(optimizer, tuple(sorted(group.items())), dtype, device)
 
@@ -53,7 +53,7 @@ def _state_kinds(
     arguments = torch_arguments(optimizer, dict(group))
     planned = True
     if optimizer == "SGD" and arguments["momentum"] == 0.0:
-        # A user's scheduler may switch momentum on later; torch then starts the buffer at that step.
+        # A scheduler may turn on momentum later; torch then starts the buffer at that step.
         arguments["momentum"] = 0.5
         planned = False
     shapes = [(64,)] if ALLOWED[optimizer] else [(2, 2)] if optimizer == "Muon" else [(2, 2), (2,)]

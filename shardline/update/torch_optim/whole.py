@@ -1,7 +1,7 @@
 """Whole-tensor rules: one optimizer over all slices of a bucket, each with its tensor's real shape.
 
-Slices of such rules are never cut, so torch does everything by itself: it leaves a parameter without gradient alone and
-keeps each one's state.
+Slices under such rules are never cut, so torch does everything itself: it skips parameters without gradient and keeps
+the state of each.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class WholeStates:
         arguments: Mapping[str, Any],
         source: Tensor | None = None,
     ) -> None:
-        """Update the slices that are present (None: all); arguments are those in force for this call.
+        """Update the slices that are present (None: all) with the arguments of this call.
 
-        source: the values before; None = they are in `values`.
+        source: the values before the update; None = they are in `values`.
         """
         if source is not None:
             values.copy_(source)
@@ -68,12 +68,12 @@ class WholeStates:
 
     @property
     def initialized(self) -> list[bool]:
-        """Per slice, whether torch keeps a state for it."""
+        """Per slice, whether torch has a state for it."""
         return [bool(self._optimizer.state.get(parameter)) for parameter in self._parameters]
 
     @property
     def flat(self) -> dict[str, Tensor]:
-        """States by name, copied into flat tensors on the device; states that nobody has yet are left out."""
+        """States by name, copied into flat tensors on the device; states that no slice has yet are left out."""
         found: dict[str, Tensor] = {}
         for name, kind in self._kinds.items():
             if kind.scalar or not any(self.initialized):
@@ -91,7 +91,7 @@ class WholeStates:
 
     @property
     def scalars(self) -> dict[str, list[float]]:
-        """0-d states by name, one number per slice; 0 where a slice has none yet."""
+        """0-d states by name, one number per slice; 0 if a slice has none yet."""
         if not any(self.initialized):
             return {}
         return {
