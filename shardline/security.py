@@ -4,8 +4,9 @@ The default, Security(), is plain: no TLS and no token. ssl and grpc are importe
 
 With a CA both sides show a certificate and check the other's (mutual TLS). With a certificate and no CA only the server
 shows one, and clients check it against the system's own CAs. All tasks have the job token: whoever knows it may call.
-Only the chief and the parameter servers have the admin token: calls that change the cluster itself (rpc/auth/rights.py) need
-proof of it as well; it is never sent (rpc/auth/access.py). Without an admin token, the job token grants every right.
+Only the chief and the parameter servers have the admin token: calls that change the cluster itself
+(rpc/auth/rights.py) need proof of it as well; it is never sent (rpc/auth/access.py). Without an admin token, the job
+token grants every right.
 """
 
 from __future__ import annotations
