@@ -66,6 +66,11 @@ class ForkServer:
         # From now on tasks become children of this process when the one that forked them has gone.
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
+    @property
+    def pid(self) -> int:
+        """Of the process that is forked."""
+        return int(self._process.pid)
+
     def _start(self, theirs: socket.socket, environment: Mapping[str, str]) -> Any:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "shardline.host.forkserver", str(theirs.fileno())],

@@ -1,0 +1,142 @@
+"""Tasks that are forked from one process that has done their imports: like commands that were started by exec."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardline.host.forkserver import COMMAND, ForkedProcess, ForkServer, can_fork
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tasks are forked on Linux only")
+
+PLUGIN = """
+import json, os, pathlib, random, signal, sys, time
+import numpy
+folder = pathlib.Path(os.environ["FOLDER"])
+fds = sorted(fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2 and os.path.exists(f"/proc/self/fd/{fd}"))
+said = {
+    "environment": dict(os.environ), "random": random.random(), "numpy": float(numpy.random.rand()), "argv": sys.argv,
+    "parent": os.getppid(), "session": os.getsid(0), "pid": os.getpid(), "fds": fds,
+    "input": os.readlink("/proc/self/fd/0"), "command": pathlib.Path("/proc/self/cmdline").read_text(),
+}
+folder.joinpath(f"{os.getpid()}.new").write_text(json.dumps(said))
+folder.joinpath(f"{os.getpid()}.new").rename(folder / f"{os.getpid()}.json")
+if "WAIT" in os.environ:
+    signal.pause()
+"""
+
+
+class Forks:
+    """A fork server, and what is needed to ask it for processes that say what they are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.plugin = folder / "plugin.py"
+        self.plugin.write_text(PLUGIN)
+        self.server = ForkServer(dict(os.environ))
+        self.started: list[ForkedProcess] = []
+
+    def command(self) -> list[str]:
+        return [*COMMAND, "methods", "--plugin", str(self.plugin)]
+
+    def start(self, *, kept: tuple[int, ...] = (), **environment: str) -> ForkedProcess:
+        with (self.folder / "log").open("ab") as log:
+            settings = {"FOLDER": str(self.folder), "PATH": os.environ["PATH"], **environment}
+            process = ForkedProcess(self.server.start(self.command(), settings, log.fileno(), kept))
+        self.started.append(process)
+        return process
+
+    def said(self, process: ForkedProcess) -> dict[str, Any]:
+        path = self.folder / f"{process.pid}.json"
+        wait_for(path.exists, f"what process {process.pid} says")
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    made = Forks(tmp_path_factory.mktemp("forks"))
+    yield made
+    for process in made.started:
+        with contextlib.suppress(OSError):
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+    made.server.close()
+
+
+def test_a_task_is_a_child_in_a_session_of_its_own_with_its_own_command_line(forks: Forks) -> None:
+    process = forks.start(COLOUR="blue")
+    said = forks.said(process)
+    assert process.wait() == 0
+    assert said["pid"] == said["session"] == process.pid
+    assert said["parent"] == os.getpid()
+    assert said["argv"][1:] == forks.command()[len(COMMAND) :]
+    assert said["command"].rstrip("\0") == " ".join(forks.command())
+    assert said["input"] == os.devnull
+    # The environment that was asked for, and nothing of the process that was forked.
+    assert {name for name in said["environment"] if name not in ("FOLDER", "PATH", "COLOUR")} <= {"SHARDLINE_PLUGINS"}
+    assert "--consistency" in (forks.folder / "log").read_text()
+
+
+def test_tasks_draw_different_random_numbers(forks: Forks) -> None:
+    processes = [forks.start() for _ in range(2)]
+    first, second = map(forks.said, processes)
+    assert [process.wait() for process in processes] == [0, 0]
+    assert first["random"] != second["random"]
+    assert first["numpy"] != second["numpy"]
+
+
+def test_descriptors_keep_their_numbers_and_no_others_are_inherited(forks: Forks) -> None:
+    pipes = [os.pipe() for _ in range(3)]
+    # In an order in which one of them lies where another is to be.
+    kept = (pipes[2][1], pipes[0][0], pipes[1][1])
+    process = forks.start(kept=kept, WAIT="")
+    assert forks.said(process)["fds"] == sorted(kept)
+    for read, write in pipes[1:]:
+        os.close(write)
+        os.set_blocking(read, False)
+        with pytest.raises(BlockingIOError):
+            os.read(read, 1)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    for read, _ in pipes[1:]:
+        assert os.read(read, 1) == b""
+    for fd in (*pipes[0], pipes[1][0], pipes[2][0]):
+        os.close(fd)
+
+
+def test_signals_do_what_they_do_to_a_new_process(forks: Forks) -> None:
+    process = forks.start(WAIT="")
+    forks.said(process)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == -signal.SIGTERM
+
+
+def test_a_wrong_command_ends_with_its_exit_code_and_sentence(forks: Forks) -> None:
+    with (forks.folder / "wrong").open("wb") as log:
+        settings = {"PATH": os.environ["PATH"]}
+        pid = forks.server.start([*COMMAND, "ps", "--cluster", "nowhere.json"], settings, log.fileno(), ())
+    assert ForkedProcess(pid).wait() == 2
+    assert "nowhere.json" in (forks.folder / "wrong").read_text()
+
+
+def test_only_commands_of_this_interpreter_can_be_forked() -> None:
+    assert can_fork([*COMMAND, "ps"])
+    assert not can_fork([sys.executable, "script.py"])
+
+
+def test_a_fork_server_that_is_gone_is_an_error_at_once(tmp_path: Path) -> None:
+    forks = Forks(tmp_path)
+    os.kill(forks.server.pid, signal.SIGKILL)
+    with pytest.raises(OSError, match=r"ended|reset|pipe"):
+        forks.start()
+    forks.server.close()
