@@ -101,9 +101,7 @@ class Journal:
         self._torn = False
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """All entries of all terms, oldest first; incomplete lines are skipped. Raises UsageError if a file can't be
-        read.
-        """
+        """All entries of all terms, oldest first; skips incomplete lines. Raises UsageError if a file can't be read."""
         found = ((int(path.stem.partition("-")[2]), path) for path in self.folder.glob("journal-*.jsonl"))
         for _, path in sorted(found):
             for line in _lines(path):

@@ -26,8 +26,7 @@ FREE_BYTES = 16 << 20
 MEASURED_BYTES = 4 << 20
 """Fewest bytes by which a link is measured; the first bytes of a connection say little."""
 LEAST_RATE = 1e6
-"""Bytes per second used even of the slowest link: below 25 MB/s the share alone would block servers' copies for hours.
-"""
+"""Bytes per second taken even of the slowest link: below 25 MB/s the share would hold servers' copies for hours."""
 
 
 class Wakeable(Protocol):
@@ -133,7 +132,7 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """What fetching one cut came to."""
+    """Duration and link rate of fetching one cut."""
 
     seconds: float = 0.0
     """Actual seconds."""
