@@ -172,7 +172,7 @@ def _unfinished(
 
 
 def _resume(config: RoleConfig, out: Path) -> Checkpoint | None:
-    """The checkpoint to resume from; None for a fresh start. Raises UsageError if the folder has checkpoints already."""
+    """The checkpoint to resume from; None for a fresh start. Raises UsageError if that would mix two runs."""
     folder = out / "checkpoints"
     steps = committed_steps(folder)
     if not config.resume:

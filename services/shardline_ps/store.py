@@ -117,7 +117,7 @@ class ParameterStore:
         self.on_complete: Callable[[int, int], None] = lambda shard, step: None
         """(shard, step): all contributions to a step that needs a verdict have arrived. Called from pool threads."""
         self.on_failure: Callable[[Exception], None] = lambda error: None
-        """A step can't be applied: the job can't continue. Called from any thread, with locks held, so it must not block."""
+        """A step can't be applied: the job can't continue. Called on any thread with locks held: must not block."""
         self.on_pulled: Callable[[str, str, str, int, int, float], None] = (
             lambda peer, codec, lane, raw, wire, seconds: None
         )

@@ -43,7 +43,7 @@ class Streams:
         """Lives whose heartbeat has not been answered yet."""
 
     def heard(self, key: Key, channel: Channel, *, alive: bool) -> bool:
-        """A heartbeat arrived on this channel. False: its life is fenced; the channel was sent last orders and closed."""
+        """A heartbeat arrived on a channel. False: its life is fenced; the channel got last orders and was closed."""
         if alive:
             self._heard.add(key)
         if self._channels.get(key) is channel:

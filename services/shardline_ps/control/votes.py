@@ -187,12 +187,12 @@ class Voters:
         )
 
     def adopt(self, timeline: int, decided: Applied) -> Verdict:
-        """This ps is the lead: record a verdict that a shard has applied."""
+        """Record a verdict that a shard has applied; for the lead."""
         verdict = Verdict(step=decided.step, scale=decided.scale, skip=decided.skip, norm=decided.norm)
         return self._lead.adopt(timeline, verdict)
 
     async def vote_here(self, timeline: int, step: int, shard: int, ballot: Ballot) -> Verdict | None:
-        """This ps is the lead: vote here."""
+        """Vote on this ps, the lead; None on timeout. Raises ProtocolError if the vote is far from the open step."""
         configuration = self._store.configuration
         assert configuration is not None
         open_step = self._store.shard(0).step_min

@@ -66,7 +66,7 @@ class Bucket:
         self.names = tuple(tensors[piece.tensor].name for piece in spec.slices)
         self._pub = pub
         self.pending: object | None = None
-        """Record that the standby must have before theta_{step+1}, already computed, is published; None if nothing waits."""
+        """Record that the standby must have before theta_{step+1} is published; None if nothing waits."""
         self.rule: BucketRule | None = None
         self._make_rule: Callable[[], BucketRule | None] = lambda: (
             make_rule(device) if spec.kind is TensorKind.PARAM else None

@@ -41,7 +41,7 @@ class CutBook:
         self._requested: set[int] = set()
         self._held: dict[int, CutImages] = {}
         self._released = -1
-        """Highest released step. A bucket that reaches it later makes no copy, since the cut could never be complete."""
+        """Highest released step. A bucket that reaches it later makes no copy: the cut could never be complete."""
         self.skipped_total = 0
 
     def request(self, step: int) -> None:

@@ -25,7 +25,7 @@ from shardline_ps.standby.record_log import RecordLog
 
 
 class ByteCount:
-    """Bytes of sums that wait for more contributions, or for a verdict. Buckets refer to it rather than to their shard."""
+    """Bytes of sums that wait for more contributions or a verdict. Buckets refer to it rather than to their shard."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -152,7 +152,7 @@ class Checkpointing:
         self._advise(event)
 
     def _advise(self, event: CheckpointSaved) -> None:
-        """Report the smallest workable checkpoint interval once, and again if checkpoint_every is found to be below it."""
+        """Report the smallest workable checkpoint interval once, and again if checkpoint_every falls below it."""
         state, saved = self.state, event.saved
         every = state.job.checkpoint_every if state.job is not None else 0
         if state.phase is not Phase.RUNNING or not every or not saved.step or not self._clock.seconds:

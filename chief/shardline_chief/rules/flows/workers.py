@@ -62,7 +62,7 @@ class Workers:
     # Links
 
     def links(self, event: Tick, now_s: float) -> None:
-        """Tasks that train can't reach a server that the chief can reach: decide which side is at fault (PROTOCOL 1.6)."""
+        """Trainers can't reach a server that the chief can reach: decide which side is at fault (PROTOCOL 1.6)."""
         state, tasks = self.state, self.state.tasks
         trainers = self._witnesses()
         suspected = any(tasks.suspects.get(member.task) for member in trainers)
@@ -85,7 +85,7 @@ class Workers:
                 return
 
     def _witnesses(self) -> list[Member]:
-        """Tasks whose reports on servers count. Spares exchange nothing with servers, and a stranger could start many."""
+        """Tasks whose reports on servers count: not spares, which exchange nothing with servers and may be many."""
         state, work = self.state, self.state.work
         trainers = state.tasks.trainers()
         if state.chooses_batches:
@@ -94,7 +94,7 @@ class Workers:
         return [member for member in trainers if member.task in tasks or member.incarnation in lives]
 
     def _judge_link(self, lost: ServerLost, named: list[Member], trainers: int, now_s: float) -> None:
-        """lost: event to emit if the server is at fault. named: tasks that can't reach it. trainers: how many report."""
+        """lost: event to emit if the server is at fault. named: tasks that can't reach it. trainers: their number."""
         tasks, sentence = self.state.tasks, lost.why
         if 2 * len(named) > trainers:
             why = "most of those that train" if trainers > 1 else "nobody else trains"

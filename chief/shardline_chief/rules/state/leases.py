@@ -159,7 +159,7 @@ class Leases:
         return self._followed_by(found)
 
     def cursor(self) -> dict[str, Any]:
-        """The checkpoint's data cursor: the done ranges, as JSON. Take it BEFORE the shards copy themselves (PROTOCOL 1.7)."""
+        """The checkpoint's data cursor, as JSON. Take it BEFORE the shards copy themselves (PROTOCOL 1.7)."""
         return {
             "steps": self._steps,
             "done": [[first, end] for first, end in self._done],
