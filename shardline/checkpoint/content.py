@@ -1,7 +1,7 @@
 """Content of a shard's file: entries keyed by tensor name and first row, their digest, and the bytes of the file.
 
-        value/<tensor>@<row>          rows of the tensor, in its shape
-        state/<state>/<tensor>@<row>  optimizer state: in the tensor's shape if it is element-wise, else flat
+    value/<tensor>@<row>          rows of the tensor, in its shape
+    state/<state>/<tensor>@<row>  optimizer state: in the tensor's shape if it is element-wise, else flat
     scalar/<state>/<tensor>@<row> float64, 0-d: per-tensor state such as "step"
     initialized/<tensor>@<row>    bool, 0-d: the optimizer state of these rows exists
 
