@@ -244,7 +244,7 @@ def security(flags: Mapping[str, Any]) -> Security:
 
 
 def _role_security(role: str, flags: Mapping[str, Any]) -> Security:
-    """Security settings of a task: roles that send no commands don't read the admin token, even if its path is given."""
+    """Security settings of a task: roles that send no commands don't read the admin token, even if given its path."""
     commands = role in ("chief", "ps")
     if not commands:
         return security({**flags, "admin_token_file": None})
