@@ -104,8 +104,7 @@ def _done_already(known: Remembered, spec: JobSpec | None, settings: Settings) -
     """Whether the folder's last job is this one, and finished all its steps: then report that again, as with --resume.
 
     A chief may die when all is done but its exit; after a restart it should still report how the job went. Another job
-    in
-    the same folder, or one that was stopped before its end, is refused as usual.
+    in the same folder, or one that was stopped before its end, is refused as usual.
     """
     if not known.closed or known.ended is None or spec is None or obstacle(known, spec, settings):
         return False

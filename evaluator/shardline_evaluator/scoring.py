@@ -29,8 +29,7 @@ def next_step(orders: Orders, scored: int) -> int | None:
     """The checkpoint to score now, or None if there is none beyond `scored`.
 
     Orders name only committed checkpoints. Those that are overtaken while an earlier one is being scored are skipped,
-    the
-    newest never is, so the last one of the job is always scored.
+    the newest never is, so the last one of the job is always scored.
     """
     if orders.phase is Phase.ENDED or orders.checkpoint_step <= scored:
         return None

@@ -127,8 +127,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
             if change is not None:
                 await self._let_go(store.let_go(change, loop), change)
                 # Even if another chief leads by now: a half-configured server could neither be activated nor have its
-                # standbys
-                # promoted, and the next chief's commands wait for this one to end.
+                # standbys promoted, and the next chief's commands wait for this one to end.
                 store.make(change, loop)
                 self._obey(request.term)
             if placement:

@@ -149,8 +149,7 @@ class ParameterStore:
         """Like work(), but completes even if its caller is cancelled, once it has begun.
 
         after() is called, from any thread, when the work has ended or will never begin; until then, what it uses must
-        be left
-        alone.
+        be left alone.
         """
 
         def whole() -> T:
@@ -230,8 +229,7 @@ class ParameterStore:
         """Retire what is not kept, admit nothing, and wake everyone waiting here. make() must follow.
 
         Memory is freed once nothing uses it any more: see RetiredShards. If make() never comes, another configuration
-        can still
-        keep what this one keeps.
+        can still keep what this one keeps.
         """
         leaving = [shard for number, shard in self.shards.items() if number not in change.kept]
         leaving += [standby.shard for number, standby in self.standbys.items() if number not in change.standbys]

@@ -21,8 +21,7 @@ def resume_notes(stored: JobSpec, job: JobSpec, where: str) -> list[str]:
     """Differences despite which `job` may resume from the checkpoint `where` of `stored`, one phrase each.
 
     Raises CheckpointError, naming the differences, if it may not: tensors (names, shapes, dtypes, kinds), the update
-    rule,
-    the consistency mode, and in synchronous mode everything that the data order depends on.
+    rule, the consistency mode, and in synchronous mode everything that the data order depends on.
     """
     blocking = [*_tensor_differences(stored, job), *_setting_differences(stored, job)]
     if blocking:

@@ -171,8 +171,7 @@ class ContentDigest:
     """SHA-256 over all content, independent of the plan: by tensor, state and quantum, sorted, with names and dtypes.
 
     Tensors are cut only at multiples of their quantum, so hashing each quantum gives every plan the same digest, with
-    only
-    one shard in memory at a time.
+    only one shard in memory at a time.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:

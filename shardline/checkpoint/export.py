@@ -42,8 +42,7 @@ def export(checkpoint_path: Path, out: Path) -> Checkpoint:
     `.pt`: torch.save; aliases share storage; load with torch.load(weights_only=True). `.safetensors`: the format has no
     shared storage, so aliases are copies; load_state_dict(load_file(out), strict=True) finds every name.
     Returns the exported checkpoint. Raises UsageError for another suffix or an unwritable `out`, and CheckpointError if
-    the
-    checkpoint can't be read.
+    the checkpoint can't be read.
     """
     if out.suffix not in SUFFIXES:
         raise UsageError(f"{out} ends in {out.suffix!r}; it must end in {' or '.join(SUFFIXES)}")

@@ -120,8 +120,7 @@ def try_lock(path: Path) -> int | None:
     """Lock a folder exclusively; returns its descriptor, or None if a living process has the lock.
 
     Raises OSError on file systems that can't lock folders (NFS). The lock ends with its process, and moves with the
-    folder
-    in a rename: an unlocked folder belongs to a dead writer.
+    folder in a rename: an unlocked folder belongs to a dead writer.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -114,8 +114,7 @@ class Checkpoint:
         """Rows [first_row, first_row + rows) of a tensor's value, or of its optimizer state `what`.
 
         Shape (rows, *rest); () for a 0-d tensor, which has one row. A state whose shape is not its tensor's (of a
-        whole-tensor
-        rule) comes flat and only as a whole. Raises CheckpointError if the checkpoint does not contain it.
+        whole-tensor rule) comes flat and only as a whole. Raises CheckpointError if the checkpoint does not contain it.
         """
         spec = self._spec(name)
         if not 0 <= first_row <= first_row + rows <= spec.rows:
@@ -148,8 +147,7 @@ class Checkpoint:
         """The content of a shard of any plan for the same tensors, bucket by bucket, bit-exact.
 
         Step and version are the shard's own if the plan is the checkpoint's, else the highest of all shards; they
-        differ only
-        if the cut was not consistent.
+        differ only if the cut was not consistent.
         Raises CheckpointError if the plan's tensors are not the checkpoint's.
         """
         for tensor in plan.tensors:

@@ -95,10 +95,8 @@ class CheckpointStore:
         """Write a cut and make it the newest checkpoint; returns its folder.
 
         A step that exists with the same content is left as it is; a damaged one is replaced. Raises CheckpointError if
-        the step
-        exists with other content, if the cut doesn't match its plan, or if the disk is full, read-only or failing.
-        Earlier
-        checkpoints then stay as they were.
+        the step exists with other content, if the cut doesn't match its plan, or if the disk is full, read-only or
+        failing. Earlier checkpoints then stay as they were.
         """
         with self._committing:
             target = self.dir / step_folder(cut.step)
@@ -272,8 +270,8 @@ class CheckpointStore:
         """Delete old steps up to the one just committed, except the newest `keep`, the best and the protected ones.
 
         Called with _retaining held. The step just committed was read back and nothing newer is touched, so a valid
-        newer
-        checkpoint always remains. Newer steps are from before a rollback, and stay until the job reaches them again.
+        newer checkpoint always remains. Newer steps are from before a rollback, and stay until the job reaches them
+        again.
         """
         steps = [step for step in self.list() if step <= committed]
         best = self.best()

@@ -155,8 +155,7 @@ def role_command(role: str, run: Callable[[str, dict[str, Any]], int] = run_role
     """The click command of a role; run(role, flags) runs its task.
 
     It accepts the flags of all roles, so that all tasks of a cluster can get the same ones, shows only its own, and
-    ignores
-    variables for others.
+    ignores variables for others.
     """
 
     def start(**flags: Any) -> int:

@@ -69,8 +69,7 @@ def read_text(path: Path, limit: int) -> str:
 @contextlib.contextmanager
 def pinned(path: Path) -> Iterator[Path]:
     """A path for libraries that open files themselves: within the block it refers to this regular file, even if the
-    name
-    is changed. Without /proc it is the path itself, checked just before. Raises OSError.
+    name is changed. Without /proc it is the path itself, checked just before. Raises OSError.
     """
     fd = open_regular(path)
     try:
@@ -105,8 +104,7 @@ def replace(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Replace a file atomically: readers see the old content or the new. Raises OSError.
 
     A symbolic link at the path is replaced, not followed, and none can be planted at the temporary name. durable: on
-    disk
-    when this returns.
+    disk when this returns.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -17,8 +17,7 @@ def watch(fd: int, *, grace_s: float = GRACE_S) -> threading.Thread:
     """End this process when the other end of the pipe `fd` closes.
 
     It first sends itself SIGTERM, and exits with code 143 if it is still running grace_s seconds later. The launcher
-    never
-    writes to the pipe.
+    never writes to the pipe.
     """
     os.set_inheritable(fd, False)
 

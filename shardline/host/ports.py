@@ -15,10 +15,8 @@ def held_port(host: str = "127.0.0.1") -> socket.socket:
     """A socket bound to a free port of `host`, which reserves the port until the socket is closed.
 
     A port that was merely found free can be taken by anything, even by this machine's next outgoing connection. This
-    one
-    can be bound and listened on by a process that sets SO_REUSEADDR, as gRPC and asyncio do, one at a time, and again
-    after
-    its death; see CAN_HOLD. Raises UsageError if the host is not this machine's.
+    one can be bound and listened on by a process that sets SO_REUSEADDR, as gRPC and asyncio do, one at a time, and
+    again after its death; see CAN_HOLD. Raises UsageError if the host is not this machine's.
     """
     held: socket.socket | None = None
     try:

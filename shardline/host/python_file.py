@@ -18,8 +18,7 @@ def run_file(path: Path, prefix: str, *, check: Callable[[ast.Module], None] = l
     """The module created by running the file, under a unique name.
 
     check: inspects the parsed file before any of it runs, and may raise. The file's folder becomes first on sys.path,
-    as
-    with `python FILE`. Raises JobError with the file, the line and the original error.
+    as with `python FILE`. Raises JobError with the file, the line and the original error.
     """
     resolved = path.resolve()
     try:

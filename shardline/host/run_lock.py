@@ -33,8 +33,7 @@ class RunLock:
         """Take the lock of `folder`, OUT/chief, which is created if missing.
 
         Raises UsageError if another run holds it, the disk has too little room, or the folder can't be written to;
-        nothing is
-        changed then.
+        nothing is changed then.
         """
         made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
         try:

@@ -58,8 +58,7 @@ def tls_of(host: str, security: Security) -> ssl.SSLContext | None:
     """TLS for a page at this host; None = plain HTTP, as on loopback.
 
     If there is a token, it is required instead of a certificate, so that a browser or a Prometheus without one can read
-    the
-    page; without a token, client certificates keep strangers out, as everywhere else.
+    the page; without a token, client certificates keep strangers out, as everywhere else.
     """
     if is_loopback(host) or security.tls_cert is None:
         return None

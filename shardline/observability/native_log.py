@@ -83,8 +83,7 @@ def _start(real: int) -> subprocess.Popen[bytes]:
     read, write = os.pipe()
     try:
         # The filter must end only when all writers are gone, so it must ignore signals to the process group. Signals
-        # blocked
-        # here stay blocked in the child.
+        # blocked here stay blocked in the child.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         try:
             process = subprocess.Popen(

@@ -33,12 +33,10 @@ ONE_THREAD = grpc.experimental.ChannelOptions.SingleThreadedUnaryStream
 
 
 def end_call(call: Any) -> None:
-    """End a call that may still be running; on the thread that reads its replies, if that thread does so itself
-    (ONE_THREAD).
+    """End a call that may still be running. With ONE_THREAD, call it on the thread that reads the replies.
 
     gRPC frees such a call, 20 to 50 kB plus unread replies, only when all its pending operations have been read. After
-    a
-    cancellation it leaves that to the reading thread, and offers no other way.
+    a cancellation it leaves that to the reading thread, and offers no other way.
     """
     call.cancel()
     take = getattr(call, "_consume_next_event", None)
@@ -65,10 +63,8 @@ def channel_options(timeouts: Timeouts) -> Sequence[tuple[str, int]]:
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
         ("grpc.enable_http_proxy", 0),
         # gRPC transparently retries a call that its server has not seen. If the server is gone by then, such a call
-        # gets its
-        # status but never its other events: a thread that reads its replies blocks for ever, past the deadline and
-        # despite
-        # cancellation. Shardline's calls are retried by their callers.
+        # gets its status but never its other events: a thread that reads its replies blocks for ever, past the deadline
+        # and despite cancellation. Shardline's calls are retried by their callers.
         ("grpc.enable_retries", 0),
     )
 
@@ -216,8 +212,7 @@ class Peer:
         """One unary call, retried with jitter while the peer is unavailable, until the deadline.
 
         Before the first call, waits until the host name resolves, as long as the cluster waits for a lost task. Only
-        for
-        idempotent calls (all of Shardline's are). Raises the error that rpc.errors.from_status returns.
+        for idempotent calls (all of Shardline's are). Raises the error that rpc.errors.from_status returns.
         """
         if not self.await_name(timeout_s):
             raise UnreachableError(f"{self} was not called ({what}): this process is shutting down")
@@ -249,8 +244,7 @@ class Peer:
         """Wait until the host name has an address; returns at once if it had one before.
 
         wait_s: seconds; by default as long as the cluster waits for a lost task. Returns False after cancel() or
-        close();
-        raises UnreachableError on timeout.
+        close(); raises UnreachableError on timeout.
         """
         return self._name.wait(self.timeouts.lost_s if wait_s is None else wait_s)
 
@@ -259,8 +253,7 @@ class Peer:
         self._name.cancel()
 
     def failure(self, error: grpc.RpcError, *, what: str, waited_s: float, connecting: bool = False) -> ShardlineError:
-        """The error of a failed call. Without a connection, finds out whether the host name or TLS is why (takes
-        seconds).
+        """The error of a failed call. Without a connection, checks whether the host name or TLS is why (some seconds).
 
         connecting: the call was waiting for a connection, so that its deadline may have passed meanwhile.
         """

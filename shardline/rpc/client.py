@@ -147,16 +147,14 @@ class PsControl:
         """The cut of one shard, bucket by bucket. max_bytes: limit for one bucket's image.
 
         pace: called with the payload size of each frame; the next one is read when it returns, and the server sends no
-        further
-        than the call's flow-control window. patience_s: most seconds that these waits may add to the call.
+        further than the call's flow-control window. patience_s: most seconds that these waits may add to the call.
         sequences: filled, after the last bucket, with each worker's last push that the cut includes (asynchronous
         mode).
         """
         request = parameter_server_pb2.GetCutRequest(term=self._term, timeline=timeline, shard=shard, step=step)
         assembler = ImageAssembler(max_bytes=max_bytes)
         # A stream is not retried, but connecting is, and may take several attempts on a busy machine: the last
-        # checkpoint of a
-        # job has no second chance.
+        # checkpoint of a job has no second chance.
         self.status()
         start_s = time.monotonic()
         ended = False

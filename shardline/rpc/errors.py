@@ -78,8 +78,7 @@ def writer(method: Callable[[Any, Any, Any], Awaitable[None]]) -> Any:
     """Like unary(), for an async handler that writes a stream of replies to its context.
 
     For handlers that may be cancelled from within while a slow reader blocks a message: a yielded message is sent
-    outside
-    of the handler, which then could not send the reader the reason.
+    outside of the handler, which then could not send the reader the reason.
     """
     return unary(method)
 

@@ -82,8 +82,7 @@ class Joining:
         """Ask until the chief admits this task, even before the chief is up, and log meanwhile what is awaited.
 
         None if the process was asked to end. Raises UnreachableError if the time for joining is over, MismatchError if
-        the
-        chief refuses for good, or FencedError.
+        the chief refuses for good, or FencedError.
         """
         task, timeout_s = self._applicant.task, self._timeouts.join_s
         start_s = time.monotonic()

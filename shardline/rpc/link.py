@@ -171,8 +171,7 @@ class ChiefLink:
         """Wait until the orders satisfy the predicate; False on timeout. timeout_s: seconds, None = no limit.
 
         Raises UnreachableError if the chief stays away for longer than the cluster's timeout, FencedError if this
-        incarnation
-        was replaced.
+        incarnation was replaced.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
@@ -185,11 +184,9 @@ class ChiefLink:
             return True
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Call `question`, which asks the chief, and repeat it while the chief is away, as long as this task waits for
-        it.
+        """Ask the chief, repeatedly while it is away, for as long as this task waits for it.
 
-        Raises what the question raises; UnreachableError only after that time or the end of the job; otherwise like
-        check().
+        Raises what `question` and check() raise, but UnreachableError only after that time or the end of the job.
         """
         deadline_s = time.monotonic() + self.timeouts.total_s
         while True:

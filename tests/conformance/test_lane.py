@@ -1,5 +1,4 @@
-"""What applies to every lane in the table: a real parameter server, a worker's half of the lane, and faults between
-them.
+"""What applies to every lane in the table: a real parameter server, a worker's half of it, and faults between.
 
 Tests for single lanes are in tests/contract/test_<name>_lane.py and the unit tests of their halves.
 """

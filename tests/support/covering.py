@@ -11,8 +11,7 @@ from _pytest.mark import ParameterSet
 
 
 def covering(first: Collection[Any], *others: Collection[Any]) -> list[ParameterSet]:
-    """Every combination; only enough of them are short that each value of `first` and each combination of `others`
-    appears.
+    """Every combination; just enough are short for each value of `first` and each combination of `others`.
 
     The combinations of `others` appear once each, with the values of `first` in rotation.
     """

@@ -80,8 +80,7 @@ class Checkpointer:
         spares: Callable[[str], bool] = lambda address: not on_this_machine(address),
         links: Links | None = None,
     ) -> None:
-        """spares(address): whether training shares the link to this server, so that fetching must leave most of it
-        free.
+        """spares(address): whether training shares the link to this server, so that fetching must leave most of it.
 
         links: link rates measured so far.
         """
@@ -132,8 +131,7 @@ class Checkpointer:
         """Look for the newest valid checkpoint, once the running save is over.
 
         told(checkpoint, error) is called on the checkpointer's thread; checkpoint is None if there is none yet, or if
-        error
-        says why none can be used. lost: servers that no longer answer, so a save does not wait for them.
+        error says why none can be used. lost: servers that no longer answer, so a save does not wait for them.
         """
         self._hasten(1)
         with self._lock:

@@ -316,8 +316,7 @@ class Control:
             return
         watched = time.monotonic() - self._asked_s < WATCHER_S
         # Tasks must learn of the end before a ps exits, or they would report it as lost; and before the digest, which
-        # takes
-        # long for a large model.
+        # takes long for a large model.
         self._streams.push_orders()
         self._commander.stop_all(finish.reason)
         self._show(time.monotonic())

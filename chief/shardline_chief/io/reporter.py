@@ -47,8 +47,7 @@ class Rate:
     """Units per second over the last WINDOW_S seconds, from readings of a counter.
 
     A counter is read more often than its task reports it, so only changed readings count; otherwise the rate would
-    swing
-    between two values. If a counter stands still for long, the rate falls.
+    swing between two values. If a counter stands still for long, the rate falls.
     """
 
     def __init__(self) -> None:

@@ -46,8 +46,7 @@ class Interval:
 def least_interval(
     nbytes: int, least_s: float, link_rate: float, step_s: float, every: int, *, share: float = SHARE
 ) -> Interval:
-    """The smallest interval for checkpoints of `nbytes` bytes that take least_s seconds each, at step_s seconds per
-    step.
+    """The smallest interval for checkpoints of nbytes bytes that take least_s seconds, at step_s seconds per step.
 
     link_rate: bytes per second, 0 if no link is throttled. every: the job's checkpoint_every, in steps.
     """

@@ -21,8 +21,7 @@ class Bucket:
 
     All methods but the constructor need the lock held, unless stated otherwise. theta_t stays in pub[t & 1] until step
     t + 1 is applied, which needs every replica to have pushed t + 1 and so to have theta_{t+1}: that is why a worker
-    lost
-    in mid-step can be replaced.
+    lost in mid-step can be replaced.
     """
 
     def __init__(
@@ -38,10 +37,8 @@ class Bucket:
         on_held: Callable[[int], None] = lambda difference: None,
     ) -> None:
         """make_rule: called for parameters, and again for each restored state. on_held(difference): called when the
-        bytes
-        of partial sums change. pub: memory for the values (zeros of the bucket's length and dtype), by step & 1; the
-        same
-        tensor twice if one step at a time is enough.
+        bytes of partial sums change. pub: memory for the values (zeros of the bucket's length and dtype), by step & 1;
+        the same tensor twice if one step at a time is enough.
         """
         self.lock = threading.Lock()
         self.shard = shard
@@ -141,8 +138,7 @@ class Bucket:
         if changed:
             self.changed_step = self.step + 1
         # Set last of all that a pull reads: readers without the lock trust the step, and would otherwise take a bucket
-        # that
-        # has just changed for unchanged.
+        # that has just changed for unchanged.
         self.step += 1
         self.hyper = None
         self.contributions.clear()
@@ -180,8 +176,7 @@ class Bucket:
         """The values that a pull of theta_step or theta_{step-1} gets, to be copied before the lock is released.
 
         If the rule looks ahead, a training task that pulls theta_step gets the look-ahead point; its values are
-        remembered if
-        the rule needs them. task "": one that doesn't train, which gets the parameters.
+        remembered if the rule needs them. task "": one that doesn't train, which gets the parameters.
         """
         values = self.values_at(step)
         if self.rule is None or step != self.step or not task:

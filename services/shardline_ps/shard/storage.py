@@ -155,8 +155,7 @@ class ShardStorage:
             update.closed()
 
     def _hold_together(self, log: RecordLog, update: Update) -> bool:
-        """Compute an update of all buckets, as one record, to be published when the standby has it. `order` must be
-        held.
+        """Compute an update of all buckets, one record, published when the standby has it. `order` must be held.
 
         False if the standby has no bucket yet, or nothing waits for the update any more: nothing was done.
         """

@@ -83,8 +83,7 @@ class RecordLog:
         """Send a decision about these buckets; release() runs once it is acknowledged.
 
         Returns None if none of them is copied: nothing is recorded, and nothing has to wait. Empty parts: a push that
-        changes
-        push numbers only.
+        changes push numbers only.
         """
         with self._lock:
             told = tuple(part for part in parts if part.bucket in self._copied)
@@ -97,8 +96,7 @@ class RecordLog:
             return number
 
     def image(self, copy: int, bucket: int, image: BucketImage) -> bool:
-        """Send a bucket's present state; its changes are recorded from now on. The caller keeps it from changing
-        meanwhile.
+        """Send a bucket's present state and record its changes from now on. The caller keeps it unchanged meanwhile.
 
         False if this copy has been abandoned.
         """
@@ -119,8 +117,7 @@ class RecordLog:
                 self._append(number, Mark(number=number, pushes=tuple(pushes), verdict=verdict))
 
     def compare(self, number: int, bucket: int, values: torch.Tensor) -> None:
-        """Every DIGEST_EVERY records, have the standby compare a bucket, in rotation, as it is right after record
-        `number`.
+        """Every DIGEST_EVERY records, have the standby compare the next bucket as it is right after record `number`.
 
         The caller keeps the bucket from changing meanwhile.
         """

@@ -79,8 +79,7 @@ class StandbyStream:
     ) -> None:
         self.number = shard.number
         # A weak reference: the log refers to this stream, and a stream's cancellation error to its frames, in cycles. A
-        # shard's
-        # memory must be freed with its last user, without waiting for the cycle collector.
+        # shard's memory must be freed with its last user, without waiting for the cycle collector.
         self._shard = weakref.ref(shard)
         self.target = target
         self._store = store

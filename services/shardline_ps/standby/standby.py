@@ -35,8 +35,8 @@ class Standby:
         """Apply one frame. appointment: for a frame that begins a copy, the appointment it is for.
 
         Raises ProtocolError if the frame doesn't follow the previous one, or shows that the two sides differ: the
-        standby must
-        then be copied again, and refuses to be promoted. Raises FencedError if this is no longer a standby.
+        standby must then be copied again, and refuses to be promoted. Raises FencedError if this is no longer a
+        standby.
         """
         with self._lock:
             if self._closed:
@@ -125,8 +125,7 @@ class Standby:
         """Take no more records and become the primary's shard; returns why not, or "" on success.
 
         appointment: the one that the chief's placement names. A copy for an earlier one was abandoned since, and its
-        primary
-        has continued without it.
+        primary has continued without it.
         """
         with self._lock:
             if self._closed:

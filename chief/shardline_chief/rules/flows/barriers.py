@@ -40,8 +40,7 @@ class Barriers:
         return tuple(task for task in workers if task not in self._reached or self._reached[task] < place)
 
     def _met_before(self, place: BarrierPlace) -> bool:
-        """Whether all workers met at this barrier in an earlier life of this worker: true if it precedes the first
-        step.
+        """Whether all workers passed this barrier in an earlier life of this worker: one before the first step.
 
         A step needs all workers, so all were past this barrier when the first step of the run was closed. (Asynchronous
         workers always report that they have begun.)

@@ -105,8 +105,7 @@ class Start:
         """All steps are done: end once every task has joined and can be told so.
 
         A task that came later would find no chief, wait for it and fail: containers are started one after another, each
-        once
-        the previous one is healthy.
+        once the previous one is healthy.
         """
         state, resume = self.state, self.state.saves.resume
         assert resume is not None

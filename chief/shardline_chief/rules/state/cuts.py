@@ -42,8 +42,7 @@ class CutLedger:
         if mine:
             return any(cut.skipped for cut in mine)
         # A bucket copies itself before it passes the step. Compared with the previous report, since a report isn't made
-        # at one
-        # instant: the copy may have been made after its list of cuts was read and before its step was.
+        # at one instant: the copy may have been made after its list of cuts was read and before its step was.
         return self._passed.get(shard.shard, 0) > step
 
     def close(self, step: int) -> None:

@@ -49,8 +49,7 @@ class Figures:
         """Whether these metrics beat the best so far; the first ones always do, a NaN never does.
 
         The job's best_metric decides; without one, the first metric that evaluate returns, and lower is better if its
-        name
-        implies it.
+        name implies it.
         """
         if not metrics or job is None:
             return False

@@ -165,8 +165,7 @@ class Membership:
         """An index for a task that is about to join, reserved for its address for keep_s seconds.
 
         A task that was here before from the same address gets its index again: a restarted container or pod takes its
-        own
-        place, without waiting until its previous life is declared dead.
+        own place, without waiting until its previous life is declared dead.
         """
         free = self._free_index(role, limit, now_s)
         # Port 0 is not an address yet: several tasks on one machine may send that.

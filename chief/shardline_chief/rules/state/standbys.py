@@ -102,8 +102,7 @@ def as_found(
 
     promoted: standbys that the last chief was promoting. servers: status of those still the same process. since: oldest
     timeline with the current values. living: address by task. A standby's own report that it is synced suffices if it
-    was
-    copied for the appointment in the journal, since its primary answered nobody without it.
+    was copied for the appointment in the journal, since its primary answered nobody without it.
     """
     there = {task: status for task, status in servers.items() if status.timeline >= since}
     result: list[Placement] = []
