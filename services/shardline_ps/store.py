@@ -148,8 +148,7 @@ class ParameterStore:
     async def work_whole(self, function: Callable[[], T], after: Callable[[], None]) -> T:
         """Like work(), but completes even if its caller is cancelled, once it has begun.
 
-        after() is called, from any thread, when the work has ended or will never begin; until then, what it uses must
-        be left alone.
+        after() is called, from any thread, once the work has ended or will never begin; keep what it uses until then.
         """
 
         def whole() -> T:
@@ -414,8 +413,7 @@ class ParameterStore:
                 bucket.members_changed(self.authority.members)
 
     def _failed(self, error: Exception) -> None:
-        # Looked up at the time of the call: the callback is set after the shards are created, in tests and without a
-        # chief.
+        # Looked up at the time of the call: in tests and without a chief, it is set after the shards are created.
         self.on_failure(error)
 
     def _notify(self, shard: int, bucket: int) -> None:

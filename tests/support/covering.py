@@ -11,7 +11,7 @@ from _pytest.mark import ParameterSet
 
 
 def covering(first: Collection[Any], *others: Collection[Any]) -> list[ParameterSet]:
-    """Every combination; just enough are short for each value of `first` and each combination of `others`.
+    """Every combination; just enough are short to cover each value of `first` and each combination of `others`.
 
     The combinations of `others` appear once each, with the values of `first` in rotation.
     """

@@ -28,8 +28,7 @@ class OverlapWorker(Worker):
     """One life of a worker that overlaps. Used by one thread.
 
     per_layer: the next forward pass begins before the parameters have arrived. COMPUTE is released while it waits,
-    since
-    other workers of this process may have to compute what it waits for.
+    since other workers of this process may have to compute what it waits for.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class BoundThenTrain(After):
     """The servers have the stop step: train."""
 
 
-# Standbys, while training goes on
+# Standbys, while training continues
 
 
 @dataclass(frozen=True)
