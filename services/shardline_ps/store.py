@@ -1,4 +1,4 @@
-"""What a ps process holds: its authority, its shards, and the pool for all tensor work."""
+"""The state of a ps process: its authority, its shards, and the pool for all tensor work."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class ParameterStore:
         keep: Collection[int] = (),
         keep_standbys: Collection[int] = (),
     ) -> Reconfiguration | None:
-        """What a configuration would change; None if it is in force already (values are then kept).
+        """The changes that a configuration would make; None if it is in force already (values are then kept).
 
         keep: shards that keep their values in the new timeline; they must be here, under the same rule. keep_standbys:
         standbys that are kept; the others are copied again.

@@ -1,4 +1,4 @@
-"""What follows the end of a process: whether to restart it, and whether the job can continue. Pure."""
+"""Decides what follows the end of a process: a restart or not, and whether the job can continue. Pure."""
 
 from __future__ import annotations
 

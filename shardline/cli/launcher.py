@@ -57,7 +57,7 @@ NOT_INHERITED = {"TF_CONFIG", LIFE_FD} | {
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What to run. job: the job file, or the training script if script is True."""
+    """Options of a local cluster. job: the job file, or the training script if script is True."""
 
     job: Path
     out: Path

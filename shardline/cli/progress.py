@@ -1,4 +1,4 @@
-"""What `shardline train` shows while it runs: a progress bar on a terminal, else a line every few seconds."""
+"""The display of a running `shardline train`: a progress bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Source(Protocol):
 
 @dataclass
 class Known:
-    """What is known about the cluster now."""
+    """Current knowledge about the cluster."""
 
     view: ClusterView | None = None
     asked: int = 0
@@ -202,7 +202,7 @@ class Screen:
         return 0
 
     def _next(self) -> Known:
-        """What is known after the next request. Raises if the chief is given up."""
+        """The state after the next request. Raises if the chief is given up."""
         # Requests have their own deadline; this one only ends a wait that a bug would make endless.
         if not self._poller.changed.wait(self._poller.deadline_s + 60.0):
             raise UnreachableError(f"the thread that asks the chief at {self._address} does not go on")

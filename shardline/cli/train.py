@@ -505,7 +505,7 @@ def read_summary(out: Path) -> dict[str, Any] | None:
 
 
 def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | None) -> list[str]:
-    """What a finished run prints: how it went and where its results are."""
+    """The lines that a finished run prints: outcome and location of the results."""
     found = dict(summary or {})
     lines = []
     if "steps" in found and "seconds" in found:

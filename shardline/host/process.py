@@ -1,4 +1,4 @@
-"""What all task processes have in common: signals, launcher pipes, devices."""
+"""Shared by all task processes: signals, launcher pipes, devices."""
 
 from __future__ import annotations
 

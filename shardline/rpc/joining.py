@@ -28,7 +28,7 @@ log = logging.getLogger("shardline.link")
 
 @dataclass(frozen=True, kw_only=True)
 class Applicant:
-    """What a task reports about itself when it joins."""
+    """A task's description of itself for its Join."""
 
     role: str
     index: int | None

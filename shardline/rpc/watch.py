@@ -1,4 +1,4 @@
-"""What a watcher of a job asks the chief. Needs no torch, so that such commands start at once."""
+"""Client for watching a job. Needs no torch, so that such commands start at once."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class Servers:
             assert torch.equal(gradient, kept)
 
     def pull(self, worker: str) -> dict[str, Tensor]:
-        """What the worker gets, by tensor."""
+        """The values that the worker gets, by tensor."""
         return self.joined([bucket.answer(bucket.step, worker) for bucket in self.buckets])
 
     def train(self, steps: Sequence[int]) -> None:

@@ -246,7 +246,7 @@ class Checkpointer:
 
 
 class _Fetch:
-    """What has been fetched of one cut, by shard; the manifest is written after the last shard."""
+    """The fetched parts of one cut, by shard; the manifest is written after the last shard."""
 
     def __init__(self, save: Save) -> None:
         self.save = save

@@ -176,7 +176,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """What each ps answered, by task; each task is in exactly one of the two mappings."""
+    """Answer of each ps, by task; each task is in exactly one of the two mappings."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     errors: Mapping[str, ShardlineError] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What to do once every server has answered an order, as values.
+"""Follow-ups to an order that every server has answered, as values.
 
 Each `After` is named for the order and what follows it; machine.py maps each to its rule. If `needs_all` is set, the
 rule runs only if every server succeeded and the timeline is still the one in which the order was given. Otherwise it
@@ -176,7 +176,7 @@ class LeadThenAsk(After):
 
 @dataclass(frozen=True)
 class StatusThenResume(After):
-    """What the servers hold is known: resume as it is, with standbys, or from a checkpoint."""
+    """The servers have reported what they hold: resume as it is, with standbys, or from a checkpoint."""
 
     needs_all: ClassVar[bool] = False
 
@@ -188,7 +188,7 @@ class LeadThenCompare(After):
 
 @dataclass(frozen=True)
 class StatusThenAdopt(After):
-    """What the servers hold is known: compare it with the journal."""
+    """The servers have reported what they hold: compare it with the journal."""
 
     needs_all: ClassVar[bool] = False
 

@@ -96,7 +96,7 @@ def at(*stages: Stage) -> frozenset[Stage]:
 
 
 def rows(flows: Flows) -> Rows:
-    """What follows from each event, by stage. ENDED is in no row that would change anything."""
+    """The rules for each event, by stage. ENDED is in no row that would change anything."""
     return {**_of_time(flows), **_of_tasks(flows), **_of_servers(flows), **_of_checkpoints(flows)}
 
 
@@ -205,7 +205,7 @@ def _of_checkpoints(flows: Flows) -> Rows:
 
 
 def continuations(flows: Flows) -> Mapping[type[After], Continuation]:
-    """What follows once every server has answered an order."""
+    """The rule for each After, run once every server has answered."""
     preparation, failover, takeover, ending = flows.preparation, flows.failover, flows.takeover, flows.ending
     return {
         then.LeadThenConfigure: preparation.led,

@@ -194,7 +194,7 @@ class Program:
         return views.job_view(self.state)
 
     def orders(self, task: str, incarnation: int) -> Orders:
-        """What one life of a task is to do now."""
+        """The current orders for one life of a task."""
         return views.orders(self.state, self.barriers, task, incarnation)
 
     def rows(self, now_s: float) -> tuple[TaskStatus, ...]:

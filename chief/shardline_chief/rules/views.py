@@ -24,7 +24,7 @@ def job_view(state: State) -> JobView:
 
 
 def orders(state: State, barriers: Barriers, task: str, incarnation: int) -> Orders:
-    """What one life of a task is to do now."""
+    """The current orders for one life of a task."""
     member = state.tasks.members.get(task)
     if member is None or member.incarnation != incarnation or not member.living:
         left = member is not None and member.incarnation == incarnation and member.state is Life.LEFT

@@ -202,7 +202,7 @@ class RecordLog:
             _settle(future, UnreachableError("the shard's history ended while its standby was waited for"))
 
     def _due(self, number: int | None) -> tuple[list[Release], list[asyncio.Future[None]]]:
-        """What waits for records up to a number, or for any record if None. Lock held."""
+        """Releases and answers that wait for records up to a number, or for any record if None. Lock held."""
         due: list[Release] = []
         while self._held and (number is None or self._held[0][0] <= number):
             due.append(self._held.popleft()[1])

@@ -46,7 +46,7 @@ class Protection(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StandbyView:
-    """What a ps reports of one shard's standby."""
+    """A ps's report on one shard's standby."""
 
     state: Protection = Protection.NONE
     task: str = ""

@@ -69,7 +69,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What to measure."""
+    """The measurement to make."""
 
     spec: ClusterSpec
     sender: str

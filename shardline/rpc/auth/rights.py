@@ -28,7 +28,7 @@ class Token(enum.Enum):
 
 @dataclass(frozen=True)
 class Right:
-    """What one call needs."""
+    """Requirements of one call."""
 
     token: Token
     roles: Collection[str] = ROLES
@@ -104,7 +104,7 @@ _PROVES = frozenset(
 
 
 def right_of(method: str) -> Right:
-    """What a call such as "/shardline.rpc.v1.Chief/Stop" needs; reflection and unknown calls need the job token."""
+    """Requirements of a call such as "/shardline.rpc.v1.Chief/Stop"; reflection and unknown calls need the job token."""
     if method.startswith(_OPEN):
         return Right(Token.NONE)
     return _BY_METHOD.get(method, _LOOK)

@@ -30,7 +30,7 @@ from shardline.rpc.v1 import parameter_server_pb2
 
 @dataclass(frozen=True, kw_only=True)
 class PsConfiguration(Settings):
-    """What a ps needs to host its shards, including the job's settings; an equal one changes nothing."""
+    """All that a ps needs to host its shards, including the job's settings; an equal one changes nothing."""
 
     job: str
     timeline: int

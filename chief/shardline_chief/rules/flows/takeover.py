@@ -242,7 +242,7 @@ class Takeover:
         self.state.command(AskStatus(), StatusThenAdopt())
 
     def compare(self, after: StatusThenAdopt, result: CommandResult, now_s: float) -> None:
-        """What the servers hold is known."""
+        """The servers have reported what they hold."""
         self._compare(result, now_s)
 
     def _compare(self, result: CommandResult, now_s: float) -> None:

@@ -19,7 +19,7 @@ class Figures:
         self.training_end_s: float | None = None
         self.traffic: dict[str, Traffic] = {}
         self.lives: dict[tuple[str, int], Mapping[str, float]] = {}
-        """What each life of a task counts about itself, by (task, incarnation); see shardline.core.orders."""
+        """Counters that each life of a task reports, by (task, incarnation); see shardline.core.orders."""
         self.faults: dict[str, str] = {}
         """Current faults that do not stop the job, by subject: "checkpoint", "journal"."""
         self.metrics: dict[int, Mapping[str, float]] = {}

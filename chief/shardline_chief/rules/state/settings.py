@@ -1,4 +1,4 @@
-"""What the chief was started with."""
+"""The chief's settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardline.core.timeouts import Timeouts
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the chief was started with."""
+    """The chief's settings, from its command line."""
 
     term: int
     chief_uuid: str

@@ -52,7 +52,7 @@ class State:
 
     @property
     def settings(self) -> Settings:
-        """What the chief was started with."""
+        """The chief's settings."""
         return self.tasks.settings
 
     @property
