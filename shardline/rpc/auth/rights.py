@@ -104,7 +104,7 @@ _PROVES = frozenset(
 
 
 def right_of(method: str) -> Right:
-    """Requirements of a call such as "/shardline.rpc.v1.Chief/Stop"; reflection and unknown calls need the job token."""
+    """Requirements of a call like "/shardline.rpc.v1.Chief/Stop"; unknown calls and reflection need a job token."""
     if method.startswith(_OPEN):
         return Right(Token.NONE)
     return _BY_METHOD.get(method, _LOOK)
