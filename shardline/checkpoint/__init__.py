@@ -1,4 +1,4 @@
-"""Checkpoints: cuts on disk that survive crashes, found again whole, and read onto any number of parameter servers."""
+"""Checkpoints: cuts on disk that survive crashes and can be read onto any number of parameter servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster without a network whose chief can be killed, and is followed by the next one."""
+"""A cluster without a network whose chief can be killed and replaced by the next one."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.support.chief_cluster import Cluster, make_job, phase
 
 
 class Killed(Exception):
-    """The chief's process is gone."""
+    """The chief's process has been killed."""
 
 
 class Mortal(Cluster):
-    """A cluster whose chief can be killed. Each chief has the next term and reads what those before it noted."""
+    """A cluster whose chief can be killed. Each chief has the next term and reads what earlier ones recorded."""
 
     def __init__(self, **fields: Any) -> None:
         self.entries: list[dict[str, Any]] = []
         self.kill_in = -1
-        """Actions that are still carried out before the chief is killed; negative: it lives on."""
+        """Number of actions carried out before the chief is killed; negative: it stays alive."""
         self.changes: list[str] = []
-        """Names of commands of the newest chief."""
+        """Names of the newest chief's commands."""
         super().__init__(**fields)
 
     @property
@@ -75,7 +75,7 @@ class Mortal(Cluster):
         return remembered
 
     def hear(self) -> None:
-        """Everybody beats, and the chief thinks."""
+        """All tasks send a heartbeat, and the chief handles them."""
         for task in list(self.lives):
             if not any(ps.dead for ps in self.ps if ps.task == task):
                 self.beat(task)

@@ -1,4 +1,4 @@
-"""Fetches cuts from the servers and commits them, in a thread of its own: training and membership never wait for it."""
+"""Fetches cuts from the servers and commits them on a thread of its own; training and membership never wait for it."""
 
 from __future__ import annotations
 
@@ -26,50 +26,50 @@ from shardline_chief.rules.actions import Save, Saved
 log = logging.getLogger("shardline_chief.io.checkpointer")
 
 STATES = 8
-"""A bucket's image is at most this many times its values (value, optimizer states in a wider dtype), or refused."""
+"""Largest accepted bucket image, in multiples of the bucket's values (values plus optimizer states in wider dtypes)."""
 
 UNREMARKABLE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "best_metric", "best_is_lowest")
-"""Settings that change nothing of what a step computes: a resumed job may have others without a word."""
+"""Settings that don't affect what a step computes: a resumed job may change them without a warning."""
 
 Connect = Callable[[str, str], PsControl]
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     checkpoint: Checkpoint
 
     @property
     def step(self) -> int:
-        """Step it was taken at."""
+        """Step of the checkpoint."""
         return self.checkpoint.step
 
     @property
     def path(self) -> str:
-        """Its folder."""
+        """Path of its folder."""
         return str(self.checkpoint.path)
 
     @property
     def cursor(self) -> Mapping[str, Any]:
-        """Leases done, where the chief hands out batches."""
+        """Finished leases, if the chief hands out batches; else {}."""
         leases = self.checkpoint.manifest.extra.get("leases", {})
         return leases if isinstance(leases, dict) else {}
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Version of each shard of its plan."""
+        """Version of each shard of the checkpoint's plan."""
         return tuple(self.checkpoint.manifest.versions)
 
     def check(self, job: JobSpec) -> Sequence[str]:
-        """What the job does otherwise than the one it is of, a phrase each; raises CheckpointError for another job."""
+        """Changed settings, one phrase each. Raises CheckpointError if the checkpoint belongs to another job."""
         self.checkpoint.compatible(job)
         changes = resume_changes(self.checkpoint.job, job)
         return [phrase for path, phrase in changes.items() if path not in UNREMARKABLE]
 
 
 class Checkpointer:
-    """One cut at a time."""
+    """Saves one cut at a time."""
 
     def __init__(
         self,
@@ -80,29 +80,29 @@ class Checkpointer:
         spares: Callable[[str], bool] = lambda address: not on_this_machine(address),
         links: Links | None = None,
     ) -> None:
-        """spares: whether the link to a server's address is shared with training, so that fetching leaves most of it.
+        """spares(address): whether training shares the link to this server, so that fetching must leave most of it.
 
-        links: what is known of the links' rates.
+        links: link rates measured so far.
         """
         self.store = store
         self._spares = spares
         self._links = links or Links()
         self._bucket = TokenBucket()
         self._hurry = threading.Event()
-        """Set while somebody waits for the save under way."""
+        """Set while someone waits for the running save."""
         self._hurried = 0
-        """How many wait behind it."""
+        """How many callers wait for it."""
         self._connect = connect
         self._term = term
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpointer")
         self._lock = threading.Lock()
         self._fetching: tuple[str, PsControl] | None = None
-        """The server that is being asked for its cut."""
+        """The server whose cut is being fetched."""
         self._gone: frozenset[str] = frozenset()
-        """Servers that the save under way must not wait for."""
+        """Servers that the running save must not wait for."""
 
     def submit(self, save: Save, told: Callable[[Saved], None]) -> None:
-        """Do it in the background; told() is called on the checkpointer's thread."""
+        """Save in the background; told() is called on the checkpointer's thread."""
         if save.urgent:
             self._hasten(1)
         future: Future[Saved] = self._pool.submit(self._save, save)
@@ -115,11 +115,11 @@ class Checkpointer:
         future.add_done_callback(done)
 
     def hurry(self) -> None:
-        """Fetch what is being fetched as fast as it comes from here on."""
+        """Fetch the rest of the running save at full speed."""
         self._hurry.set()
 
     def _hasten(self, change: int) -> None:
-        """One more waits, or one has what it waited for."""
+        """Change the number of waiting callers by `change`."""
         with self._lock:
             self._hurried += change
             if self._hurried:
@@ -128,16 +128,16 @@ class Checkpointer:
                 self._hurry.clear()
 
     def find(self, lost: Collection[str], told: Callable[[Checkpoint | None, str], None]) -> None:
-        """The newest whole checkpoint after what is being written, None where there is none yet; or why there is none.
+        """Look for the newest valid checkpoint, once the running save is over.
 
-        lost: servers from which nothing comes any more, so that a save does not wait for them. told() is called on the
-        checkpointer's thread.
+        told(checkpoint, error) is called on the checkpointer's thread; checkpoint is None if there is none yet, or if
+        error says why none can be used. lost: servers that no longer answer, so a save does not wait for them.
         """
         self._hasten(1)
         with self._lock:
             self._gone = frozenset(lost)
             if self._fetching is not None and self._fetching[0] in lost:
-                # Its call ends with the connection, and the save with the call.
+                # Closing the connection ends the call, and with it the save.
                 self._fetching[1].close()
 
         def look() -> tuple[Checkpoint | None, str]:
@@ -208,7 +208,7 @@ class Checkpointer:
         return str(path), fetch
 
     def _images(self, fetch: _Fetch, shard: int) -> Iterator[BucketImage]:
-        """Ask the shard's server for its part of the cut."""
+        """Fetch a shard's part of the cut from its server."""
         save = fetch.save
         if not save.plan.shards[shard].buckets:
             return
@@ -222,7 +222,7 @@ class Checkpointer:
         try:
             yield from fetch.read(control, shard, self._pace(fetch, shard, place.address))
         except (ShardlineError, ValueError) as error:
-            # On a connection that find() has closed gRPC refuses further calls with a ValueError.
+            # gRPC raises ValueError for further calls on a connection that find() has closed.
             with self._lock:
                 lost = place.task in self._gone
             if lost:
@@ -240,13 +240,13 @@ class Checkpointer:
         return Pace(address, self._links, self._bucket, self._hurry, capped=spared)
 
     def close(self) -> None:
-        """Wait for what is being written; drop what waits."""
+        """Wait for the running save; drop queued ones."""
         self._hasten(1)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 class _Fetch:
-    """What comes of one cut, by shard; the manifest is written after the last of it."""
+    """The fetched parts of one cut, by shard; the manifest is written after the last shard."""
 
     def __init__(self, save: Save) -> None:
         self.save = save
@@ -256,10 +256,10 @@ class _Fetch:
         self.seconds: dict[int, float] = {}
         self.nbytes: dict[int, int] = {}
         self.spared: dict[int, str] = {}
-        """Addresses of servers whose link is shared with training."""
+        """Addresses of servers whose link is shared with training, by shard."""
 
     def read(self, control: PsControl, shard: int, pace: Pace) -> Iterator[BucketImage]:
-        """The images of a shard, as fast as the pace lets them come."""
+        """The images of a shard, at the speed that `pace` allows."""
         start_s = time.monotonic()
         buckets = self.save.plan.shards[shard].buckets
         limit = STATES * max(bucket.nbytes for bucket in buckets) + (1 << 20)
@@ -284,7 +284,8 @@ class _Fetch:
 def restore(control: PsControl, checkpoint: Checkpoint, plan: Plan, shard: int, timeline: int) -> None:
     """Fill one shard from a checkpoint, whatever plan it was written with.
 
-    Of the plan it was written with, the shard also gets back which push of each worker was its last one.
+    If the plan is the same, each worker's last push to the shard is restored too, so that repeated pushes are
+    recognized.
     """
     versions = checkpoint.manifest.versions
     version = versions[shard] if plan.plan_id == checkpoint.plan.plan_id else max(versions)
@@ -293,7 +294,7 @@ def restore(control: PsControl, checkpoint: Checkpoint, plan: Plan, shard: int, 
 
 
 def parameters_digest(checkpoint: Checkpoint) -> str:
-    """sha256 of the parameters in a checkpoint, "" where it can't be read any more."""
+    """SHA-256 of the parameters in a checkpoint, as hex; "" if it can't be read any more."""
     try:
         return params_sha256(
             {spec.name: checkpoint.tensor(spec.name) for spec in checkpoint.job.tensors if spec.kind in _PARAMETERS}

@@ -1,4 +1,4 @@
-"""Who is a member and who is done, as the journal has it: what changed is noted before what follows from it. Pure."""
+"""Keeps the journal's list of members and finished tasks up to date, ahead of the actions that depend on it. Pure."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from shardline_chief.rules.state.state import State
 
 
 class Notes:
-    """Keeps the journal's list of members up with the job's, event by event."""
+    """Writes changes of the members to the journal, event by event."""
 
     def __init__(self, state: State) -> None:
         self.state = state
         self._members: dict[str, int] = {}
-        """Lives that the journal has as members."""
+        """Members according to the journal: incarnation by task."""
         self._finished: set[str] = set()
         self._told = 0
-        """Actions of earlier events."""
+        """Number of actions that earlier events have already queued."""
 
     def remember(self, remembered: Remembered) -> None:
-        """The journal of an earlier chief has these."""
+        """Set what the journal of an earlier chief contains."""
         self._members = {task: known.incarnation for task, known in remembered.members.items()}
         self._finished = set(remembered.finished)
 
     def take(self) -> list[Action]:
-        """What to do now, in order, notes included; each is given out once."""
+        """The pending actions in order, journal entries included; each is returned once."""
         self.note()
         actions, self.state.outbox.actions = self.state.outbox.actions, []
         self._told = 0
         return actions
 
     def note(self) -> None:
-        """After each event: note who came, who went and who is done, before what the event made to be done."""
+        """Call after each event: record who joined, left or finished, before the actions that the event caused."""
         state = self.state
         living = {member.task: member for member in state.tasks.members if member.living}
         lives = {task: member.incarnation for task, member in living.items()}

@@ -1,4 +1,4 @@
-"""What a ps says of itself, as the message that every heartbeat carries."""
+"""The status of a ps, as the message that every heartbeat carries."""
 
 from __future__ import annotations
 

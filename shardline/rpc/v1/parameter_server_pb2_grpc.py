@@ -789,7 +789,7 @@ class ParameterServer:
 
 
 class ReplicationStub:
-    """Offered by every ps to the primaries of the shards whose standby it holds.
+    """Served by every ps, for the primaries of the shards whose standby it holds.
     """
 
     def __init__(self, channel):
@@ -806,7 +806,7 @@ class ReplicationStub:
 
 
 class ReplicationServicer:
-    """Offered by every ps to the primaries of the shards whose standby it holds.
+    """Served by every ps, for the primaries of the shards whose standby it holds.
     """
 
     def Replicate(self, request_iterator, context):
@@ -832,7 +832,7 @@ def add_ReplicationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Replication:
-    """Offered by every ps to the primaries of the shards whose standby it holds.
+    """Served by every ps, for the primaries of the shards whose standby it holds.
     """
 
     @staticmethod
@@ -864,8 +864,8 @@ class Replication:
 
 
 class CoordinatorStub:
-    """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
-    when its wait ran out: then vote again, which changes nothing.
+    """Served by the lead, which hosts shard 0. Vote answers with the verdict once every shard has voted, or WAITING on
+    timeout: then vote again, which changes nothing.
     """
 
     def __init__(self, channel):
@@ -882,8 +882,8 @@ class CoordinatorStub:
 
 
 class CoordinatorServicer:
-    """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
-    when its wait ran out: then vote again, which changes nothing.
+    """Served by the lead, which hosts shard 0. Vote answers with the verdict once every shard has voted, or WAITING on
+    timeout: then vote again, which changes nothing.
     """
 
     def Vote(self, request, context):
@@ -909,8 +909,8 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Coordinator:
-    """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
-    when its wait ran out: then vote again, which changes nothing.
+    """Served by the lead, which hosts shard 0. Vote answers with the verdict once every shard has voted, or WAITING on
+    timeout: then vote again, which changes nothing.
     """
 
     @staticmethod
