@@ -306,14 +306,10 @@ class ServerHalf:
         return {}
 
     def abandon(self) -> None:
-        """The history ends here: nothing that is open will be applied. cleared() or restored() follows."""
-
-    def cleared(self) -> None:
-        """The buckets' contributions were dropped; their values stay."""
+        """The history ends here: nothing that is open will be applied. restored() follows."""
 
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
         """The buckets are those of a cut, which held these pushes."""
-        self.cleared()
 
     # Standby
 

@@ -49,7 +49,7 @@ class VotedSteps(ReplicaSteps):
         self._staged: Staged | None = None
         """What the open vote is about."""
         self._epoch = 0
-        """Counts rollbacks and restores, so that a verdict of before changes nothing."""
+        """Counts restores, so that a verdict of before changes nothing."""
 
     # Until all is there
 
@@ -79,7 +79,7 @@ class VotedSteps(ReplicaSteps):
     def vote(self, step: int) -> tuple[ShardVote, Staged] | None:
         """The mean gradient of a complete step with its square sums. Its replicas stay counted until the verdict.
 
-        None where the contributions were dropped since the step was complete (a new timeline).
+        None where the contributions were dropped since the step was complete (a restore).
         """
         with self.storage.lock:
             nonfinite = set(self._nonfinite.pop(step, set()))
@@ -153,16 +153,12 @@ class VotedSteps(ReplicaSteps):
         self._epoch += 1
         self._forget_staged()
 
-    def cleared(self) -> None:
-        """What was noted of open steps is forgotten."""
-        with self.storage.lock:
-            self._nonfinite.clear()
-            self._completed.clear()
-
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
         """The steps that follow will get verdicts of their own."""
         self.last_verdict = None
-        self.cleared()
+        with self.storage.lock:
+            self._nonfinite.clear()
+            self._completed.clear()
 
     def _forget_staged(self) -> None:
         """Let go of what a vote is about; whoever still holds it finds nothing in it."""

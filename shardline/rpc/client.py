@@ -99,11 +99,6 @@ class PsControl:
         )
         return int(self.peer.call(self._stub.SetMembership, request, what="SetMembership").fenced)
 
-    def prepare(self, timeline: int) -> None:
-        """Stop admitting and drop open contributions; the timeline is the new one."""
-        request = parameter_server_pb2.PrepareRequest(term=self._term, timeline=timeline)
-        self.peer.call(self._stub.Prepare, request, what="Prepare")
-
     def activate(self, timeline: int) -> None:
         """Admit pushes and pulls of this timeline."""
         request = parameter_server_pb2.ActivateRequest(term=self._term, timeline=timeline)

@@ -64,7 +64,6 @@ def commands(client: PlainClient) -> dict[str, tuple[str, list[Any]]]:
         "Release": client.command("Release", step=5),
         "Promote": client.command("Promote", shard=0),
         "Activate": client.command("Activate"),
-        "Prepare": parameter_server_pb2.PrepareRequest(term=client.term, timeline=TIMELINE + 1),
         "Restore": parameter_server_pb2.RestoreFrame(head=head),
     }
     kinds = {"GetCut": "unary_stream", "Restore": "stream_unary"}

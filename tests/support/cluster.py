@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -280,6 +280,13 @@ class Cluster:
             cut_every=self.cut_every,
             placement=self.placement,
         )
+
+    def configure_anew(self, timeline: int, keep: Sequence[int] = ()) -> None:
+        """A new timeline: every ps holds its shards without values, but for those to keep."""
+        self.timeline = timeline
+        for host, control in enumerate(self.controls):
+            mine = self.configuration(host)
+            control.configure(replace(mine, keep=tuple(shard for shard in mine.shards if shard in keep)))
 
     def lane_config(self, lane: str) -> RoleConfig:
         """Settings of a task of this cluster, as far as lanes and offers ask for them."""

@@ -309,11 +309,6 @@ class StandbySender:
             if not running.of(self._store.shards.get(number)):
                 self._running.pop(number).abandon()
 
-    def abandon(self) -> None:
-        """The histories of all shards end (a new timeline without their values)."""
-        while self._running:
-            self._running.popitem()[1].abandon()
-
     def follow(self) -> None:
         """Do as the placement in force says: begin, go on, or go alone."""
         self.configured()
@@ -348,7 +343,8 @@ class StandbySender:
 
     async def close(self) -> None:
         """End all streams and channels."""
-        self.abandon()
+        while self._running:
+            self._running.popitem()[1].abandon()
         for peer in self._peers.values():
             await peer.close()
 

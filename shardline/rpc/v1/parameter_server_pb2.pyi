@@ -374,48 +374,6 @@ class SetMembershipReply(_message.Message):
 Global___SetMembershipReply: _TypeAlias = SetMembershipReply  # noqa: Y015
 
 @_typing.final
-class PrepareRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TERM_FIELD_NUMBER: _builtins.int
-    TIMELINE_FIELD_NUMBER: _builtins.int
-    timeline: _builtins.int
-    @_builtins.property
-    def term(self) -> Global___Term: ...
-    def __init__(
-        self,
-        *,
-        term: Global___Term | None = ...,
-        timeline: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["term", b"term", "timeline", b"timeline"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
-
-@_typing.final
-class PrepareReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DROPPED_CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
-    dropped_contributions: _builtins.int
-    def __init__(
-        self,
-        *,
-        dropped_contributions: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_contributions", b"dropped_contributions"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PrepareReply: _TypeAlias = PrepareReply  # noqa: Y015
-
-@_typing.final
 class ActivateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -77,15 +77,11 @@ class EveryPushes(NumberedPushes):
         _, kept = self._open.pop(bucket.number, (0, Partial(None, ())))
         self.storage.hold(-kept.held_bytes)
 
-    def cleared(self) -> None:
+    def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
         """See ServerHalf."""
         with self.storage.order:
             for bucket in self.storage.buckets:
                 self.settle(bucket)
-
-    def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
-        """See ServerHalf."""
-        self.cleared()
         super().restored(sequences)
 
 
