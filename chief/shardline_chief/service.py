@@ -239,7 +239,7 @@ class ChiefProcess:
             on_status=page.show if page is not None else None,
         )
         access = Access(config.security, CHIEF_AUDIENCE)
-        servicer = ChiefServicer(self._control, store, timeouts, access, term=term)
+        servicer = ChiefServicer(self._control, store, access, term=term)
         self._server = RpcServer(
             config.cluster.chief,
             register=[register(servicer), register_places(self._control, access)],

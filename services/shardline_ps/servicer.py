@@ -287,8 +287,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
             store.authority.active = False
             store.authority.timeline = request.timeline
             self._wake_everybody()
-            shard = store.shard(number)
-            return parameter_server_pb2.PromoteReply(step=shard.step_min, version=shard.version)
+            return parameter_server_pb2.PromoteReply()
 
     def _begin(self) -> None:
         """Admit the timeline's messages; standbys and votes go on from what there is."""

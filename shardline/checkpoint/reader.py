@@ -79,7 +79,6 @@ class Checkpoint:
         """Sentences about newer checkpoints that had to be passed over."""
         self._lock = threading.Lock()
         self._index: dict[tuple[str, str, str], list[_Entry]] | None = None
-        self._index_error: CheckpointError | None = None
 
     def verify(self) -> None:
         """Read every file and compare size and sha256. Raises CheckpointError naming the file and what is wrong.

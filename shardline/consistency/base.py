@@ -72,8 +72,6 @@ class Consistency(Resident):
     """The final parameters do not depend on the number of workers or on who died."""
     clips_at_worker: ClassVar[bool] = False
     """A worker clips its own gradient and decides itself to skip one that is not finite."""
-    counts_staleness: ClassVar[bool] = False
-    """How many updates lie between a worker's pull and its push is a figure worth showing."""
 
     @property
     def assigns_replicas(self) -> bool:

@@ -178,8 +178,6 @@ class PsControl:
         self,
         timeline: int,
         shard: int,
-        step: int,
-        version: int,
         images: Iterable[BucketImage],
         sequences: Mapping[str, WorkerSequence] | None = None,
     ) -> None:
@@ -187,9 +185,7 @@ class PsControl:
 
         def frames() -> Iterator[parameter_server_pb2.RestoreFrame]:
             yield parameter_server_pb2.RestoreFrame(
-                head=parameter_server_pb2.RestoreHead(
-                    term=self._term, timeline=timeline, shard=shard, step=step, version=version
-                )
+                head=parameter_server_pb2.RestoreHead(term=self._term, timeline=timeline, shard=shard)
             )
             count = 0
             for image in images:

@@ -231,7 +231,6 @@ class ChiefLink:
             leaving=self._leaving,
             finished=self._finished,
             steps=[to_message(chief_pb2.StepReport, item) for item in self._reports.take(ended)],
-            orders_seen=self._orders.version,
             figures=self.figures,
             suspects=suspects if timeline == self._orders.timeline else (),
         )

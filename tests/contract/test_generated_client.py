@@ -198,7 +198,7 @@ def test_cut_fetch_restore_and_release(client: PlainClient) -> None:
     client.timeline += 1
     client.call("Configure", client.configuration(cut_every=2))
     assert client.pull()[2].outcome == common_pb2.OUTCOME_NOT_CONFIGURED
-    head = parameter_server_pb2.RestoreHead(term=client.term, timeline=client.timeline, shard=0, step=2, version=2)
+    head = parameter_server_pb2.RestoreHead(term=client.term, timeline=client.timeline, shard=0)
     requests = [parameter_server_pb2.RestoreFrame(head=head)]
     for frame in frames:
         part = parameter_server_pb2.RestoreFrame()

@@ -71,22 +71,10 @@ class ResumePoint:
 class Checkpointer:
     """One cut at a time."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        connect: Connect,
-        *,
-        term: int,
-        spares: Callable[[str], bool] = lambda address: not on_this_machine(address),
-        links: Links | None = None,
-    ) -> None:
-        """spares: whether the link to a server's address is shared with training, so that fetching leaves most of it.
-
-        links: what is known of the links' rates.
-        """
+    def __init__(self, store: CheckpointStore, connect: Connect, *, term: int) -> None:
         self.store = store
-        self._spares = spares
-        self._links = links or Links()
+        self._links = Links()
+        """What is known of the links' rates."""
         self._bucket = TokenBucket()
         self._hurry = threading.Event()
         """Set while somebody waits for the save under way."""
@@ -234,7 +222,8 @@ class Checkpointer:
             control.close()
 
     def _pace(self, fetch: _Fetch, shard: int, address: str) -> Pace:
-        spared = not fetch.save.urgent and self._spares(address)
+        # A link to another machine is shared with training, so that fetching leaves most of it.
+        spared = not fetch.save.urgent and not on_this_machine(address)
         if spared:
             fetch.spared[shard] = address
         return Pace(address, self._links, self._bucket, self._hurry, capped=spared)
@@ -286,10 +275,8 @@ def restore(control: PsControl, checkpoint: Checkpoint, plan: Plan, shard: int, 
 
     Of the plan it was written with, the shard also gets back which push of each worker was its last one.
     """
-    versions = checkpoint.manifest.versions
-    version = versions[shard] if plan.plan_id == checkpoint.plan.plan_id else max(versions)
     images, sequences = checkpoint.images(plan, shard), checkpoint.sequences(plan, shard)
-    control.restore(timeline, shard, checkpoint.step, version, images, sequences)
+    control.restore(timeline, shard, images, sequences)
 
 
 def parameters_digest(checkpoint: Checkpoint) -> str:

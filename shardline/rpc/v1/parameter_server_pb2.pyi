@@ -300,11 +300,9 @@ class Member(_message.Message):
 
     TASK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
-    address: _builtins.str
     key: _builtins.bytes
     """SHA-256 of the secret that the chief gave to this life; empty = its messages need none."""
     def __init__(
@@ -312,12 +310,11 @@ class Member(_message.Message):
         *,
         task: _builtins.str = ...,
         incarnation: _builtins.int = ...,
-        address: _builtins.str = ...,
         key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "key", b"key", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "key", b"key", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -458,26 +455,16 @@ class PromoteReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    RECORD_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Why not: it holds no standby of the shard, or not a whole one. Empty = it is the primary now."""
-    step: _builtins.int
-    version: _builtins.int
-    record: _builtins.int
-    """The last record of the primary before it that it holds."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
-        step: _builtins.int = ...,
-        version: _builtins.int = ...,
-        record: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "record", b"record", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -660,12 +647,8 @@ class RestoreHead(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
     timeline: _builtins.int
     shard: _builtins.int
-    step: _builtins.int
-    version: _builtins.int
     @_builtins.property
     def term(self) -> Global___Term: ...
     def __init__(
@@ -674,12 +657,10 @@ class RestoreHead(_message.Message):
         term: Global___Term | None = ...,
         timeline: _builtins.int = ...,
         shard: _builtins.int = ...,
-        step: _builtins.int = ...,
-        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard", "step", b"step", "term", b"term", "timeline", b"timeline", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,6 @@ class Every(Consistency):
     replies_with_push: ClassVar[bool] = True
     leases_batches: ClassVar[bool] = True
     clips_at_worker: ClassVar[bool] = True
-    counts_staleness: ClassVar[bool] = True
     count: int = 2
 
     def __post_init__(self) -> None:
