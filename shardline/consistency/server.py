@@ -102,7 +102,7 @@ class BucketView(Protocol):
         """Make the next values from a gradient and publish them."""
 
 
-class Update(Protocol):
+class ShardUpdate(Protocol):
     """One decision about all buckets of a shard."""
 
     @property
@@ -148,7 +148,7 @@ class Storage(Protocol):
     def apply_bucket(self, bucket: BucketView, total: Partial) -> None:
         """Apply a step to one bucket, its lock held, and publish it: at once, or when the standby has it."""
 
-    def apply_together(self, update: Update) -> None:
+    def apply_together(self, update: ShardUpdate) -> None:
         """The same for all buckets as one; takes `order` and their locks."""
 
     def record(self, parts: Sequence[tuple[BucketView, Partial]], *, scale: float, push: AppliedPush) -> int | None:

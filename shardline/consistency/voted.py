@@ -180,13 +180,13 @@ class _StagedUpdate:
     verdict: Applied
 
     def total_of(self, bucket: BucketView) -> Partial | None:
-        """See Update."""
+        """See ShardUpdate."""
         return self.staged.totals[bucket.number] if self.steps.open_for(bucket, self.staged) else None
 
     def applied(self, bucket: BucketView) -> None:
-        """See Update."""
+        """See ShardUpdate."""
         self.steps.let_go(self.staged, bucket.number)
 
     def closed(self) -> None:
-        """See Update."""
+        """See ShardUpdate."""
         self.steps.close(self.staged, self.verdict)

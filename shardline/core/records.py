@@ -36,7 +36,7 @@ class AppliedPush:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RecordPart:
     """What one bucket gets. values: the gradient's bytes, padding included; None where nothing was contributed."""
 
     bucket: int
@@ -55,7 +55,7 @@ class Part:
         values: torch.Tensor | None,
         present: tuple[bool, ...],
         hyper: Mapping[str, float] | None,
-    ) -> Part:
+    ) -> RecordPart:
         """A copy of a gradient, which its owner may overwrite afterwards."""
         dtype = "float32" if values is None else str(values.dtype).removeprefix("torch.")
         data = None if values is None else bytes(tensor_bytes(values.cpu()))
@@ -91,7 +91,7 @@ class Record:
     """One decision of the primary: gradients for some buckets, all at once."""
 
     number: int
-    parts: tuple[Part, ...]
+    parts: tuple[RecordPart, ...]
     scale: float = 1.0
     skip: bool = False
     verdict: Applied | None = None

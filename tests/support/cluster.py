@@ -20,7 +20,7 @@ from shardline import topology
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.factory import Ties, Wishes, make_trainer
-from shardline.client.step.course import Course
+from shardline.client.step.worker_methods import WorkerMethods
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
@@ -144,8 +144,8 @@ class Worker:
             timeouts=cluster.timeouts,
             observer=self.orders,
         )
-        self.trainer = make_trainer(cluster.view, Course(self.cluster.spec, self.values), ties, wishes)
-        self.clips = self.trainer.course.mode.clips_at_worker and self.job.clip_norm > 0.0
+        self.trainer = make_trainer(cluster.view, WorkerMethods(self.cluster.spec, self.values), ties, wishes)
+        self.clips = self.trainer.methods.mode.clips_at_worker and self.job.clip_norm > 0.0
         self.figures: list[StepFigures] = []
 
     def run(self, replicas: Sequence[int], steps: int) -> Worker:
@@ -160,12 +160,12 @@ class Worker:
     def step(self, replicas: Sequence[int]) -> None:
         """One synchronous step: all ticks of it that are left."""
         while not self.tick(replicas):
-            self.trainer.course.ticks.advance()
+            self.trainer.methods.ticks.advance()
         self.figures.append(self.trainer.finish())
 
     def tick(self, replicas: Sequence[int]) -> bool:
         """One pass of each replica; returns whether it ends the step."""
-        ticks = self.trainer.course.ticks
+        ticks = self.trainer.methods.ticks
         with COMPUTE:
             for replica in replicas:
                 self.compute(ticks.number(self.trainer.step), replica)

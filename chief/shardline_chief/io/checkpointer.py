@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline import consistency
-from shardline.checkpoint import Checkpoint, CheckpointStore, Cut
+from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore
 from shardline.checkpoint.compat import resume_changes
 from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
 from shardline.core.digest import params_sha256
@@ -20,7 +20,7 @@ from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import CheckpointError, ShardlineError
 from shardline.rpc.client import PsControl
-from shardline_chief.io.pacing import LEAST_RATE, Links, Pace, TokenBucket, fetched, on_this_machine
+from shardline_chief.io.pacing import LEAST_RATE, FetchPace, Links, TokenBucket, fetched, on_this_machine
 from shardline_chief.rules.actions import Save, Saved
 
 log = logging.getLogger("shardline_chief.io.checkpointer")
@@ -181,7 +181,7 @@ class Checkpointer:
         if mode.whole_pushes:
             extra[SEQUENCES] = fetch.sequences
         path = self.store.commit(
-            Cut(
+            CheckpointContents(
                 job=save.job,
                 plan=save.plan,
                 step=save.step,
@@ -221,12 +221,12 @@ class Checkpointer:
                 self._fetching = None
             control.close()
 
-    def _pace(self, fetch: _Fetch, shard: int, address: str) -> Pace:
+    def _pace(self, fetch: _Fetch, shard: int, address: str) -> FetchPace:
         # A link to another machine is shared with training, so that fetching leaves most of it.
         spared = not fetch.save.urgent and not on_this_machine(address)
         if spared:
             fetch.spared[shard] = address
-        return Pace(address, self._links, self._bucket, self._hurry, capped=spared)
+        return FetchPace(address, self._links, self._bucket, self._hurry, capped=spared)
 
     def close(self) -> None:
         """Wait for what is being written; drop what waits."""
@@ -247,7 +247,7 @@ class _Fetch:
         self.spared: dict[int, str] = {}
         """Addresses of servers whose link is shared with training."""
 
-    def read(self, control: PsControl, shard: int, pace: Pace) -> Iterator[BucketImage]:
+    def read(self, control: PsControl, shard: int, pace: FetchPace) -> Iterator[BucketImage]:
         """The images of a shard, as fast as the pace lets them come."""
         start_s = time.monotonic()
         buckets = self.save.plan.shards[shard].buckets

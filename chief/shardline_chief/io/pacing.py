@@ -86,7 +86,7 @@ class Links:
         return max(LEAST_RATE, self._share * rate) if rate else 0.0
 
 
-class Pace:
+class FetchPace:
     """Called with the size of each frame of one shard's cut; waits until the next may come."""
 
     def __init__(

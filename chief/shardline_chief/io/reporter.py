@@ -109,7 +109,7 @@ class StepBoard:
         return rest
 
 
-class Pace:
+class TaskSpeed:
     """Speed and last steps of one task that trains."""
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Reporter:
         self.byte_rate = Rate()
         self.push_rate, self.pull_rate = Rate(), Rate()
         self.task_rates: dict[str, tuple[Rate, Rate]] = {}
-        self.paces: dict[str, Pace] = {}
+        self.paces: dict[str, TaskSpeed] = {}
         self._timeline = 0
         self._staleness = deque[float](maxlen=100)
 
@@ -270,7 +270,7 @@ class Reporter:
             # A chief that has come back hears of steps before it has taken command.
             self._early.append((task, reports))
             return
-        pace = self.paces.setdefault(task, Pace())
+        pace = self.paces.setdefault(task, TaskSpeed())
         for report in reports:
             if (report.step, "" if self._joined else task) in self._written:
                 # The chief before this one has written it; its task could not know.

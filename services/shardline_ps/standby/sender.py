@@ -34,7 +34,7 @@ STREAM_S = 3600.0
 """Deadline of one stream; the next one goes on where it ended."""
 
 
-class Protection(enum.Enum):
+class StandbyState(enum.Enum):
     """A standby as its primary sees it; names of proto StandbyState."""
 
     NONE = 0
@@ -48,7 +48,7 @@ class Protection(enum.Enum):
 class StandbyView:
     """What a ps tells of one shard's standby."""
 
-    state: Protection = Protection.NONE
+    state: StandbyState = StandbyState.NONE
     task: str = ""
     record: int = 0
     silent_s: float = 0.0
@@ -130,10 +130,10 @@ class StandbyStream:
         """How the standby is. From any thread."""
         since_s, marked = self._waiting_since_s, self.log.marked
         silent_s = time.monotonic() - since_s if since_s is not None else 0.0
-        state = Protection.COPYING if self.log.copy else Protection.UNPROTECTED
+        state = StandbyState.COPYING if self.log.copy else StandbyState.UNPROTECTED
         if marked and self._whole:
             silent = not self._connected or silent_s > self._timeouts.suspect_s
-            state = Protection.SILENT if silent else Protection.SYNCED
+            state = StandbyState.SILENT if silent else StandbyState.SYNCED
         return StandbyView(
             state=state, task=self.target.task, record=self.log.acked, silent_s=silent_s, problem=self._problem
         )

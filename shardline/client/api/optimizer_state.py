@@ -13,7 +13,7 @@ KEY = "shardline"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class TrainingPosition:
     """Where a job is, for whom."""
 
     step: int
@@ -28,7 +28,7 @@ class Standing:
         return {"step": self.step, "incarnation": self.incarnation}
 
 
-def check_loadable(state_dict: Mapping[str, Any], here: Standing) -> bool:
+def check_loadable(state_dict: Mapping[str, Any], here: TrainingPosition) -> bool:
     """Refuse what does not fit the state that the servers hold. Returns whether an earlier process saved it.
 
     Raises JobError.
@@ -53,7 +53,7 @@ def check_loadable(state_dict: Mapping[str, Any], here: Standing) -> bool:
     return int(stamp["incarnation"]) != here.incarnation
 
 
-def check_unused(states: Iterable[Mapping[str, Any]], here: Standing) -> None:
+def check_unused(states: Iterable[Mapping[str, Any]], here: TrainingPosition) -> None:
     """Refuse an optimizer that has made steps where the servers begin. Raises JobError."""
     names = state_made(states)
     if names and here.step == 0:

@@ -19,7 +19,7 @@ log = logging.getLogger("shardline.client")
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentStep:
     """A step whose gradients have been sent."""
 
     reports: tuple[StepReport, ...]
@@ -40,13 +40,13 @@ class Pipeline:
         *,
         go_on: Callable[[Exception], bool],
         still_ordered: Callable[[], bool],
-        closed: Callable[[Sent, StepFigures], None],
+        closed: Callable[[SentStep, StepFigures], None],
     ) -> None:
         self.place: Workplace | None = None
         self._go_on = go_on
         self._still_ordered = still_ordered
         self._closed = closed
-        self.sent: Sent | None = None
+        self.sent: SentStep | None = None
         self.waited_s = 0.0
         """Seconds that the body has waited for the step before; whoever begins a step sets it to 0."""
         self._unwound: StepAgain | None = None
@@ -153,7 +153,7 @@ class Pipeline:
             self.settle()
         return True
 
-    def lose(self) -> Sent | None:
+    def lose(self) -> SentStep | None:
         """What is on its way has to be computed again; returns what it was."""
         sent, self.sent = self.sent, None
         if self._place.current is not None:

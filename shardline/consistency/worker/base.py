@@ -27,7 +27,7 @@ class Stamp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class ComputedAt:
     """Where a worker stood when it computed something."""
 
     step: int
@@ -119,22 +119,22 @@ class WorkerHalf(abc.ABC):
 
     # A loop that can't be run again
 
-    def mark(self) -> Mark:
+    def mark(self) -> ComputedAt:
         """Where the worker stands."""
-        return Mark(step=self.step, acknowledged=dict(self.acknowledged), base=dict(self.base))
+        return ComputedAt(step=self.step, acknowledged=dict(self.acknowledged), base=dict(self.base))
 
     @abc.abstractmethod
-    def went_back(self, mark: Mark) -> bool:
+    def went_back(self, mark: ComputedAt) -> bool:
         """Whether the job that was just located holds less than it did at the mark."""
 
     @abc.abstractmethod
-    def counted(self, mark: Mark) -> bool:
+    def counted(self, mark: ComputedAt) -> bool:
         """Whether all shards have what was sent at the mark, so that only the answer was on its way."""
 
     @abc.abstractmethod
-    def resume(self, mark: Mark) -> None:
+    def resume(self, mark: ComputedAt) -> None:
         """What was computed at the mark is about to be sent again, as what it was."""
 
     @abc.abstractmethod
-    def accept(self, mark: Mark) -> bool:
+    def accept(self, mark: ComputedAt) -> bool:
         """Close the step of a contribution that is counted; returns whether it changed nothing."""

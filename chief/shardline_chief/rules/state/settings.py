@@ -11,7 +11,7 @@ from shardline.core.timeouts import Timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ChiefSettings:
     """What the chief was started with."""
 
     term: int
@@ -37,7 +37,7 @@ class Settings:
         return self.workers + self.chief_trains
 
 
-def as_in_cluster(job: JobSpec, settings: Settings) -> JobSpec:
+def as_in_cluster(job: JobSpec, settings: ChiefSettings) -> JobSpec:
     """The job with what only the cluster knows: where replicas are assigned, a script has one per worker."""
     if job.script and consistency.of(job.consistency).assigns_replicas:
         return dataclasses.replace(job, replicas=settings.trainers)
