@@ -20,7 +20,7 @@ LEAST_BYTES = 64 << 10
 
 
 class Buffers:
-    """ParallelMap out memory, which comes back by itself when the last tensor or view over it is gone. Thread-safe.
+    """Lends memory, which comes back by itself when the last tensor or view over it is gone. Thread-safe.
 
     limit: bytes up to which memory is kept that nobody uses, those in use included. spoken_for: bytes of the same limit
     that are in use here or elsewhere (messages, what codecs make, sums), as far as that is known.

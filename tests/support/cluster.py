@@ -444,5 +444,5 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def split_evenly(replicas: int, workers: int) -> list[list[int]]:
-    """StandbySender of each worker, round robin: blocks that don't line up with the tree."""
+    """Replicas of each worker, round robin: blocks that don't line up with the tree."""
     return [list(range(index, replicas, workers)) for index in range(workers)]
