@@ -25,7 +25,7 @@ from shardline_chief.io.checkpointer import Checkpointer, ResumePoint
 from shardline_chief.io.commands import Commander
 from shardline_chief.io.control import Control
 from shardline_chief.io.journal import Journal
-from shardline_chief.io.places import PLACES, register_places
+from shardline_chief.io.places_servicer import PLACES, register_places
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.servicer import SERVICES, ChiefServicer, register
 from shardline_chief.io.training_process import TrainingProcess
@@ -35,7 +35,7 @@ from shardline_chief.page.server import PageServer
 from shardline_chief.rules.flows.recollection import obstacle
 from shardline_chief.rules.program import Program
 from shardline_chief.rules.replay import Remembered, replay
-from shardline_chief.rules.state.settings import Settings
+from shardline_chief.rules.state.settings import ChiefSettings
 
 log = logging.getLogger("shardline_chief")
 
@@ -100,7 +100,7 @@ def _page(config: RoleConfig, before: str) -> PageServer | None:
     return PageServer(config.page, config.security, History())
 
 
-def _done_already(known: Remembered, spec: JobSpec | None, settings: Settings) -> bool:
+def _done_already(known: Remembered, spec: JobSpec | None, settings: ChiefSettings) -> bool:
     """Whether the folder's last job is this one, and finished all its steps: then report that again, as with --resume.
 
     A chief may die when all is done but its exit; after a restart it should still report how the job went. Another job
@@ -130,10 +130,10 @@ def _job_spec(config: RoleConfig) -> JobSpec | None:
     return job.spec(job.build_model())
 
 
-def _settings(config: RoleConfig) -> Settings:
+def _settings(config: RoleConfig) -> ChiefSettings:
     """Settings from the command line; term and UUID are set later."""
     check_standbys(config.standbys, config.cluster.num("ps"))
-    return Settings(
+    return ChiefSettings(
         term=0,
         chief_uuid="",
         chief_address=config.cluster.chief,
@@ -150,7 +150,7 @@ def _settings(config: RoleConfig) -> Settings:
 
 
 def _unfinished(
-    config: RoleConfig, out: Path, remembered: Remembered, spec: JobSpec | None, settings: Settings
+    config: RoleConfig, out: Path, remembered: Remembered, spec: JobSpec | None, settings: ChiefSettings
 ) -> Remembered | None:
     """The job that the last chief in this folder left unfinished; None if there is none to continue.
 
@@ -200,7 +200,7 @@ class ChiefProcess:
         journal: Journal,
         spec: JobSpec | None,
         resume: Checkpoint | None,
-        settings: Settings,
+        settings: ChiefSettings,
         *,
         remembered: Remembered | None = None,
         page: PageServer | None = None,
@@ -239,7 +239,7 @@ class ChiefProcess:
             on_status=page.show if page is not None else None,
         )
         access = Access(config.security, CHIEF_AUDIENCE)
-        servicer = ChiefServicer(self._control, store, timeouts, access, term=term)
+        servicer = ChiefServicer(self._control, store, access, term=term)
         self._server = RpcServer(
             config.cluster.chief,
             register=[register(servicer), register_places(self._control, access)],

@@ -206,25 +206,6 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         return parameter_server_pb2.SetMembershipReply(fenced=len(fenced))
 
     @rpc_errors.unary
-    async def Prepare(
-        self, request: parameter_server_pb2.PrepareRequest, context: Any
-    ) -> parameter_server_pb2.PrepareReply:
-        """Stop admitting messages, drop open contributions, and switch to the new timeline."""
-        async with self._changing:
-            self._obey(request.term)
-            store = self._store
-            store.authority.active = False
-            store.authority.timeline = request.timeline
-            store.generation += 1
-            dropped = 0
-            self._standbys.abandon()
-            store.drop_standbys("the history of its primary has ended")
-            for shard in store.shards.values():
-                dropped = max(dropped, await store.work(shard.drop_contributions))
-            self._wake_everybody()
-            return parameter_server_pb2.PrepareReply(dropped_contributions=dropped)
-
-    @rpc_errors.unary
     async def Restore(self, request: AsyncIterator[Any], context: Any) -> parameter_server_pb2.RestoreReply:
         """Replace one shard by the images of the stream, all or nothing."""
         with self.calls.enter():
@@ -306,8 +287,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
             store.authority.active = False
             store.authority.timeline = request.timeline
             self._wake_everybody()
-            shard = store.shard(number)
-            return parameter_server_pb2.PromoteReply(step=shard.step_min, version=shard.version)
+            return parameter_server_pb2.PromoteReply()
 
     def _begin(self) -> None:
         """Admit the timeline's messages; standbys and votes continue from the current state."""

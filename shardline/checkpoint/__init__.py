@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from shardline.checkpoint.export import export, find_checkpoint
 from shardline.checkpoint.reader import Checkpoint
-from shardline.checkpoint.store import Best, CheckpointStore, Cut, committed_steps, newest_valid
+from shardline.checkpoint.store import Best, CheckpointContents, CheckpointStore, committed_steps, newest_valid
 
 __all__ = [
     "Best",
     "Checkpoint",
+    "CheckpointContents",
     "CheckpointStore",
-    "Cut",
     "committed_steps",
     "export",
     "find_checkpoint",

@@ -79,7 +79,6 @@ class Checkpoint:
         """Messages about newer checkpoints that were skipped."""
         self._lock = threading.Lock()
         self._index: dict[tuple[str, str, str], list[_Entry]] | None = None
-        self._index_error: CheckpointError | None = None
 
     def verify(self) -> None:
         """Read every file and compare size and SHA-256. Raises CheckpointError naming the file and the problem.

@@ -1,7 +1,7 @@
 """A folder of checkpoints: commit, find, fall back, retain.
 
     store = CheckpointStore(Path("run/checkpoints"), keep=3)
-    store.commit(Cut(...))
+    store.commit(CheckpointContents(...))
     checkpoint = store.newest_valid()
 
 The commit point is the rename of a complete, durable, re-read folder (PROTOCOL 1.7). `latest` and `best` are hints for
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class CheckpointContents:
     """The content of a checkpoint. In synchronous mode every image is of `step`."""
 
     job: JobSpec
@@ -91,7 +91,7 @@ class CheckpointStore:
 
     # Writing.
 
-    def commit(self, cut: Cut) -> Path:
+    def commit(self, cut: CheckpointContents) -> Path:
         """Write a cut and make it the newest checkpoint; returns its folder.
 
         A step that exists with the same content is left as it is; a damaged one is replaced. Raises CheckpointError if
@@ -123,7 +123,7 @@ class CheckpointStore:
                 self._retain(cut.step)
             return target
 
-    def _write_and_rename(self, cut: Cut, temporary: Path, target: Path) -> None:
+    def _write_and_rename(self, cut: CheckpointContents, temporary: Path, target: Path) -> None:
         content = self._write(cut, temporary)
         aside = None
         if target.exists():
@@ -149,7 +149,7 @@ class CheckpointStore:
                 "after a power failure it may be gone"
             ) from error
 
-    def _write(self, cut: Cut, folder: Path) -> str:
+    def _write(self, cut: CheckpointContents, folder: Path) -> str:
         """Write and re-read all files of a cut; returns the digest of its content."""
         digest = ContentDigest(cut.job.tensors)
         num_shards = len(cut.plan.shards)
@@ -376,7 +376,7 @@ def _steps_text(steps: Sequence[int]) -> str:
     return f"steps {shown}" if len(steps) <= 10 else f"{len(steps)}, the last being steps {shown}"
 
 
-def _check_cut(cut: Cut) -> None:
+def _check_cut(cut: CheckpointContents) -> None:
     if cut.plan.tensors != cut.job.tensors:
         raise CheckpointError(f"the cut of step {cut.step} has a plan of other tensors than its job's")
     if len(cut.versions) != len(cut.plan.shards):
@@ -385,7 +385,7 @@ def _check_cut(cut: Cut) -> None:
         )
 
 
-def _fetch(cut: Cut, shard: int) -> list[BucketImage]:
+def _fetch(cut: CheckpointContents, shard: int) -> list[BucketImage]:
     """All images of a shard, checked to be of the cut's step."""
     try:
         images = list(cut.images(shard) if callable(cut.images) else cut.images[shard])

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from shardline.cli.fates import MAX_RESTARTS as MAX_RESTARTS
-from shardline.cli.fates import Ended, describe_code, lacking, may_restart
+from shardline.cli.process_exits import MAX_RESTARTS as MAX_RESTARTS
+from shardline.cli.process_exits import Ended, describe_code, lacking, may_restart
 from shardline.cli.roles import COMMANDS, reads
 from shardline.cluster import ClusterSpec, parse_task
 from shardline.config import check_standbys

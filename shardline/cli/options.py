@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from shardline import methods, plugins
-from shardline.cluster import Membership, locate, own_address, parse_address, parse_task, read_spec, wants_place
+from shardline.cluster import TaskPlace, locate, own_address, parse_address, parse_task, read_spec, wants_place
 from shardline.config import RoleConfig
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
@@ -343,7 +343,7 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
     )
 
 
-def _take_place(role: str, flags: Mapping[str, Any], secured_by: Security) -> Membership:
+def _take_place(role: str, flags: Mapping[str, Any], secured_by: Security) -> TaskPlace:
     """The index that the chief assigns for --task ROLE/any."""
     if wants_place(flags["task"]) != role:
         task = flags["task"]
@@ -351,21 +351,21 @@ def _take_place(role: str, flags: Mapping[str, Any], secured_by: Security) -> Me
     if flags["cluster"] is None:
         raise ClusterSpecError(f"--task {flags['task']} needs --cluster FILE or SHARDLINE_CLUSTER")
     spec = read_spec(flags["cluster"])
-    _check_chief_port(Membership(spec, role, 0), ready_fd=None)
+    _check_chief_port(TaskPlace(spec, role, 0), ready_fd=None)
     address = own_address(flags["address"] or ":0")
     # Imports grpc, which --help must not do.
-    from shardline.rpc.place import take_place
+    from shardline.rpc.index_request import take_place
 
     task = take_place(spec.chief, role, address, timeouts(flags), secured_by)
-    return Membership(spec.with_place(task, address), *parse_task(task))
+    return TaskPlace(spec.with_place(task, address), *parse_task(task))
 
 
-def _with_own_address(place: Membership, given: str | None) -> Membership:
+def _with_own_address(place: TaskPlace, given: str | None) -> TaskPlace:
     address = own_address(given or place.spec.address(place.task))
-    return Membership(place.spec.with_place(place.task, address), place.role, place.index)
+    return TaskPlace(place.spec.with_place(place.task, address), place.role, place.index)
 
 
-def _check_chief_port(place: Membership, *, ready_fd: int | None) -> None:
+def _check_chief_port(place: TaskPlace, *, ready_fd: int | None) -> None:
     chief = place.spec.chief
     if parse_address(chief)[1] == 0 and (place.role != "chief" or ready_fd is None):
         raise ClusterSpecError(f"chief/0 is {chief} in the cluster spec; it needs a fixed port, so that others find it")

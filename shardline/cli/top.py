@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardline.cli.terminal import PlainConsole
-    from shardline.cli.top_frame import Silence
+    from shardline.cli.top_frame import ChiefSilence
     from shardline.core.status import ChiefStatus
     from shardline.observability.view import ClusterView
 
@@ -49,7 +49,7 @@ class Source(Protocol):
 
 
 @dataclass
-class Known:
+class KnownStatus:
     """Current knowledge about the cluster."""
 
     view: ClusterView | None = None
@@ -75,15 +75,15 @@ class Poller:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._known = Known()
+        self._known = KnownStatus()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="top", daemon=True)
 
     @property
-    def known(self) -> Known:
+    def known(self) -> KnownStatus:
         """A copy of what is known."""
         with self._lock:
-            return Known(**vars(self._known))
+            return KnownStatus(**vars(self._known))
 
     def start(self) -> None:
         """Start polling."""
@@ -137,7 +137,7 @@ class Screen:
         self._seen = 0
         self._events_until = 0.0
 
-    def first(self) -> Known:
+    def first(self) -> KnownStatus:
         """Wait for the first answer. Raises if none comes within the deadline."""
         while True:
             known = self._next()
@@ -201,7 +201,7 @@ class Screen:
             raise self._given_up(known)
         return 0
 
-    def _next(self) -> Known:
+    def _next(self) -> KnownStatus:
         """The state after the next request. Raises if the chief is given up."""
         # Requests have their own deadline; this one only ends a wait that a bug would make endless.
         if not self._poller.changed.wait(self._poller.deadline_s + 60.0):
@@ -213,12 +213,12 @@ class Screen:
             raise self._given_up(known)
         return known
 
-    def _take(self, known: Known) -> None:
+    def _take(self, known: KnownStatus) -> None:
         if known.view is not None and known.asked != self._seen:
             self._seen = known.asked
             self._curves.add(known.view)
 
-    def _given_up(self, known: Known) -> ShardlineError:
+    def _given_up(self, known: KnownStatus) -> ShardlineError:
         assert known.failure is not None
         if known.silent_since is None:
             return known.failure
@@ -230,23 +230,23 @@ class Screen:
             f"{self._poller.deadline_s:.0f} s{last}: {known.reason}"
         )
 
-    def _silence(self, known: Known) -> Silence | None:
-        from shardline.cli.top_frame import Silence
+    def _silence(self, known: KnownStatus) -> ChiefSilence | None:
+        from shardline.cli.top_frame import ChiefSilence
 
         since = known.silent_since
         if since is None:
             return None
         now = self._poller.now()
-        return Silence(since=since, now=now, until=since + self._poller.deadline_s, reason=known.reason)
+        return ChiefSilence(since=since, now=now, until=since + self._poller.deadline_s, reason=known.reason)
 
-    def _frame(self, known: Known, *, height: int | None) -> RenderableType:
-        from shardline.cli.top_frame import ASCII, FANCY, Silence, frame, waiting
+    def _frame(self, known: KnownStatus, *, height: int | None) -> RenderableType:
+        from shardline.cli.top_frame import ASCII, FANCY, ChiefSilence, frame, waiting
 
         glyphs = ASCII if self._console.options.ascii_only else FANCY
         silence = self._silence(known)
         if known.view is None:
             now = self._poller.now()
-            nothing_yet = Silence(since=now, now=now, until=now + self._poller.deadline_s, reason="")
+            nothing_yet = ChiefSilence(since=now, now=now, until=now + self._poller.deadline_s, reason="")
             return waiting(silence or nothing_yet, self._address)
         return frame(
             known.view,

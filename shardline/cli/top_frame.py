@@ -44,7 +44,7 @@ ASCII = Glyphs(steps="_.-=+*#@", full="#", empty=".", none="-", between=", ", mo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Silence:
+class ChiefSilence:
     """The chief does not answer."""
 
     since: float
@@ -146,7 +146,7 @@ def plain_event(event: EventView) -> str:
     return f"{clock(event.time)}{mark} {printable(event.sentence)}"
 
 
-def silence_text(silence: Silence, address: str) -> str:
+def silence_text(silence: ChiefSilence, address: str) -> str:
     """How long the chief has been silent, and for how long it is still polled."""
     ago = seconds(max(0.0, silence.now - silence.since))
     return (
@@ -161,7 +161,7 @@ def frame(
     *,
     width: int,
     height: int | None = None,
-    silence: Silence | None = None,
+    silence: ChiefSilence | None = None,
     address: str = "",
     glyphs: Glyphs = FANCY,
 ) -> RenderableType:
@@ -182,7 +182,7 @@ def frame(
     return Group(*parts)
 
 
-def waiting(silence: Silence, address: str) -> RenderableType:
+def waiting(silence: ChiefSilence, address: str) -> RenderableType:
     """What to show before the first answer."""
     return Group(
         Text(printable(silence_text(silence, address)), style="bold", overflow="fold"),

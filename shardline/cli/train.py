@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli import options
-from shardline.cli.fates import Ended, describe_code
 from shardline.cli.launcher import LaunchError, LaunchOptions, LocalCluster
-from shardline.cli.news import News
+from shardline.cli.process_exits import Ended, describe_code
+from shardline.cli.status_warnings import StatusWarnings
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
 from shardline.host import files
@@ -271,7 +271,7 @@ class _Run:
         self._hopeless: _Hopeless | None = None
         self._ended_for: _Hopeless | None = None
         """Why the chief was asked to end the job."""
-        self._news = News()
+        self._warnings = StatusWarnings()
         self._quiet: dict[str, int] = {}
         """The chief's answers since a task ended with exit code 0, by task, until it is clear whether it should."""
 
@@ -328,7 +328,7 @@ class _Run:
                     display.say(f"page: {event.status.page}")
                 self._last = event.status
                 display.update(event.status)
-                for sentence in self._news.of(event.status, time.monotonic()):
+                for sentence in self._warnings.of(event.status, time.monotonic()):
                     display.say(sentence)
                 self._tell_quiet(event.status, display)
                 if self._hopeless is not None:

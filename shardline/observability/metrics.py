@@ -224,21 +224,18 @@ class _Registry(CollectorRegistry):
 
 
 class Metrics:
-    """The metrics of one task, in a registry of their own. Thread-safe.
+    """The metrics of one task, in a registry of its own. Thread-safe."""
 
-    also: further roles of this process, such as ["worker"] for a chief that trains.
-    """
-
-    def __init__(self, role: str, task: str, *, also: Iterable[str] = ()) -> None:
+    def __init__(self, role: str, task: str) -> None:
         self.task = task
-        self.roles = frozenset((role, *also))
+        self.role = role
         self.registry = _Registry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         self._families: dict[str, MetricWrapperBase] = {}
         for spec in TABLE:
-            if self.roles.intersection(spec.roles):
+            if role in spec.roles:
                 self._families[spec.name] = self._family(spec)
         self._children: dict[tuple[str, tuple[tuple[str, str], ...]], MetricWrapperBase] = {}
         self._lock = threading.Lock()

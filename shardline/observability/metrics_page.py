@@ -30,7 +30,7 @@ SHOWN = 120
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
-class Answer(enum.Enum):
+class PageAnswer(enum.Enum):
     """The kinds of answer."""
 
     PAGE = "200 OK"
@@ -38,7 +38,7 @@ class Answer(enum.Enum):
     WRONG_HOST = "421 Misdirected Request"
 
 
-def decide(security: Security, *, exposed: bool, peer: str, host: str, authorization: str) -> Answer:
+def decide(security: Security, *, exposed: bool, peer: str, host: str, authorization: str) -> PageAnswer:
     """The answer to a request from the IP address `peer`, with these Host and Authorization headers.
 
     A reader with the job's token is admitted. Without it, anyone on this machine is, by one of loopback's names (see
@@ -46,12 +46,12 @@ def decide(security: Security, *, exposed: bool, peer: str, host: str, authoriza
     """
     scheme, _, token = authorization.partition(" ")
     if security.token and security.check(token.strip() if scheme.lower() == "bearer" else None):
-        return Answer.PAGE
+        return PageAnswer.PAGE
     if security.token and not is_loopback(peer):
-        return Answer.NEEDS_TOKEN
+        return PageAnswer.NEEDS_TOKEN
     if names_loopback(host) or (exposed and not security.token):
-        return Answer.PAGE
-    return Answer.WRONG_HOST
+        return PageAnswer.PAGE
+    return PageAnswer.WRONG_HOST
 
 
 def tls_of(host: str, security: Security) -> ssl.SSLContext | None:
@@ -81,10 +81,10 @@ def guarded(application: Application, security: Security, *, exposed: bool) -> A
             host=host,
             authorization=environ.get("HTTP_AUTHORIZATION", ""),
         )
-        if decided is Answer.PAGE:
+        if decided is PageAnswer.PAGE:
             return application(environ, start_response)
         headers = [("Content-Type", "text/plain; charset=utf-8")]
-        if decided is Answer.NEEDS_TOKEN:
+        if decided is PageAnswer.NEEDS_TOKEN:
             headers.append(("WWW-Authenticate", "Bearer"))
             sentence = "these metrics need the job's token: Authorization: Bearer TOKEN\n"
         else:

@@ -100,11 +100,6 @@ class PsControl:
         )
         return int(self.peer.call(self._stub.SetMembership, request, what="SetMembership").fenced)
 
-    def prepare(self, timeline: int) -> None:
-        """Stop admitting messages, drop open contributions, and begin this timeline."""
-        request = parameter_server_pb2.PrepareRequest(term=self._term, timeline=timeline)
-        self.peer.call(self._stub.Prepare, request, what="Prepare")
-
     def activate(self, timeline: int) -> None:
         """Admit pushes and pulls of this timeline."""
         request = parameter_server_pb2.ActivateRequest(term=self._term, timeline=timeline)
@@ -185,8 +180,6 @@ class PsControl:
         self,
         timeline: int,
         shard: int,
-        step: int,
-        version: int,
         images: Iterable[BucketImage],
         sequences: Mapping[str, WorkerSequence] | None = None,
     ) -> None:
@@ -194,9 +187,7 @@ class PsControl:
 
         def frames() -> Iterator[parameter_server_pb2.RestoreFrame]:
             yield parameter_server_pb2.RestoreFrame(
-                head=parameter_server_pb2.RestoreHead(
-                    term=self._term, timeline=timeline, shard=shard, step=step, version=version
-                )
+                head=parameter_server_pb2.RestoreHead(term=self._term, timeline=timeline, shard=shard)
             )
             count = 0
             for image in images:

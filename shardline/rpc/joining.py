@@ -53,7 +53,7 @@ class _Away(Exception):
     """The chief went away during a request."""
 
 
-class Joining:
+class JoinAttempts:
     """One task's attempts to join. cancelled: the process was asked to end. closed: this side has given up."""
 
     def __init__(

@@ -48,7 +48,6 @@ MESSAGE_BYTES: Mapping[str, int] = {
     "Access/Challenge": 4 * KB,
     "ParameterServer/OpenLane": 64 * KB,
     "ParameterServer/Lead": 4 * KB,
-    "ParameterServer/Prepare": 4 * KB,
     "ParameterServer/Activate": 4 * KB,
     "ParameterServer/Promote": 4 * KB,
     "ParameterServer/Cut": 4 * KB,

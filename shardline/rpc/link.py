@@ -18,7 +18,7 @@ from shardline.core.waiting import Waiting
 from shardline.errors import FencedError, InternalError, ShardlineError, UnreachableError
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
-from shardline.rpc.joining import Applicant, Joining
+from shardline.rpc.joining import Applicant, JoinAttempts
 from shardline.rpc.messages.barrier import barrier_place_to_proto, barrier_state_from_proto
 from shardline.rpc.messages.fields import to_message
 from shardline.rpc.report_queue import ReportQueue
@@ -76,7 +76,7 @@ class ChiefLink:
         self._dropped = False
         self._call: grpc.Call | None = None
         self._thread: threading.Thread | None = None
-        self._joining = Joining(
+        self._joining = JoinAttempts(
             self.client, timeouts, applicant, cancelled=cancelled or threading.Event(), closed=self._closed
         )
         self._broken_s: float | None = None
@@ -94,7 +94,7 @@ class ChiefLink:
         self._joining.cancel()
 
     def join(self) -> bool:
-        """Join, and start the heartbeat; see Joining.join(). False if the process was asked to end meanwhile."""
+        """Join, and start the heartbeat; see JoinAttempts.join(). False if the process was asked to end."""
         reply = self._joining.join()
         if reply is None:
             return False
@@ -231,7 +231,6 @@ class ChiefLink:
             leaving=self._leaving,
             finished=self._finished,
             steps=[to_message(chief_pb2.StepReport, item) for item in self._reports.take(ended)],
-            orders_seen=self._orders.version,
             figures=self.figures,
             suspects=suspects if timeline == self._orders.timeline else (),
         )

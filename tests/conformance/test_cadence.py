@@ -181,8 +181,8 @@ def test_a_worker_that_is_told_to_start_its_step_over_ends_in_the_same_bits(cade
     with Cluster(job, ps=2) as cluster:
         worker = cluster.worker(0).run([0, 1], 1)
         worker.tick([0, 1])
-        if not worker.trainer.course.ticks.last:
-            worker.trainer.course.ticks.advance()
+        if not worker.trainer.methods.ticks.last:
+            worker.trainer.methods.ticks.advance()
         # Its orders have changed in mid-step.
         worker.trainer.give_up()
         worker.run([0, 1], job.steps)

@@ -49,3 +49,8 @@ def make_shard(
     for bucket in shard.buckets:
         shard.initialize(bucket.number, torch.full((bucket.spec.elements,), value, dtype=DTYPES[bucket.spec.dtype]))
     return shard
+
+
+def roll_back(shard: Shard) -> None:
+    """Restore a shard to the values it holds: what its open steps have gathered is dropped."""
+    shard.restore([bucket.image() for bucket in shard.buckets])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardline.checkpoint import CheckpointStore, Cut
+from shardline.checkpoint import CheckpointContents, CheckpointStore
 from shardline.checkpoint.files import Files
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import Plan, make_plan
@@ -119,7 +119,7 @@ def images_of(plan: Plan, step: int, seed: int = 0, version: int | None = None) 
 
 def cut_of(
     job: JobSpec | None = None, *, step: int = 0, shards: int = 2, seed: int = 0, plan: Plan | None = None, **more: Any
-) -> Cut:
+) -> CheckpointContents:
     job = job or job_of()
     plan = plan or make_plan(job.tensors, shards)
     fields: dict[str, Any] = {
@@ -132,7 +132,7 @@ def cut_of(
         "versions": [step] * len(plan.shards),
         "images": images_of(plan, step, seed),
     }
-    return Cut(**{**fields, **more})
+    return CheckpointContents(**{**fields, **more})
 
 
 def assert_same_images(ours: list[BucketImage], theirs: list[BucketImage]) -> None:

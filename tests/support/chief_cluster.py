@@ -23,12 +23,12 @@ from shardline_chief.rules.actions import (
     Find,
     Finish,
     Found,
+    JournalLine,
     Lead,
     MarkBest,
     Members,
     Order,
     Promote,
-    Record,
     Release,
     Restore,
     Save,
@@ -38,7 +38,7 @@ from shardline_chief.rules.actions import (
 )
 from shardline_chief.rules.messages import Beat, Join, JoinAnswer
 from shardline_chief.rules.program import Program
-from shardline_chief.rules.state.settings import Settings
+from shardline_chief.rules.state.settings import ChiefSettings
 from tests.support.builders import make_job_spec
 
 T = 60.0
@@ -242,7 +242,7 @@ class Cluster:
         self.commands: list[Order] = []
         self.said: list[Say] = []
         self.told: list[str] = []
-        self.journal: list[Record] = []
+        self.journal: list[JournalLine] = []
         self.log: list[str] = []
         """Names of records and orders, in order."""
         self.saves: list[Save] = []
@@ -263,7 +263,7 @@ class Cluster:
         self.lives: dict[str, int] = {}
         self._stable = 0
         self.program = Program(
-            Settings(
+            ChiefSettings(
                 term=3,
                 chief_uuid="u",
                 chief_address="chief:1",
@@ -291,7 +291,7 @@ class Cluster:
                 self.said.append(action)
             case Tell():
                 self.told.append(action.sentence)
-            case Record():
+            case JournalLine():
                 self.journal.append(action)
                 self.log.append(f"record {action.kind}")
             case Answer():

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from shardline import topology
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.factory import Ties, Wishes, make_trainer
-from shardline.client.step.course import Course
+from shardline.client.step.worker_methods import WorkerMethods
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
@@ -144,8 +144,8 @@ class Worker:
             timeouts=cluster.timeouts,
             observer=self.orders,
         )
-        self.trainer = make_trainer(cluster.view, Course(self.cluster.spec, self.values), ties, wishes)
-        self.clips = self.trainer.course.mode.clips_at_worker and self.job.clip_norm > 0.0
+        self.trainer = make_trainer(cluster.view, WorkerMethods(self.cluster.spec, self.values), ties, wishes)
+        self.clips = self.trainer.methods.mode.clips_at_worker and self.job.clip_norm > 0.0
         self.figures: list[StepFigures] = []
 
     def run(self, replicas: Sequence[int], steps: int) -> Worker:
@@ -160,12 +160,12 @@ class Worker:
     def step(self, replicas: Sequence[int]) -> None:
         """One synchronous step: all its remaining ticks."""
         while not self.tick(replicas):
-            self.trainer.course.ticks.advance()
+            self.trainer.methods.ticks.advance()
         self.figures.append(self.trainer.finish())
 
     def tick(self, replicas: Sequence[int]) -> bool:
         """One pass of each replica; returns whether it ends the step."""
-        ticks = self.trainer.course.ticks
+        ticks = self.trainer.methods.ticks
         with COMPUTE:
             for replica in replicas:
                 self.compute(ticks.number(self.trainer.step), replica)
@@ -280,6 +280,13 @@ class Cluster:
             cut_every=self.cut_every,
             placement=self.placement,
         )
+
+    def configure_anew(self, timeline: int, keep: Sequence[int] = ()) -> None:
+        """A new timeline: every ps holds its shards without values, but for those to keep."""
+        self.timeline = timeline
+        for host, control in enumerate(self.controls):
+            mine = self.configuration(host)
+            control.configure(replace(mine, keep=tuple(shard for shard in mine.shards if shard in keep)))
 
     def lane_config(self, lane: str) -> RoleConfig:
         """Settings of a task of this cluster, as far as lanes and offers need them."""

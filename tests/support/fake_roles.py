@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from shardline.cli.fates import Ended
 from shardline.cli.launcher import LaunchOptions, LocalCluster
+from shardline.cli.process_exits import Ended
 from shardline.config import Timeouts
 
 # Stand-ins for the roles. The chief obeys lines sent to its address ("exit 4"); the others end when it does, like real

@@ -10,11 +10,11 @@ from shardline_chief.rules.actions import (
     Action,
     Command,
     Cut,
-    Record,
+    JournalLine,
 )
 from shardline_chief.rules.program import Program
 from shardline_chief.rules.replay import Remembered, replay
-from shardline_chief.rules.state.settings import Settings
+from shardline_chief.rules.state.settings import ChiefSettings
 from tests.support.chief_cluster import Cluster, make_job, phase
 
 
@@ -34,7 +34,7 @@ class Mortal(Cluster):
         super().__init__(**fields)
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> ChiefSettings:
         return self.program.state.settings
 
     def act(self, action: Action) -> None:
@@ -44,7 +44,7 @@ class Mortal(Cluster):
         super().act(action)
         if isinstance(action, Command) and not self.held:
             self.changes.append(type(action.order).__name__)
-        if isinstance(action, Record):
+        if isinstance(action, JournalLine):
             self.note(action.kind, **action.fields)
 
     def note(self, kind: str, **fields: Any) -> None:
@@ -65,7 +65,7 @@ class Mortal(Cluster):
         fields = {
             name: getattr(old, name) for name in ("ps", "workers", "evaluators", "min_workers", "timeouts", "standbys")
         }
-        settings = Settings(term=old.term + 1, chief_uuid="v", chief_address="chief:1", **fields)
+        settings = ChiefSettings(term=old.term + 1, chief_uuid="v", chief_address="chief:1", **fields)
         trained_s = self.now_s - remembered.began_s if remembered.began_s is not None else 0.0
         known = remembered if remembered.unfinished else None
         job = self.program.state.job

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline import consistency
-from shardline.checkpoint import Checkpoint, CheckpointStore, Cut
+from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore
 from shardline.checkpoint.compat import resume_changes
 from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
 from shardline.core.digest import params_sha256
@@ -20,7 +20,7 @@ from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import CheckpointError, ShardlineError
 from shardline.rpc.client import PsControl
-from shardline_chief.io.pacing import LEAST_RATE, Links, Pace, TokenBucket, fetched, on_this_machine
+from shardline_chief.io.pacing import LEAST_RATE, FetchPace, Links, TokenBucket, fetched, on_this_machine
 from shardline_chief.rules.actions import Save, Saved
 
 log = logging.getLogger("shardline_chief.io.checkpointer")
@@ -71,22 +71,10 @@ class ResumePoint:
 class Checkpointer:
     """Saves one cut at a time."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        connect: Connect,
-        *,
-        term: int,
-        spares: Callable[[str], bool] = lambda address: not on_this_machine(address),
-        links: Links | None = None,
-    ) -> None:
-        """spares(address): whether training shares the link to this server, so that fetching must leave most of it.
-
-        links: link rates measured so far.
-        """
+    def __init__(self, store: CheckpointStore, connect: Connect, *, term: int) -> None:
         self.store = store
-        self._spares = spares
-        self._links = links or Links()
+        self._links = Links()
+        """What is known of the links' rates."""
         self._bucket = TokenBucket()
         self._hurry = threading.Event()
         """Set while someone waits for the running save."""
@@ -193,7 +181,7 @@ class Checkpointer:
         if mode.whole_pushes:
             extra[SEQUENCES] = fetch.sequences
         path = self.store.commit(
-            Cut(
+            CheckpointContents(
                 job=save.job,
                 plan=save.plan,
                 step=save.step,
@@ -233,11 +221,12 @@ class Checkpointer:
                 self._fetching = None
             control.close()
 
-    def _pace(self, fetch: _Fetch, shard: int, address: str) -> Pace:
-        spared = not fetch.save.urgent and self._spares(address)
+    def _pace(self, fetch: _Fetch, shard: int, address: str) -> FetchPace:
+        # A link to another machine is shared with training, so that fetching leaves most of it.
+        spared = not fetch.save.urgent and not on_this_machine(address)
         if spared:
             fetch.spared[shard] = address
-        return Pace(address, self._links, self._bucket, self._hurry, capped=spared)
+        return FetchPace(address, self._links, self._bucket, self._hurry, capped=spared)
 
     def close(self) -> None:
         """Wait for the running save; drop queued ones."""
@@ -258,8 +247,8 @@ class _Fetch:
         self.spared: dict[int, str] = {}
         """Addresses of servers whose link is shared with training, by shard."""
 
-    def read(self, control: PsControl, shard: int, pace: Pace) -> Iterator[BucketImage]:
-        """The images of a shard, at the speed that `pace` allows."""
+    def read(self, control: PsControl, shard: int, pace: FetchPace) -> Iterator[BucketImage]:
+        """The images of a shard, as fast as the pace lets them come."""
         start_s = time.monotonic()
         buckets = self.save.plan.shards[shard].buckets
         limit = STATES * max(bucket.nbytes for bucket in buckets) + (1 << 20)
@@ -287,10 +276,8 @@ def restore(control: PsControl, checkpoint: Checkpoint, plan: Plan, shard: int, 
     If the plan is the same, each worker's last push to the shard is restored too, so that repeated pushes are
     recognized.
     """
-    versions = checkpoint.manifest.versions
-    version = versions[shard] if plan.plan_id == checkpoint.plan.plan_id else max(versions)
     images, sequences = checkpoint.images(plan, shard), checkpoint.sequences(plan, shard)
-    control.restore(timeline, shard, checkpoint.step, version, images, sequences)
+    control.restore(timeline, shard, images, sequences)
 
 
 def parameters_digest(checkpoint: Checkpoint) -> str:

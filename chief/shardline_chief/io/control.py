@@ -40,7 +40,7 @@ from shardline_chief.io.summary import overview, summary, write_json
 from shardline_chief.io.telemetry import Telemetry
 from shardline_chief.rules.actions import (
     Finish,
-    Record,
+    JournalLine,
 )
 from shardline_chief.rules.messages import Beat, Join, JoinAnswer
 from shardline_chief.rules.program import Program
@@ -208,7 +208,7 @@ class Control:
                 self._happened(event, now_s)
             actions = self.program.take()
             # One fsync for everything decided in this turn, before any of it is done.
-            self._record([action for action in actions if isinstance(action, Record)], now_s)
+            self._record([action for action in actions if isinstance(action, JournalLine)], now_s)
             for action in actions:
                 if isinstance(action, Finish):
                     self._finish(action)
@@ -282,7 +282,7 @@ class Control:
 
     # The journal
 
-    def _record(self, records: Sequence[Record], now_s: float) -> None:
+    def _record(self, records: Sequence[JournalLine], now_s: float) -> None:
         if not records:
             return
         faults = self.program.state.figures.faults

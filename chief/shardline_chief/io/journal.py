@@ -49,12 +49,12 @@ class Journal:
         """Highest term begun in this folder; 0 = none."""
         return max((int(m[1]) for p in self.folder.iterdir() if (m := _TERM.match(p.name))), default=0)
 
-    def begin_term(self, *, above: int = 0) -> int:
-        """Begin and return the next term, above all on disk and above `above` (the highest that a ps reported).
+    def begin_term(self) -> int:
+        """Begin and return the next term, above all on disk.
 
         Raises UsageError if the folder can't be written to.
         """
-        term = 1 + max(self.last_term(), above)
+        term = 1 + self.last_term()
         while True:
             try:
                 handle = os.open(self.folder / f"term-{term}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)

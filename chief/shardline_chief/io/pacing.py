@@ -85,7 +85,7 @@ class Links:
         return max(LEAST_RATE, self._share * rate) if rate else 0.0
 
 
-class Pace:
+class FetchPace:
     """Called with the size of each frame of a shard's cut; waits until the next one may come."""
 
     def __init__(

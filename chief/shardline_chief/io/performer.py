@@ -23,9 +23,9 @@ from shardline_chief.rules.actions import (
     Finish,
     Found,
     Hurry,
+    JournalLine,
     Lead,
     MarkBest,
-    Record,
     Save,
     Saved,
     Say,
@@ -66,7 +66,7 @@ class Performer:
                 self._say(action)
             case Tell():
                 log.info("%s", action.sentence)
-            case Record():
+            case JournalLine():
                 """Written already, before all other actions."""
             case Command():
                 self._command(action)

@@ -110,7 +110,7 @@ class StepBoard:
         return rest
 
 
-class Pace:
+class TaskSpeed:
     """Speed and recent steps of one task that trains."""
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class Reporter:
         self.byte_rate = Rate()
         self.push_rate, self.pull_rate = Rate(), Rate()
         self.task_rates: dict[str, tuple[Rate, Rate]] = {}
-        self.paces: dict[str, Pace] = {}
+        self.paces: dict[str, TaskSpeed] = {}
         self._timeline = 0
         self._staleness = deque[float](maxlen=100)
 
@@ -271,7 +271,7 @@ class Reporter:
             # A restarted chief gets reports before it has taken command.
             self._early.append((task, reports))
             return
-        pace = self.paces.setdefault(task, Pace())
+        pace = self.paces.setdefault(task, TaskSpeed())
         for report in reports:
             if (report.step, "" if self._joined else task) in self._written:
                 # The previous chief has written it; the task can't know that.

@@ -16,7 +16,6 @@ from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.core.digest import tensor_bytes
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, StepReport
-from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.auth.access import Access
@@ -81,13 +80,10 @@ class StreamChannel:
 class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     """Serves Chief for one Control."""
 
-    def __init__(
-        self, control: Control, store: CheckpointStore, timeouts: Timeouts, access: Access, *, term: int
-    ) -> None:
+    def __init__(self, control: Control, store: CheckpointStore, access: Access, *, term: int) -> None:
         self._control = control
         self._access = access
         self._store = store
-        self._timeouts = timeouts
         self._term = term
 
     # Membership
@@ -109,7 +105,6 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             incarnation=answer.incarnation,
             secret=answer.secret,
             term=self._term,
-            timeout_s=self._timeouts.total_s,
         )
 
     @rpc_errors.stream

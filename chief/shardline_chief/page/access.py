@@ -36,7 +36,7 @@ def check_exposure(address: str, security: Security) -> bool:
 
 
 @dataclass(frozen=True)
-class Access:
+class PageAccess:
     """Decides on requests. exposed: the page is open to other machines, so there is a token."""
 
     security: Security

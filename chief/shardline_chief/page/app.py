@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shardline_chief.page.access import Access
+from shardline_chief.page.access import PageAccess
 from shardline_chief.page.board import Board
 from shardline_chief.page.files import StaticFile, read_static
 
@@ -49,7 +49,7 @@ SECURITY_HEADERS = {
 class Page:
     """The web application for one board."""
 
-    def __init__(self, board: Board, access: Access) -> None:
+    def __init__(self, board: Board, access: PageAccess) -> None:
         self._board = board
         self._access = access
         self._files = read_static()
@@ -148,7 +148,7 @@ async def _body(request: Request) -> bytes:
 class _Guard:
     """Checks host and token before any route, and adds security headers to every answer."""
 
-    def __init__(self, application: ASGIApp, access: Access) -> None:
+    def __init__(self, application: ASGIApp, access: PageAccess) -> None:
         self._application = application
         self._access = access
 
@@ -191,7 +191,7 @@ class _Guard:
         return answer
 
 
-def admit(access: Access, scope: Scope) -> Response:
+def admit(access: PageAccess, scope: Scope) -> Response:
     """Redirect to the page, with a cookie and without the token in the address."""
     answer = RedirectResponse("/", status_code=303)
     if access.locked:

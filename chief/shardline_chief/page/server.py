@@ -16,7 +16,7 @@ from shardline.cluster import format_address, parse_address
 from shardline.core.status import ChiefStatus
 from shardline.errors import InternalError, UsageError
 from shardline.security import Security
-from shardline_chief.page.access import Access, check_exposure
+from shardline_chief.page.access import PageAccess, check_exposure
 from shardline_chief.page.app import Page
 from shardline_chief.page.board import Board
 from shardline_chief.page.history import History
@@ -44,7 +44,7 @@ class PageServer:
         exposed = check_exposure(address, security)
         self.history = history
         self._board = Board(history)
-        self._page = Page(self._board, Access(security, exposed))
+        self._page = Page(self._board, PageAccess(security, exposed))
         self._socket = _bind(address)
         host, _ = parse_address(address)
         tls = exposed and security.tls_cert is not None

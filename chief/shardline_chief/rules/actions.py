@@ -69,7 +69,7 @@ class Say:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class JournalLine:
     """A journal entry; it is on disk before the actions that follow."""
 
     kind: str
@@ -249,4 +249,4 @@ class Finish:
     """Another chief leads: exit and leave everything to it."""
 
 
-Action = Answer | Say | Tell | Record | Command | Save | Hurry | Find | MarkBest | Finish
+Action = Answer | Say | Tell | JournalLine | Command | Save | Hurry | Find | MarkBest | Finish

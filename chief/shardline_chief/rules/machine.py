@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardline_chief.rules import after as then
+from shardline_chief.rules import continuations as then
 from shardline_chief.rules import events as on
 from shardline_chief.rules.actions import CommandResult
-from shardline_chief.rules.after import After
+from shardline_chief.rules.continuations import After
 from shardline_chief.rules.events import Event
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.ending import Ending

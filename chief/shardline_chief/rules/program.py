@@ -31,12 +31,12 @@ from shardline_chief.rules.events import (
 from shardline_chief.rules.flows.barriers import Barriers
 from shardline_chief.rules.heartbeats import Heartbeats
 from shardline_chief.rules.machine import Flows, Machine
+from shardline_chief.rules.member_journal import MemberJournal
 from shardline_chief.rules.messages import Beat, Join, LeaseAnswer, PlaceAnswer
-from shardline_chief.rules.notes import Notes
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Life
-from shardline_chief.rules.state.settings import Settings
+from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.state import State
 
 
@@ -45,7 +45,7 @@ class Program:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ChiefSettings,
         now_s: float,
         *,
         job: JobSpec | None = None,
@@ -59,20 +59,20 @@ class Program:
         self.machine = Machine(self.state, self.flows)
         self.barriers = Barriers(self.state)
         self.heartbeats = Heartbeats(self.state, self.flows, self.machine, self.barriers)
-        self.notes = Notes(self.state)
+        self.member_journal = MemberJournal(self.state)
         if remembered is not None:
             self.flows.takeover.begin(remembered, now_s, trained_s)
-            self.notes.remember(remembered)
+            self.member_journal.remember(remembered)
         if job is not None and self.state.job is None:
             self.flows.start.adopt(job, "the job file")
 
     def take(self) -> list[Action]:
         """The pending actions in order; each is returned once."""
-        return self.notes.take()
+        return self.member_journal.take()
 
     def note(self) -> None:
         """Call after each event: record who joined, left or finished, before the actions that the event caused."""
-        self.notes.note()
+        self.member_journal.note()
 
     # Tasks
 

@@ -22,7 +22,7 @@ from shardline_chief.rules.state.leases import Lease, Leases
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class KnownMember:
     """A task that was admitted and, according to the journal, neither died nor left."""
 
     task: str
@@ -74,7 +74,7 @@ class Remembered:
     stop_step: int = 0
     """Last stop step chosen in this timeline; 0 = none."""
     machine: Mapping[str, str] = field(default_factory=dict)
-    members: Mapping[str, Known] = field(default_factory=dict)
+    members: Mapping[str, KnownMember] = field(default_factory=dict)
     finished: frozenset[str] = frozenset()
     """Tasks that have finished."""
     leases: Leases | None = None
@@ -148,7 +148,7 @@ class _Book:
 
     def _begin_run(self) -> None:
         self._found: dict[str, Any] = {}
-        self._members: dict[str, Known] = {}
+        self._members: dict[str, KnownMember] = {}
         self._finished: set[str] = set()
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._recoveries: list[Mapping[str, Any]] = []
@@ -258,7 +258,7 @@ class _Book:
     # Tasks
 
     def _member(self, entry: Mapping[str, Any]) -> None:
-        known = Known(
+        known = KnownMember(
             task=str(entry["task"]),
             incarnation=int(entry["incarnation"]),
             stable_id=str(entry["stable_id"]),

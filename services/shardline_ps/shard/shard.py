@@ -192,18 +192,3 @@ class Shard:
         self.observers.on_counted()
         for bucket in self.buckets:
             self.observers.on_publish(bucket.number)
-
-    def drop_contributions(self) -> int:
-        """Drop the contributions to open steps (a new timeline); returns the number of replicas dropped."""
-        dropped = 0
-        self.mode.abandon()
-        for bucket in self.buckets:
-            with bucket.lock:
-                dropped = max(dropped, len(bucket.contributions.counted))
-                bucket.contributions.clear()
-                bucket.pending = None
-        self.mode.cleared()
-        if self.log is not None:
-            self.log.abandon()
-        self.observers.on_counted()
-        return dropped

@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 
 from shardline import consistency
-from shardline.consistency.server import BucketView, Hyper, Observers, Tally, Update
+from shardline.consistency.server import BucketView, Hyper, Observers, ShardUpdate, Tally
 from shardline.core.contributions import Partial
 from shardline.core.push_context import TOGETHER, PushContext
-from shardline.core.records import AppliedPush, Part
+from shardline.core.records import AppliedPush, RecordPart
 from shardline.storage.publication import PlainPublication, Publication, areas
 from shardline.update import bucket_rule
 from shardline_ps.shard.bucket import Bucket
@@ -38,7 +38,7 @@ class ByteCount:
             self.value += difference
 
 
-class Made:
+class WaitingUpdate:
     """A computed update of one or more buckets that waits for the standby: by bucket, whether it changes the values."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class ShardStorage:
 
     def apply_bucket(self, bucket: BucketView, total: Partial) -> None:
         """See Storage."""
-        to, made = self.buckets[bucket.number], Made()
+        to, made = self.buckets[bucket.number], WaitingUpdate()
         log, number = self.log, None
         if log is not None:
             number = log.record([part_of(to, total)], lambda: self._release(to, made))
@@ -126,7 +126,7 @@ class ShardStorage:
         to.pending = made
         log.compare(number, to.number, to.values_at(to.step + 1))
 
-    def _release(self, bucket: Bucket, made: Made) -> None:
+    def _release(self, bucket: Bucket, made: WaitingUpdate) -> None:
         """The standby has the step of a bucket: publish it."""
         with bucket.lock:
             if bucket.pending is not made:
@@ -136,7 +136,7 @@ class ShardStorage:
             self._cut_if_wanted(bucket)
         self._published(bucket)
 
-    def apply_together(self, update: Update) -> None:
+    def apply_together(self, update: ShardUpdate) -> None:
         """See Storage."""
         with self.order:
             if self.log is not None and self._hold_together(self.log, update):
@@ -154,12 +154,12 @@ class ShardStorage:
                 self.observers.on_publish(bucket.number)
             update.closed()
 
-    def _hold_together(self, log: RecordLog, update: Update) -> bool:
+    def _hold_together(self, log: RecordLog, update: ShardUpdate) -> bool:
         """Compute an update of all buckets, one record, published when the standby has it. `order` must be held.
 
         False if the standby has no bucket yet, or nothing waits for the update any more: nothing was done.
         """
-        verdict, made, parts = update.verdict, Made(), []
+        verdict, made, parts = update.verdict, WaitingUpdate(), []
         for bucket in self.buckets:
             with bucket.lock:
                 total = update.total_of(bucket)
@@ -186,7 +186,7 @@ class ShardStorage:
                 log.compare(number, bucket.number, bucket.values_at(bucket.step + 1))
         return True
 
-    def _release_together(self, update: Update, made: Made) -> None:
+    def _release_together(self, update: ShardUpdate, made: WaitingUpdate) -> None:
         """The standby has an update of all buckets: publish it."""
         with self.order:
             for bucket in self.buckets:
@@ -247,6 +247,6 @@ class ShardStorage:
             self.cuts.store(bucket.image())
 
 
-def part_of(bucket: BucketView, total: Partial) -> Part:
+def part_of(bucket: BucketView, total: Partial) -> RecordPart:
     """A copy of a bucket's input, since the sum's memory may be overwritten. Its lock or `order` must be held."""
-    return Part.of(bucket.number, bucket.step, total.values, total.present, bucket.hyper)
+    return RecordPart.of(bucket.number, bucket.step, total.values, total.present, bucket.hyper)

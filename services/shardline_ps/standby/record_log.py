@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardline.core.image import BucketImage
-from shardline.core.records import Applied, AppliedPush, Digest, Image, Mark, Part, Record
+from shardline.core.records import Applied, AppliedPush, Digest, Image, Mark, Record, RecordPart
 from shardline.core.tensor_bytes import digest, tensor_bytes
 from shardline.errors import UnreachableError
 from shardline.rpc.messages.records import PREVIOUS, Frame
@@ -30,7 +30,7 @@ Release = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentEntry:
     """An entry of the stream, and the number of the last record that the standby has after it."""
 
     number: int
@@ -55,8 +55,8 @@ class RecordLog:
         self.sent = 0
         self.acked = 0
         self._copied: set[int] = set()
-        self._unsent: deque[Sent] = deque()
-        self._unacked: deque[Sent] = deque()
+        self._unsent: deque[SentEntry] = deque()
+        self._unacked: deque[SentEntry] = deque()
         self._held: deque[tuple[int, Release]] = deque()
         self._waiting: dict[asyncio.Future[None], int] = {}
         self._since_digest = 0
@@ -72,7 +72,7 @@ class RecordLog:
 
     def record(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[RecordPart],
         release: Release | None = None,
         *,
         scale: float = 1.0,
@@ -141,12 +141,12 @@ class RecordLog:
         self._send(number, frame)
 
     def _send(self, number: int, frame: Frame) -> None:
-        self._unsent.append(Sent(number, frame))
+        self._unsent.append(SentEntry(number, frame))
         self._on_entry()
 
     # The stream
 
-    def take(self) -> Sent | None:
+    def take(self) -> SentEntry | None:
         """The next entry to send, or None."""
         with self._lock:
             if not self._unsent:

@@ -34,8 +34,8 @@ STREAM_S = 3600.0
 """Deadline of one stream, in seconds; the next one resumes where it ended."""
 
 
-class Protection(enum.Enum):
-    """A standby's state as its primary sees it; names of the proto enum StandbyState."""
+class StandbyState(enum.Enum):
+    """A standby as its primary sees it; names of proto StandbyState."""
 
     NONE = 0
     UNPROTECTED = 1
@@ -48,7 +48,7 @@ class Protection(enum.Enum):
 class StandbyView:
     """A ps's report on one shard's standby."""
 
-    state: Protection = Protection.NONE
+    state: StandbyState = StandbyState.NONE
     task: str = ""
     record: int = 0
     silent_s: float = 0.0
@@ -130,10 +130,10 @@ class StandbyStream:
         """State of the standby. Thread-safe."""
         since_s, marked = self._waiting_since_s, self.log.marked
         silent_s = time.monotonic() - since_s if since_s is not None else 0.0
-        state = Protection.COPYING if self.log.copy else Protection.UNPROTECTED
+        state = StandbyState.COPYING if self.log.copy else StandbyState.UNPROTECTED
         if marked and self._whole:
             silent = not self._connected or silent_s > self._timeouts.suspect_s
-            state = Protection.SILENT if silent else Protection.SYNCED
+            state = StandbyState.SILENT if silent else StandbyState.SYNCED
         return StandbyView(
             state=state, task=self.target.task, record=self.log.acked, silent_s=silent_s, problem=self._problem
         )
@@ -310,11 +310,6 @@ class StandbySender:
             if not running.of(self._store.shards.get(number)):
                 self._running.pop(number).abandon()
 
-    def abandon(self) -> None:
-        """All shards' timelines end (a new timeline without their values)."""
-        while self._running:
-            self._running.popitem()[1].abandon()
-
     def follow(self) -> None:
         """Follow the current placement: start streams, keep them, or let shards continue without a standby."""
         self.configured()
@@ -348,8 +343,9 @@ class StandbySender:
         return running.view if running is not None else StandbyView()
 
     async def close(self) -> None:
-        """End all streams and close the channels."""
-        self.abandon()
+        """End all streams and channels."""
+        while self._running:
+            self._running.popitem()[1].abandon()
         for peer in self._peers.values():
             await peer.close()
 

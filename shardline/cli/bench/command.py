@@ -35,7 +35,7 @@ START_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class BenchFigures:
     """Results of one measurement, for people and for --json."""
 
     sender: str
@@ -211,7 +211,7 @@ def _serve(asked: Measurement, ready_fd: int | None) -> int:
 # The measuring side
 
 
-def _measure(asked: Measurement, address: str | None = None) -> Figures:
+def _measure(asked: Measurement, address: str | None = None) -> BenchFigures:
     address = asked.address if address is None else address
     if parse_address(address)[1] == 0:
         raise ClusterSpecError(
@@ -248,10 +248,10 @@ def _measure(asked: Measurement, address: str | None = None) -> Figures:
         moved = probe.measure(asked.seconds)
     finally:
         probe.close()
-    return Figures(sender=asked.sender, server=asked.server, address=address, link=given, lane=moved)
+    return BenchFigures(sender=asked.sender, server=asked.server, address=address, link=given, lane=moved)
 
 
-def _measure_here(asked: Measurement) -> Figures:
+def _measure_here(asked: Measurement) -> BenchFigures:
     """Measure against a server started here, unless one is already running on the task's own port."""
     if parse_address(asked.address)[1] != 0 and _answers(asked.address):
         return _measure(asked)
@@ -330,7 +330,7 @@ def _end(process: subprocess.Popen[bytes], *, wait_s: float) -> None:
 # For people
 
 
-def headline(found: Figures) -> list[str]:
+def headline(found: BenchFigures) -> list[str]:
     """The measurement, and why a lane was not used, one line each."""
     lane = found.lane
     lines = [
@@ -341,7 +341,7 @@ def headline(found: Figures) -> list[str]:
     return lines
 
 
-def table(found: Figures) -> Table:
+def table(found: BenchFigures) -> Table:
     """Rates in both units, and the ratio."""
     from rich.table import Table
 

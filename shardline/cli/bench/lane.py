@@ -61,7 +61,7 @@ def serve_without_chief(config: RoleConfig) -> Any:
 
 
 @dataclass
-class Buffers:
+class ReusingSink:
     """Receives pulled values into reused memory."""
 
     memory: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class LaneProbe:
             on_fallback=lambda name, reason: self.fallbacks.append(f"{name}: {reason}"),
         )
         self._sender = Sender(job="bench", timeline=1, plan_id=self.plan.plan_id, who=Identity(config.task))
-        self._sink = Buffers()
+        self._sink = ReusingSink()
         self._items = [_payload(number, bucket.elements) for number, bucket in enumerate(self.plan.shards[0].buckets)]
         self.nbytes = sum(len(item.data) for item in self._items)
         self._step = 0

@@ -15,10 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardline.rpc.auth.rights import PACKAGE, ROLE_URI, Caller
+from shardline.rpc.auth.rights import ROLE_URI, Caller
 from shardline.security import ADMIN_KEY, Metadata, Security
 
-CHALLENGE_METHOD = f"/{PACKAGE}.Access/Challenge"
 CHALLENGE_BYTES = 32
 NONCE_BYTES = 16
 LONGEST_NONCE_BYTES = 64

@@ -76,7 +76,6 @@ RIGHTS: dict[str, dict[str, Right]] = {
         "Lead": _COMMAND,
         "Configure": _COMMAND,
         "SetMembership": _COMMAND,
-        "Prepare": _COMMAND,
         "Restore": _COMMAND,
         "Activate": _COMMAND,
         "Promote": _COMMAND,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shardline.core.image import BucketImage
 from shardline.core.plan import ShardSpec
-from shardline.core.records import Applied, AppliedPush, Begin, Digest, Head, Image, Mark, Part, Record
+from shardline.core.records import Applied, AppliedPush, Begin, Digest, Head, Image, Mark, Record, RecordPart
 from shardline.core.spec import DTYPES
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
@@ -262,9 +262,9 @@ class FrameReader:
             push=_push_from_proto(message.sequence) if message.HasField("sequence") else None,
         )
 
-    def _part(self, part: parameter_server_pb2.ReplicaPart, buffer: bytearray) -> Part:
+    def _part(self, part: parameter_server_pb2.ReplicaPart, buffer: bytearray) -> RecordPart:
         bucket = self._shard.buckets[part.bucket]
-        return Part(
+        return RecordPart(
             bucket=part.bucket,
             step=part.step,
             values=buffer if part.elements else None,

@@ -68,11 +68,6 @@ def standby_status_from_proto(message: parameter_server_pb2.StandbyStatus) -> St
     return from_message(StandbyStatus, message)
 
 
-def standby_status_to_proto(value: StandbyStatus) -> parameter_server_pb2.StandbyStatus:
-    """The value as a message."""
-    return to_message(parameter_server_pb2.StandbyStatus, value)
-
-
 def shard_status_from_proto(message: parameter_server_pb2.ShardStatus) -> ShardStatus:
     """The message as a value."""
     return from_message(
@@ -103,20 +98,6 @@ def ps_status_from_proto(message: parameter_server_pb2.PsStatusReply) -> PsStatu
         shards=tuple(shard_status_from_proto(shard) for shard in message.shards),
         traffic=traffic_from_proto(message.traffic),
         standbys=tuple(standby_status_from_proto(item) for item in message.standbys),
-    )
-
-
-def ps_status_to_proto(value: PsStatus) -> parameter_server_pb2.PsStatusReply:
-    """The value as a message."""
-    return parameter_server_pb2.PsStatusReply(
-        task=value.task,
-        term=parameter_server_pb2.Term(number=value.term, chief_uuid=value.chief_uuid),
-        timeline=value.timeline,
-        active=value.active,
-        shards=[shard_status_to_proto(shard) for shard in value.shards],
-        traffic=traffic_to_proto(value.traffic),
-        failure=value.failure,
-        standbys=[standby_status_to_proto(item) for item in value.standbys],
     )
 
 

@@ -113,7 +113,6 @@ class JoinReply(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
-    TIMEOUT_S_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     accepted: _builtins.bool
     reason: _builtins.str
@@ -122,8 +121,6 @@ class JoinReply(_message.Message):
     task: _builtins.str
     incarnation: _builtins.int
     term: _builtins.int
-    timeout_s: _builtins.float
-    """The cluster's --timeout; all other durations derive from it."""
     secret: _builtins.bytes
     """32 random bytes for this life of the task only. It must be in every message that names the life, so that no one can
     send messages in another task's name.
@@ -137,12 +134,11 @@ class JoinReply(_message.Message):
         task: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         term: _builtins.int = ...,
-        timeout_s: _builtins.float = ...,
         secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "incarnation", b"incarnation", "reason", b"reason", "retry", b"retry", "secret", b"secret", "task", b"task", "term", b"term", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "incarnation", b"incarnation", "reason", b"reason", "retry", b"retry", "secret", b"secret", "task", b"task", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -250,7 +246,6 @@ class Beat(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     PS_FIELD_NUMBER: _builtins.int
     TRAFFIC_FIELD_NUMBER: _builtins.int
-    ORDERS_SEEN_FIELD_NUMBER: _builtins.int
     SUSPECTS_FIELD_NUMBER: _builtins.int
     FIGURES_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
@@ -267,8 +262,6 @@ class Beat(_message.Message):
     """Set once if the task can't continue; a message for people."""
     failure_code: _builtins.int
     """Exit code that goes with it."""
-    orders_seen: _builtins.int
-    """Version of the Orders last obeyed."""
     secret: _builtins.bytes
     """Secret of the sending life: see JoinReply."""
     @_builtins.property
@@ -279,7 +272,7 @@ class Beat(_message.Message):
     def traffic(self) -> _parameter_server_pb2.Traffic: ...
     @_builtins.property
     def suspects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Reserved: tasks this one can't reach."""
+        """Tasks this one can't reach."""
 
     @_builtins.property
     def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
@@ -302,7 +295,6 @@ class Beat(_message.Message):
         steps: _abc.Iterable[Global___StepReport] | None = ...,
         ps: _parameter_server_pb2.PsStatusReply | None = ...,
         traffic: _parameter_server_pb2.Traffic | None = ...,
-        orders_seen: _builtins.int = ...,
         suspects: _abc.Iterable[_builtins.str] | None = ...,
         figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         secret: _builtins.bytes = ...,
@@ -310,7 +302,7 @@ class Beat(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "ps", b"ps", "traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "failure", b"failure", "failure_code", b"failure_code", "figures", b"figures", "finished", b"finished", "incarnation", b"incarnation", "leaving", b"leaving", "orders_seen", b"orders_seen", "ps", b"ps", "secret", b"secret", "step", b"step", "steps", b"steps", "suspects", b"suspects", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["barrier", b"barrier", "failure", b"failure", "failure_code", b"failure_code", "figures", b"figures", "finished", b"finished", "incarnation", b"incarnation", "leaving", b"leaving", "ps", b"ps", "secret", b"secret", "step", b"step", "steps", b"steps", "suspects", b"suspects", "task", b"task", "traffic", b"traffic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -253,7 +253,6 @@ class DataHeader(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     PROTOCOL_MINOR_FIELD_NUMBER: _builtins.int
     LANE_FIELD_NUMBER: _builtins.int
-    TRACE_ID_FIELD_NUMBER: _builtins.int
     REQUIRED_FEATURES_FIELD_NUMBER: _builtins.int
     ATTACHMENT_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
@@ -272,8 +271,6 @@ class DataHeader(_message.Message):
     """One life of that task: term << 32 | counter, assigned by the chief at join."""
     protocol_minor: _builtins.int
     lane: Global___Lane.ValueType
-    trace_id: _builtins.str
-    """Free text that connects the log lines of one exchange."""
     attachment: _builtins.int
     """Number from OpenLane; lanes tcp and shm only."""
     secret: _builtins.bytes
@@ -292,14 +289,13 @@ class DataHeader(_message.Message):
         incarnation: _builtins.int = ...,
         protocol_minor: _builtins.int = ...,
         lane: Global___Lane.ValueType = ...,
-        trace_id: _builtins.str = ...,
         required_features: _abc.Iterable[_builtins.str] | None = ...,
         attachment: _builtins.int = ...,
         secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "incarnation", b"incarnation", "job", b"job", "lane", b"lane", "plan_id", b"plan_id", "protocol_minor", b"protocol_minor", "required_features", b"required_features", "secret", b"secret", "shard", b"shard", "stage", b"stage", "task", b"task", "timeline", b"timeline", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "incarnation", b"incarnation", "job", b"job", "lane", b"lane", "plan_id", b"plan_id", "protocol_minor", b"protocol_minor", "required_features", b"required_features", "secret", b"secret", "shard", b"shard", "stage", b"stage", "task", b"task", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

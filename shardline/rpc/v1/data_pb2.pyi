@@ -610,8 +610,6 @@ class PullRequest(_message.Message):
     MIN_VALID_CLOCK_FIELD_NUMBER: _builtins.int
     WHAT_FIELD_NUMBER: _builtins.int
     BUCKETS_FIELD_NUMBER: _builtins.int
-    ACCEPTED_CODECS_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
     HAVE_STEP_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     exact_step: _builtins.int
@@ -620,7 +618,6 @@ class PullRequest(_message.Message):
     min_valid_clock: _builtins.int
     """reserved: bounded staleness"""
     what: Global___PullWhat.ValueType
-    priority: _builtins.int
     have_step: _builtins.int
     """Step of the caller's parameters: buckets unchanged since then are sent without bytes."""
     wait_s: _builtins.float
@@ -631,8 +628,6 @@ class PullRequest(_message.Message):
     def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Buckets in the order wanted; empty = all in plan order."""
 
-    @_builtins.property
-    def accepted_codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -643,14 +638,12 @@ class PullRequest(_message.Message):
         min_valid_clock: _builtins.int = ...,
         what: Global___PullWhat.ValueType = ...,
         buckets: _abc.Iterable[_builtins.int] | None = ...,
-        accepted_codecs: _abc.Iterable[_builtins.str] | None = ...,
-        priority: _builtins.int = ...,
         have_step: _builtins.int | None = ...,
         wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_have_step", b"_have_step", "at_least_step", b"at_least_step", "data", b"data", "exact_step", b"exact_step", "have_step", b"have_step", "latest", b"latest", "min_valid_clock", b"min_valid_clock", "want", b"want"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_have_step", b"_have_step", "accepted_codecs", b"accepted_codecs", "at_least_step", b"at_least_step", "buckets", b"buckets", "data", b"data", "exact_step", b"exact_step", "have_step", b"have_step", "latest", b"latest", "min_valid_clock", b"min_valid_clock", "priority", b"priority", "wait_s", b"wait_s", "want", b"want", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_have_step", b"_have_step", "at_least_step", b"at_least_step", "buckets", b"buckets", "data", b"data", "exact_step", b"exact_step", "have_step", b"have_step", "latest", b"latest", "min_valid_clock", b"min_valid_clock", "wait_s", b"wait_s", "want", b"want", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__have_step: _TypeAlias = _typing.Literal["have_step"]  # noqa: Y015
     _WhichOneofArgType__have_step: _TypeAlias = _typing.Literal["_have_step", b"_have_step"]  # noqa: Y015

@@ -304,24 +304,21 @@ class Member(_message.Message):
 
     TASK_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     incarnation: _builtins.int
-    address: _builtins.str
     key: _builtins.bytes
-    """SHA-256 of the secret of this life; empty = its messages need none."""
+    """SHA-256 of the secret that the chief gave to this life; empty = its messages need none."""
     def __init__(
         self,
         *,
         task: _builtins.str = ...,
         incarnation: _builtins.int = ...,
-        address: _builtins.str = ...,
         key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "key", b"key", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "key", b"key", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -376,48 +373,6 @@ class SetMembershipReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetMembershipReply: _TypeAlias = SetMembershipReply  # noqa: Y015
-
-@_typing.final
-class PrepareRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TERM_FIELD_NUMBER: _builtins.int
-    TIMELINE_FIELD_NUMBER: _builtins.int
-    timeline: _builtins.int
-    @_builtins.property
-    def term(self) -> Global___Term: ...
-    def __init__(
-        self,
-        *,
-        term: Global___Term | None = ...,
-        timeline: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["term", b"term", "timeline", b"timeline"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
-
-@_typing.final
-class PrepareReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DROPPED_CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
-    dropped_contributions: _builtins.int
-    def __init__(
-        self,
-        *,
-        dropped_contributions: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_contributions", b"dropped_contributions"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PrepareReply: _TypeAlias = PrepareReply  # noqa: Y015
 
 @_typing.final
 class ActivateRequest(_message.Message):
@@ -504,26 +459,16 @@ class PromoteReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    RECORD_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Why not: there is no standby of the shard here, or it is incomplete. Empty = it is the primary now."""
-    step: _builtins.int
-    version: _builtins.int
-    record: _builtins.int
-    """The last record that it has from the old primary."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
-        step: _builtins.int = ...,
-        version: _builtins.int = ...,
-        record: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "record", b"record", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -706,12 +651,8 @@ class RestoreHead(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
     timeline: _builtins.int
     shard: _builtins.int
-    step: _builtins.int
-    version: _builtins.int
     @_builtins.property
     def term(self) -> Global___Term: ...
     def __init__(
@@ -720,12 +661,10 @@ class RestoreHead(_message.Message):
         term: Global___Term | None = ...,
         timeline: _builtins.int = ...,
         shard: _builtins.int = ...,
-        step: _builtins.int = ...,
-        version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard", "step", b"step", "term", b"term", "timeline", b"timeline", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard", "term", b"term", "timeline", b"timeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

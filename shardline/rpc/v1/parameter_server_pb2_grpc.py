@@ -75,11 +75,6 @@ class ParameterServerStub:
                 request_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.SetMembershipRequest.SerializeToString,
                 response_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.SetMembershipReply.FromString,
                 _registered_method=True)
-        self.Prepare = channel.unary_unary(
-                '/shardline.rpc.v1.ParameterServer/Prepare',
-                request_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PrepareRequest.SerializeToString,
-                response_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PrepareReply.FromString,
-                _registered_method=True)
         self.Restore = channel.stream_unary(
                 '/shardline.rpc.v1.ParameterServer/Restore',
                 request_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.RestoreFrame.SerializeToString,
@@ -175,12 +170,6 @@ class ParameterServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Prepare(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Restore(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -271,11 +260,6 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.SetMembership,
                     request_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.SetMembershipRequest.FromString,
                     response_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.SetMembershipReply.SerializeToString,
-            ),
-            'Prepare': grpc.unary_unary_rpc_method_handler(
-                    servicer.Prepare,
-                    request_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PrepareRequest.FromString,
-                    response_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PrepareReply.SerializeToString,
             ),
             'Restore': grpc.stream_unary_rpc_method_handler(
                     servicer.Restore,
@@ -534,33 +518,6 @@ class ParameterServer:
             '/shardline.rpc.v1.ParameterServer/SetMembership',
             shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.SetMembershipRequest.SerializeToString,
             shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.SetMembershipReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Prepare(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/shardline.rpc.v1.ParameterServer/Prepare',
-            shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PrepareRequest.SerializeToString,
-            shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PrepareReply.FromString,
             options,
             channel_credentials,
             insecure,

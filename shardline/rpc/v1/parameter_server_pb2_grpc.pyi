@@ -42,7 +42,6 @@ class ParameterServerStub:
     """Commands of the chief."""
     Configure: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.ConfigureRequest, _parameter_server_pb2.ConfigureReply]
     SetMembership: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.SetMembershipRequest, _parameter_server_pb2.SetMembershipReply]
-    Prepare: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.PrepareRequest, _parameter_server_pb2.PrepareReply]
     Restore: _grpc.StreamUnaryMultiCallable[_parameter_server_pb2.RestoreFrame, _parameter_server_pb2.RestoreReply]
     Activate: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.ActivateRequest, _parameter_server_pb2.ActivateReply]
     Promote: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.PromoteRequest, _parameter_server_pb2.PromoteReply]
@@ -65,7 +64,6 @@ class ParameterServerAsyncStub(ParameterServerStub):
     """Commands of the chief."""
     Configure: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.ConfigureRequest, _parameter_server_pb2.ConfigureReply]  # type: ignore[assignment]
     SetMembership: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.SetMembershipRequest, _parameter_server_pb2.SetMembershipReply]  # type: ignore[assignment]
-    Prepare: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.PrepareRequest, _parameter_server_pb2.PrepareReply]  # type: ignore[assignment]
     Restore: _aio.StreamUnaryMultiCallable[_parameter_server_pb2.RestoreFrame, _parameter_server_pb2.RestoreReply]  # type: ignore[assignment]
     Activate: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.ActivateRequest, _parameter_server_pb2.ActivateReply]  # type: ignore[assignment]
     Promote: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.PromoteRequest, _parameter_server_pb2.PromoteReply]  # type: ignore[assignment]
@@ -133,13 +131,6 @@ class ParameterServerServicer(metaclass=_abc_1.ABCMeta):
         request: _parameter_server_pb2.SetMembershipRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_parameter_server_pb2.SetMembershipReply, _abc.Awaitable[_parameter_server_pb2.SetMembershipReply]]: ...
-
-    @_abc_1.abstractmethod
-    def Prepare(
-        self,
-        request: _parameter_server_pb2.PrepareRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_parameter_server_pb2.PrepareReply, _abc.Awaitable[_parameter_server_pb2.PrepareReply]]: ...
 
     @_abc_1.abstractmethod
     def Restore(

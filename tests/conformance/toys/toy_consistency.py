@@ -26,7 +26,6 @@ class Every(Consistency):
     replies_with_push: ClassVar[bool] = True
     leases_batches: ClassVar[bool] = True
     clips_at_worker: ClassVar[bool] = True
-    counts_staleness: ClassVar[bool] = True
     count: int = 2
 
     def __post_init__(self) -> None:
@@ -77,15 +76,11 @@ class EveryPushes(NumberedPushes):
         _, kept = self._open.pop(bucket.number, (0, Partial(None, ())))
         self.storage.hold(-kept.held_bytes)
 
-    def cleared(self) -> None:
+    def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
         """See ServerHalf."""
         with self.storage.order:
             for bucket in self.storage.buckets:
                 self.settle(bucket)
-
-    def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
-        """See ServerHalf."""
-        self.cleared()
         super().restored(sequences)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardline.core.orders import Phase
 from shardline_chief.rules.actions import CommandResult, Cut, Release, Save
-from shardline_chief.rules.after import CutThenSave
+from shardline_chief.rules.continuations import CutThenSave
 from shardline_chief.rules.events import CheckpointSaved, ShardsTold
 from shardline_chief.rules.intervals import StepClock, least_interval
 from shardline_chief.rules.stages import Stage

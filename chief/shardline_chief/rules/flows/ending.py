@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from shardline.errors import CheckpointError
 from shardline_chief.rules.actions import AskStatus, CommandResult, Cut, Hurry
-from shardline_chief.rules.after import StandThenCut, StatusThenChoose, StatusThenFinalCut, StopThenReach
+from shardline_chief.rules.continuations import StandThenCut, StatusThenChoose, StatusThenFinalCut, StopThenReach
 from shardline_chief.rules.events import CheckpointSaved, EndAsked, Progressed, Tick
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.scoring import Scoring

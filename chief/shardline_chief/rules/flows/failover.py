@@ -9,7 +9,7 @@ from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.errors import ShardlineError
 from shardline_chief.rules.actions import Activate, CommandResult, Configure, Lead, Promotion
-from shardline_chief.rules.after import (
+from shardline_chief.rules.continuations import (
     LeadThenPlaceStandbys,
     PlaceStandbysThenTable,
     StandbysPlaced,

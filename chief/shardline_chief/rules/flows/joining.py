@@ -7,7 +7,7 @@ from typing import Any
 from shardline.security import key_of
 from shardline_chief.rules import admission
 from shardline_chief.rules.actions import CommandResult
-from shardline_chief.rules.after import TableThenAdmit
+from shardline_chief.rules.continuations import TableThenAdmit
 from shardline_chief.rules.events import Arrived, ServerRestarted
 from shardline_chief.rules.flows.start import Start
 from shardline_chief.rules.flows.takeover import Takeover

@@ -20,7 +20,7 @@ from shardline_chief.rules.actions import (
     Promotion,
     Restore,
 )
-from shardline_chief.rules.after import (
+from shardline_chief.rules.continuations import (
     ActivateThenBound,
     BoundThenTrain,
     ConfigureThenTable,

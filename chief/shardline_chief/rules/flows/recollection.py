@@ -11,11 +11,11 @@ from shardline_chief.rules.actions import Finish
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.losses import Recovered
-from shardline_chief.rules.state.settings import Settings, as_in_cluster
+from shardline_chief.rules.state.settings import ChiefSettings, as_in_cluster
 from shardline_chief.rules.state.state import State
 
 
-def obstacle(remembered: Remembered, job: JobSpec | None, settings: Settings) -> str:
+def obstacle(remembered: Remembered, job: JobSpec | None, settings: ChiefSettings) -> str:
     """Why the unfinished job in the folder is not the one being started; empty if it is, or may be."""
     known = remembered.job
     if known is None:

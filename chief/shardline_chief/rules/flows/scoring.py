@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from shardline.errors import FencedError
 from shardline_chief.rules.actions import AskStatus, CommandResult, MarkBest
-from shardline_chief.rules.after import StatusThenEnd
+from shardline_chief.rules.continuations import StatusThenEnd
 from shardline_chief.rules.events import Progressed
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Member

@@ -15,7 +15,7 @@ from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus
 from shardline.errors import TaskLostError
 from shardline_chief.rules.actions import Activate, AskStatus, CommandResult, Cut, Lead, Release
-from shardline_chief.rules.after import (
+from shardline_chief.rules.continuations import (
     AdoptThenActivate,
     AdoptThenBound,
     AdoptThenTrain,

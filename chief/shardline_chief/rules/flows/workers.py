@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardline.core.orders import Phase
 from shardline.errors import JobError, TaskLostError
 from shardline_chief.rules.actions import CommandResult
-from shardline_chief.rules.after import FenceThenMove
+from shardline_chief.rules.continuations import FenceThenMove
 from shardline_chief.rules.events import EndAsked, ServerLost, StrangerLost, Tick, TrainerLost
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Member

@@ -9,7 +9,7 @@ from shardline.core.status import Traffic
 from shardline.job import lowest_is_best
 
 
-class Figures:
+class JobFigures:
     """Times, traffic, scores and faults."""
 
     def __init__(self, now_s: float) -> None:

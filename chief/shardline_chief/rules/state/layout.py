@@ -6,7 +6,7 @@ from shardline.core.placement import Placement
 from shardline.core.plan import Plan
 
 
-class Layout:
+class JobLayout:
     """Plan, placement and timeline."""
 
     def __init__(self, term: int) -> None:

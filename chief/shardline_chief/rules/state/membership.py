@@ -14,7 +14,7 @@ from shardline.cluster import ROLES
 from shardline.core.identity import Identity
 from shardline.security import holds
 from shardline_chief.rules.messages import TRAINERS, Join
-from shardline_chief.rules.replay import Known
+from shardline_chief.rules.replay import KnownMember
 
 
 class Life(enum.Enum):
@@ -146,7 +146,7 @@ class Membership:
         self._kept.pop(member.task, None)
         return Admitted(member=member, replaced=old if old is not None and old.living else None)
 
-    def recall(self, known: Known, now_s: float) -> None:
+    def recall(self, known: KnownMember, now_s: float) -> None:
         """Restore a member of an earlier chief: suspect until its first heartbeat, dead if none comes."""
         self._members[known.task] = Member(
             role=known.role,

@@ -15,13 +15,13 @@ from shardline_chief.rules.actions import (
     Command,
     CommandResult,
     Cut,
+    JournalLine,
     Order,
-    Record,
     Say,
     Tell,
 )
-from shardline_chief.rules.after import After
-from shardline_chief.rules.state.layout import Layout
+from shardline_chief.rules.continuations import After
+from shardline_chief.rules.state.layout import JobLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Pending:
 class Outbox:
     """Actions not taken yet, and orders in flight."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: JobLayout) -> None:
         self.actions: list[Action] = []
         self._layout = layout
         self._pending: dict[int, Pending] = {}
@@ -60,7 +60,7 @@ class Outbox:
 
     def record(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Record a decision in the journal, before the actions that follow."""
-        self.actions.append(Record(kind=kind, fields=fields))
+        self.actions.append(JournalLine(kind=kind, fields=fields))
 
     def answer(self, ticket: Any, value: Any) -> None:
         """Reply to a waiting call."""

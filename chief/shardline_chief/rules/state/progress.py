@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from shardline.consistency import Clock, Consistency
 from shardline.core.status import ShardStatus
-from shardline_chief.rules.state.layout import Layout
+from shardline_chief.rules.state.layout import JobLayout
 
 
 class Progress:
     """Steps and versions."""
 
-    def __init__(self, layout: Layout, mode: Consistency) -> None:
+    def __init__(self, layout: JobLayout, mode: Consistency) -> None:
         self._layout = layout
         self.mode = mode
         """The job's mode; only valid once the job is known."""

@@ -11,7 +11,7 @@ from shardline.core.timeouts import Timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ChiefSettings:
     """The chief's settings, from its command line."""
 
     term: int
@@ -37,7 +37,7 @@ class Settings:
         return self.workers + self.chief_trains
 
 
-def as_in_cluster(job: JobSpec, settings: Settings) -> JobSpec:
+def as_in_cluster(job: JobSpec, settings: ChiefSettings) -> JobSpec:
     """The job as this cluster runs it: if replicas are assigned, a script has one per worker."""
     if job.script and consistency.of(job.consistency).assigns_replicas:
         return dataclasses.replace(job, replicas=settings.trainers)

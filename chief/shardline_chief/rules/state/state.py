@@ -12,16 +12,16 @@ from shardline.core.orders import Phase
 from shardline.core.spec import ConsistencySpec, JobSpec
 from shardline.errors import FencedError
 from shardline_chief.rules.actions import Finish, Order, Resume
-from shardline_chief.rules.after import After
+from shardline_chief.rules.continuations import After
 from shardline_chief.rules.events import Event
 from shardline_chief.rules.stages import PHASES, TAKEOVER, Stage
 from shardline_chief.rules.state.checkpoints import Checkpoints
-from shardline_chief.rules.state.figures import Figures
-from shardline_chief.rules.state.layout import Layout
+from shardline_chief.rules.state.figures import JobFigures
+from shardline_chief.rules.state.layout import JobLayout
 from shardline_chief.rules.state.losses import Loss, Losses
 from shardline_chief.rules.state.outbox import Outbox
 from shardline_chief.rules.state.progress import Progress
-from shardline_chief.rules.state.settings import Settings
+from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.tasks import Tasks
 from shardline_chief.rules.state.work import Work
 
@@ -29,19 +29,19 @@ from shardline_chief.rules.state.work import Work
 class State:
     """The job as the chief knows it."""
 
-    def __init__(self, settings: Settings, now_s: float, *, resume: Resume | None) -> None:
+    def __init__(self, settings: ChiefSettings, now_s: float, *, resume: Resume | None) -> None:
         self.timeouts = settings.timeouts
         self.job: JobSpec | None = None
         self.stage = Stage.GATHERING
         self.told_phase = Phase.WAITING
         """During a takeover: the phase that the last chief sent to tasks."""
         self.tasks = Tasks(settings)
-        self.layout = Layout(settings.term)
+        self.layout = JobLayout(settings.term)
         self.progress = Progress(self.layout, consistency.of(ConsistencySpec()))
         self.work = Work()
         self.saves = Checkpoints(resume)
         self.losses = Losses()
-        self.figures = Figures(now_s)
+        self.figures = JobFigures(now_s)
         self.outbox = Outbox(self.layout)
         self.events: deque[Event] = deque()
         """Events emitted by rules; the machine handles them once the rule has returned."""
@@ -51,7 +51,7 @@ class State:
     # Questions
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> ChiefSettings:
         """The chief's settings."""
         return self.tasks.settings
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from shardline_chief.rules.actions import Members
 from shardline_chief.rules.messages import TRAINERS
 from shardline_chief.rules.state.membership import Member, Membership
-from shardline_chief.rules.state.settings import Settings
+from shardline_chief.rules.state.settings import ChiefSettings
 
 
 class Tasks:
     """The tasks of the job."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ChiefSettings) -> None:
         self.settings = settings
         timeouts = settings.timeouts
         self.members = Membership(settings.term, suspect_s=timeouts.suspect_s, dead_s=timeouts.dead_s)

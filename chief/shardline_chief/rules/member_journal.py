@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from shardline_chief.rules.actions import Action, Record
+from shardline_chief.rules.actions import Action, JournalLine
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.state.membership import Member
 from shardline_chief.rules.state.state import State
 
 
-class Notes:
+class MemberJournal:
     """Writes changes of the members to the journal, event by event."""
 
     def __init__(self, state: State) -> None:
@@ -38,7 +38,7 @@ class Notes:
         lives = {task: member.incarnation for task, member in living.items()}
         if lives != self._members or state.tasks.finished != self._finished:
             records = [
-                Record(kind="gone", fields={"task": task, "incarnation": incarnation})
+                JournalLine(kind="gone", fields={"task": task, "incarnation": incarnation})
                 for task, incarnation in self._members.items()
                 if lives.get(task) != incarnation
             ]
@@ -46,14 +46,14 @@ class Notes:
                 _admission(member) for member in living.values() if self._members.get(member.task) != member.incarnation
             ]
             if state.tasks.finished != self._finished:
-                records.append(Record(kind="finished", fields={"tasks": sorted(state.tasks.finished)}))
+                records.append(JournalLine(kind="finished", fields={"tasks": sorted(state.tasks.finished)}))
             state.outbox.actions[self._told : self._told] = records
             self._members, self._finished = lives, set(state.tasks.finished)
         self._told = len(state.outbox.actions)
 
 
-def _admission(member: Member) -> Record:
-    return Record(
+def _admission(member: Member) -> JournalLine:
+    return JournalLine(
         kind="member",
         fields={
             "task": member.task,

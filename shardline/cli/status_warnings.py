@@ -12,7 +12,7 @@ AGAIN_S = 60.0
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
-class News:
+class StatusWarnings:
     """Selects from the chief's statuses what a launcher's terminal shows. Pure; the clock is an argument."""
 
     def __init__(self) -> None:
