@@ -16,8 +16,8 @@ from benchmarks.process import ContenderError
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import Restart
 from shardline.client.factory import Ties, Wishes, make_trainer
-from shardline.client.step.course import Course
 from shardline.client.step.trainer import Trainer
+from shardline.client.step.worker_methods import WorkerMethods
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
@@ -209,7 +209,7 @@ def make(
         timeouts=TIMEOUTS,
         observer=Observer(),
     )
-    return make_trainer(view, Course(view.job, values), ties, Wishes(zero_copy=zero_copy))
+    return make_trainer(view, WorkerMethods(view.job, values), ties, Wishes(zero_copy=zero_copy))
 
 
 def in_shared_memory(trainer: Trainer, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

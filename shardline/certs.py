@@ -30,7 +30,7 @@ _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
+class WrittenCertificates:
     """The files that were written."""
 
     ca: Path
@@ -42,7 +42,7 @@ class Made:
 
 def make_certificates(
     folder: Path, hosts: Mapping[str, str], *, days: int, roles: Mapping[str, str] | None = None
-) -> Made:
+) -> WrittenCertificates:
     """Write NAME.pem and NAME.key for each name's host, signed by the folder's CA, which is made if there is none.
 
     roles: by name, the role that a certificate is limited to (see rpc.auth.rights); without one it is valid for all.
@@ -78,7 +78,7 @@ def make_certificates(
         raise UsageError(f"{error.filename or folder} can't be read or written: {error.strerror}") from None
     except (ValueError, TypeError) as error:
         raise UsageError(f"{ca_files[0]} and {ca_files[1]} are not a usable CA: {error}") from None
-    return Made(ca=ca_files[0], pairs=pairs, until=min(until, ca.not_valid_after_utc), new_ca=not found)
+    return WrittenCertificates(ca=ca_files[0], pairs=pairs, until=min(until, ca.not_valid_after_utc), new_ca=not found)
 
 
 def alternative_name(host: str) -> x509.GeneralName:

@@ -201,7 +201,7 @@ class ClusterSpec:
 
 
 @dataclass(frozen=True)
-class Membership:
+class TaskPlace:
     """One task's place in its cluster."""
 
     spec: ClusterSpec
@@ -231,7 +231,7 @@ def wants_place(task: str | None) -> str | None:
     return role if index == ANY and role in ROLES else None
 
 
-def from_tf_config(text: str, *, host: str = "127.0.0.1") -> Membership:
+def from_tf_config(text: str, *, host: str = "127.0.0.1") -> TaskPlace:
     """Cluster and own task from a TF_CONFIG as TensorFlow writes it.
 
     "master" is read as "chief". An evaluator may be missing in the cluster, as in TensorFlow: it then gets index 0 and
@@ -252,9 +252,9 @@ def from_tf_config(text: str, *, host: str = "127.0.0.1") -> Membership:
     spec = ClusterSpec.from_mapping(cluster, 'TF_CONFIG["cluster"]')
     role, index = _tf_task(data["task"])
     if role == "evaluator" and spec.num("evaluator") == 0:
-        return Membership(spec.with_address("evaluator/0", format_address(host, 0)), "evaluator", 0)
+        return TaskPlace(spec.with_address("evaluator/0", format_address(host, 0)), "evaluator", 0)
     spec.address(f"{role}/{index}")
-    return Membership(spec, role, index)
+    return TaskPlace(spec, role, index)
 
 
 def locate(
@@ -264,7 +264,7 @@ def locate(
     task: str | None,
     tf_config: str | None,
     host: str = "127.0.0.1",
-) -> Membership:
+) -> TaskPlace:
     """A task's membership, from its flags and environment. Raises ClusterSpecError.
 
     role: the role of this process, or None for the task's. cluster: path of a cluster.json, or its JSON text; takes
@@ -277,12 +277,12 @@ def locate(
         assert tf_config is not None
         place = from_tf_config(tf_config, host=host)
         if named is not None:
-            place = Membership(place.spec, *named)
+            place = TaskPlace(place.spec, *named)
     else:
         spec = read_spec(cluster)
         if named is None and tf_config is not None:
             named = _tf_task(dict(_parse_json(tf_config, "TF_CONFIG")).get("task"))
-        place = Membership(spec, *(named or _only_task(spec, role)))
+        place = TaskPlace(spec, *(named or _only_task(spec, role)))
     if role is not None and place.role != role:
         raise ClusterSpecError(f"task {place.task} is no {role}; start it with: shardline {place.role}")
     place.spec.address(place.task)

@@ -1,4 +1,4 @@
-"""The process of the chief: take the folder, begin a term, serve, run the job, leave a summary."""
+"""The chief's process: take the folder, begin a term, serve, run the job, write a summary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardline_chief.io.checkpointer import Checkpointer, ResumePoint
 from shardline_chief.io.commands import Commander
 from shardline_chief.io.control import Control
 from shardline_chief.io.journal import Journal
-from shardline_chief.io.places import PLACES, register_places
+from shardline_chief.io.places_servicer import PLACES, register_places
 from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.servicer import SERVICES, ChiefServicer, register
 from shardline_chief.io.training_process import TrainingProcess
@@ -35,7 +35,7 @@ from shardline_chief.page.server import PageServer
 from shardline_chief.rules.flows.recollection import obstacle
 from shardline_chief.rules.program import Program
 from shardline_chief.rules.replay import Remembered, replay
-from shardline_chief.rules.state.settings import Settings
+from shardline_chief.rules.state.settings import ChiefSettings
 
 log = logging.getLogger("shardline_chief")
 
@@ -59,10 +59,10 @@ def run(config: RoleConfig) -> int:
         if _done_already(known, spec, settings):
             config = dataclasses.replace(config, resume=True)
         resume = _resume(config, out) if remembered is None else None
-        # Before the term begins: a page that can't be served must not make an earlier run of this one.
+        # Before the term begins: a page that can't be served must not turn an earlier run into this one.
         page = _page(config, known.page if remembered is not None else "")
         if resume is not None and spec is not None:
-            # Another job's checkpoint is refused here, before the other tasks are there for nothing.
+            # Refuse another job's checkpoint here, before the other tasks have joined.
             resume.compatible(spec)
         settings = dataclasses.replace(settings, term=journal.begin_term(), chief_uuid=uuid.uuid4().hex)
         try:
@@ -81,18 +81,18 @@ def run(config: RoleConfig) -> int:
         finally:
             process.close()
         if not process.resigned:
-            # The last thing it does: killed before, the next chief says good-bye once more and gives the same code.
+            # The last action: if killed before it, the next chief announces the end again and returns the same code.
             _close_journal(journal)
         return code
 
 
 def _page(config: RoleConfig, before: str) -> PageServer | None:
-    """The page, None where none is wanted. before: where the last chief of this job served it; "" = nowhere."""
+    """The page, or None if there is to be none. before: address of the last chief's page; "" = none."""
     if config.page is None:
         return None
     host, port = parse_address(config.page, "--page")
     if port == 0 and before and parse_address(before)[0] == host:
-        # Who has it open in a browser goes on looking there.
+        # Browsers that have it open keep looking there.
         try:
             return PageServer(before, config.security, History())
         except UsageError as error:
@@ -100,11 +100,11 @@ def _page(config: RoleConfig, before: str) -> PageServer | None:
     return PageServer(config.page, config.security, History())
 
 
-def _done_already(known: Remembered, spec: JobSpec | None, settings: Settings) -> bool:
-    """Whether the folder's last job is this one, and made all its steps: then it says so again, as with --resume.
+def _done_already(known: Remembered, spec: JobSpec | None, settings: ChiefSettings) -> bool:
+    """Whether the folder's last job is this one, and finished all its steps: then report that again, as with --resume.
 
-    A chief may die when all is done but its exit, and whoever starts it again wants to know how the job went. Another
-    job in the same folder, or one that was stopped before its end, is refused as ever.
+    A chief may die when all is done but its exit; after a restart it should still report how the job went. Another job
+    in the same folder, or one that was stopped before its end, is refused as usual.
     """
     if not known.closed or known.ended is None or spec is None or obstacle(known, spec, settings):
         return False
@@ -121,7 +121,7 @@ def _close_journal(journal: Journal) -> None:
 
 
 def _job_spec(config: RoleConfig) -> JobSpec | None:
-    """The job file's identity; a script's job comes with its first worker."""
+    """The job file's spec; None for a script, whose job comes with its first worker."""
     if config.job is None:
         if config.chief_trains:
             raise UsageError("--chief-trains needs --job: the chief builds the model itself")
@@ -130,10 +130,10 @@ def _job_spec(config: RoleConfig) -> JobSpec | None:
     return job.spec(job.build_model())
 
 
-def _settings(config: RoleConfig) -> Settings:
-    """What the command line says; term and address are still to come."""
+def _settings(config: RoleConfig) -> ChiefSettings:
+    """Settings from the command line; term and UUID are set later."""
     check_standbys(config.standbys, config.cluster.num("ps"))
-    return Settings(
+    return ChiefSettings(
         term=0,
         chief_uuid="",
         chief_address=config.cluster.chief,
@@ -150,11 +150,11 @@ def _settings(config: RoleConfig) -> Settings:
 
 
 def _unfinished(
-    config: RoleConfig, out: Path, remembered: Remembered, spec: JobSpec | None, settings: Settings
+    config: RoleConfig, out: Path, remembered: Remembered, spec: JobSpec | None, settings: ChiefSettings
 ) -> Remembered | None:
-    """The job that the last chief in this folder left behind, None where there is none to go on with.
+    """The job that the last chief in this folder left unfinished; None if there is none to continue.
 
-    Raises UsageError where it is another one than is started now.
+    Raises UsageError if it is not the job being started.
     """
     if not remembered.unfinished:
         return None
@@ -171,7 +171,7 @@ def _unfinished(
 
 
 def _resume(config: RoleConfig, out: Path) -> Checkpoint | None:
-    """The checkpoint to go on from, None for a fresh start. Raises where neither can be done without loss."""
+    """The checkpoint to resume from; None for a fresh start. Raises UsageError if that would mix two runs."""
     folder = out / "checkpoints"
     steps = committed_steps(folder)
     if not config.resume:
@@ -191,7 +191,7 @@ def _resume(config: RoleConfig, out: Path) -> Checkpoint | None:
 
 
 class ChiefProcess:
-    """Everything the chief runs, wired together."""
+    """Everything that the chief runs, wired together."""
 
     def __init__(
         self,
@@ -200,12 +200,12 @@ class ChiefProcess:
         journal: Journal,
         spec: JobSpec | None,
         resume: Checkpoint | None,
-        settings: Settings,
+        settings: ChiefSettings,
         *,
         remembered: Remembered | None = None,
         page: PageServer | None = None,
     ) -> None:
-        """remembered: what the last chief left, to go on with."""
+        """remembered: the job to take over from the last chief."""
         self._config = config
         term, chief_uuid = settings.term, settings.chief_uuid
         timeouts = config.timeouts
@@ -239,7 +239,7 @@ class ChiefProcess:
             on_status=page.show if page is not None else None,
         )
         access = Access(config.security, CHIEF_AUDIENCE)
-        servicer = ChiefServicer(self._control, store, timeouts, access, term=term)
+        servicer = ChiefServicer(self._control, store, access, term=term)
         self._server = RpcServer(
             config.cluster.chief,
             register=[register(servicer), register_places(self._control, access)],
@@ -254,7 +254,7 @@ class ChiefProcess:
     def run(self, termination: Termination) -> int:
         """Serve until the job has ended; returns its exit code."""
         address = self._server.start()
-        # Importing torch and the job took its time; the others' time to join begins now.
+        # Importing torch and the job took time; the tasks' time to join begins now.
         self._control.program.state.begin_to_serve(address, time.monotonic())
         if self._page is not None:
             self._control.page = self._page.start()
@@ -269,7 +269,7 @@ class ChiefProcess:
 
     @property
     def resigned(self) -> bool:
-        """Whether another chief leads, to whom the job was left."""
+        """Whether another chief leads, and the job was left to it."""
         return self._control.resigned
 
     def _asked_to_end(self, termination: Termination) -> None:
@@ -277,7 +277,7 @@ class ChiefProcess:
         self._control.request_stop(f"the chief got {name}")
 
     def close(self) -> None:
-        """End everything, in the order that lets each finish its part."""
+        """Close everything, in an order that lets each part finish."""
         if self._trainer is not None:
             self._trainer.close(self._config.timeouts.dead_s)
         self._server.close(grace_s=0.5)

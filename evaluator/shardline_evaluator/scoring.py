@@ -1,4 +1,4 @@
-"""Which checkpoint to score next, and how one is scored. Pure apart from the model itself."""
+"""Which checkpoint to score next, and how to score one. Pure, apart from the model itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardline.model import named_values
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What became of scoring one checkpoint. failure: the sentence where it could not be scored."""
+    """Outcome of scoring one checkpoint. failure: why it could not be scored; empty on success."""
 
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -26,10 +26,10 @@ class Score:
 
 
 def next_step(orders: Orders, scored: int) -> int | None:
-    """The checkpoint to score now; None where there is none beyond `scored`.
+    """The checkpoint to score now, or None if there is none beyond `scored`.
 
-    Only committed checkpoints are named by the orders. One that is overtaken while an earlier one is being scored is
-    left out, the newest never is; so the last of the job is always scored.
+    Orders name only committed checkpoints. Those that are overtaken while an earlier one is being scored are skipped,
+    the newest never is, so the last one of the job is always scored.
     """
     if orders.phase is Phase.ENDED or orders.checkpoint_step <= scored:
         return None
@@ -38,9 +38,9 @@ def next_step(orders: Orders, scored: int) -> int | None:
 
 @torch.no_grad()
 def load(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put a checkpoint's parameters and buffers into a model of the same job, in place; tied weights follow.
+    """Load a checkpoint's parameters and buffers into a model of the same job, in place, including tied weights.
 
-    Raises MismatchError naming the tensor where the model has another one, and changes nothing then.
+    Raises MismatchError, naming the tensor, if the model's differs; nothing is changed then.
     """
     own = named_values(model)
     for name, target in own.items():
@@ -57,9 +57,9 @@ def load(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def score(job: Job, model: nn.Module, step: int, tensors: Mapping[str, torch.Tensor]) -> Score:
-    """Score one checkpoint. What `evaluate` raises becomes a sentence: it must not end anybody's training.
+    """Score one checkpoint. An exception in `evaluate` becomes a message: it must not end the training.
 
-    Raises JobExitError where `evaluate` ends the process: it asked for the end of this task, and of no other.
+    Raises JobExitError if `evaluate` exits the process, which ends this task only.
     """
     start_s = time.monotonic()
     try:

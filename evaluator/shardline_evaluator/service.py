@@ -1,4 +1,4 @@
-"""The process of an evaluator: join, score every checkpoint as it is committed, go when the job ends."""
+"""The evaluator's process: join, score every checkpoint once it is committed, exit when the job ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(config: RoleConfig) -> int:
         log.warning("the job has no `evaluate`, so there is nothing to score")
     metrics = Metrics("evaluator", config.task)
     metrics_address = metrics.serve(config.host, config.metrics_port, config.security)
-    # Nobody calls an evaluator; it serves health and reflection, as every task does.
+    # No task calls an evaluator; it serves health and reflection, as every task does.
     server = RpcServer(
         config.cluster.address(config.task), name=config.task, security=config.security, bind=config.bind
     )
@@ -74,8 +74,8 @@ class Evaluator:
         self._scored = -1
 
     def run(self) -> int:
-        """Until the job ends, or this task is asked to."""
-        # Wakes the wait below; what is being scored is finished first.
+        """Run until the job ends, or this task is asked to end; returns the exit code."""
+        # Wakes the wait below; a running evaluation is finished first.
         self._termination.call(self._link.leave)
         while True:
             self._link.wait(self._has_work)
@@ -85,7 +85,7 @@ class Evaluator:
                 return 0
             if self._termination.event.is_set():
                 log.info("asked to end: the job goes on without this evaluator")
-                # Without the chief's word it would look like a death, and the end of the job would wait for it.
+                # Leaving before the chief has agreed would look like a death, and delay the end of the job.
                 self._link.wait(lambda o: o.fenced or o.phase is Phase.ENDED, self._link.timeouts.suspect_s)
                 return 0
             step = next_step(orders, self._scored)
@@ -97,7 +97,7 @@ class Evaluator:
         return ended or next_step(orders, self._scored) is not None
 
     def _one(self, step: int) -> None:
-        """Fetch, score, report one checkpoint."""
+        """Fetch, score and report one checkpoint."""
         try:
             result = self._fetch_and_score(step)
         except JobExitError as error:
@@ -121,7 +121,7 @@ class Evaluator:
         log.info("step %d: %s%s", step, shown or "not scored", " (best so far)" if best else "")
 
     def _fetch_and_score(self, step: int) -> Score | None:
-        """None: a newer checkpoint took this one's place while it was asked for."""
+        """None if a newer checkpoint replaced this one meanwhile."""
         if self._job.evaluate is None:
             return Score(step=step)
         try:

@@ -1,4 +1,4 @@
-"""The process of a parameter server: serve, join, beat, end when the job ends."""
+"""The parameter server's process: serve, join, send heartbeats, end with the job."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ SERVICES = ("shardline.rpc.v1.ParameterServer", "shardline.rpc.v1.Coordinator", 
 
 
 class PsProcess:
-    """A ps with its server; the tie to a chief is optional (tests and benchmarks run without)."""
+    """A ps with its server; a chief is optional (tests and benchmarks run without one)."""
 
     def __init__(self, config: RoleConfig) -> None:
         self._config = config
-        # One bucket per thread: parallel over buckets, not inside of one.
+        # Parallel over buckets, one thread each, rather than within a bucket.
         torch.set_num_threads(1)
-        # The first optimizer of a process makes torch import its compiler (a second or more): not in a call's deadline.
+        # A process's first optimizer makes torch import its compiler (a second or more): do it outside of any call's
+        # deadline.
         torch.optim.SGD([torch.zeros(1)])
         device = resolve_device(config.device, config.gpu_memory_fraction)
         self.store = ParameterStore(
@@ -52,9 +53,9 @@ class PsProcess:
         )
         if device.type == "cpu":
             self.store.free_memory = free_memory
-        # The answer has to be there before the sender's own deadline, which is rpc_s and time for the bytes.
+        # The answer must arrive before the sender's own deadline, which is rpc_s plus time for the bytes.
         self.store.staging_wait_s = config.timeouts.rpc_s / 2
-        # Within the deadline of Configure, with time left to make what comes after.
+        # Within the deadline of Configure, with time left to create the new shards.
         self.store.let_go_s = config.timeouts.rpc_s / 2
         self.ended = threading.Event()
         self.end_reason = ""
@@ -89,14 +90,14 @@ class PsProcess:
         self.ended.set()
 
     def start(self) -> str:
-        """Bind and serve; returns the address."""
+        """Bind and serve; returns the address, "host:port"."""
         self.voters.bind(self.server.loop)
         for offer in offers(self._config, self.store, self.meter.refused):
             self.attachments.offer(offer)
         return self.server.start()
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving and release everything."""
 
         async def close_parts() -> None:
             self.attachments.close()
@@ -111,7 +112,7 @@ class PsProcess:
 
 
 def offers(config: RoleConfig, store: ParameterStore, on_refused: Callable[[str, Exception], None]) -> list[LaneOffer]:
-    """Lanes that workers may open here, as --lane says; the store publishes where they want it to."""
+    """Lanes that workers may open here, as chosen by --lane; the store publishes values where the lanes need them."""
     on_host = store.device.type == "cpu"
     made = [
         kind.offer(config, on_host=on_host, take=store.buffers.take, on_refused=on_refused)
@@ -130,7 +131,7 @@ def _publish(
     spec: ShardSpec,
     keeps_previous: bool,
 ) -> Publication:
-    """Memory for a shard's values where the first lane that has an opinion wants it."""
+    """Memory for a shard's values, from the first lane with a preference."""
     for offer in offers:
         publication = offer.publish(spec, keeps_previous=keeps_previous)
         if publication is not None:
@@ -139,9 +140,9 @@ def _publish(
 
 
 def reply_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of replies in shared memory made for one worker each: asynchronous ones, and those a codec makes.
+    """Bytes of shared-memory replies made for one worker each: in asynchronous mode, or with a codec.
 
-    For as many workers as there are replicas; how many an asynchronous job has, no ps is told, so it counts one.
+    One per replica; a ps doesn't know how many workers an asynchronous job has, so there it counts one.
     """
     by_step = consistency.of(configuration.consistency).pulls_by_step
     if by_step and configuration.coding.pull.codec.is_view:
@@ -150,7 +151,7 @@ def reply_bytes(configuration: PsConfiguration) -> int:
 
 
 def sent_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of replies that are made whole for one worker each, to be sent: asynchronous ones, as in reply_bytes()."""
+    """Bytes of whole replies made for one worker each, to be sent; as in reply_bytes()."""
     return reply_bytes(configuration) if consistency.of(configuration.consistency).replies_with_push else 0
 
 
@@ -213,7 +214,7 @@ def _serve(config: RoleConfig, process: PsProcess, termination: Termination, add
 
 
 def _exit_code(link: ChiefLink) -> int:
-    """How the job went. The command to stop may come before the orders that say so."""
+    """The job's exit code. The command to stop may arrive before the orders that contain it."""
     if not link.wait(lambda orders: orders.phase is Phase.ENDED, link.timeouts.suspect_s):
         log.warning("told to stop, but not how the job went; ending as if it had failed")
         return UnreachableError.exit_code
@@ -221,13 +222,13 @@ def _exit_code(link: ChiefLink) -> int:
 
 
 def _report(link: ChiefLink, error: Exception) -> None:
-    """Tell the chief that a step can't be applied; from a thread of its own, since locks are held where it happens."""
+    """Report to the chief that a step can't be applied; on a separate thread, since the caller holds locks."""
     code = error.exit_code if isinstance(error, ShardlineError) else InternalError.exit_code
     threading.Thread(target=link.fail, args=(str(error), code), name="failure", daemon=True).start()
 
 
 def _leave(config: RoleConfig, link: ChiefLink, process: PsProcess) -> int:
-    """SIGTERM: shards can't leave by themselves, so the chief ends the job with a checkpoint, then this ps goes."""
+    """On SIGTERM: shards can't leave by themselves, so ask the chief to end the job with a checkpoint, then exit."""
     log.info("asked to end: the chief ends the job with a checkpoint first")
     process.ended.clear()
     link.leave()

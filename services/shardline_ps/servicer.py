@@ -1,4 +1,4 @@
-"""The gRPC face of a ps: parse, call, answer. Decisions are made elsewhere."""
+"""The gRPC service of a ps: parse, call, answer. Decisions are made elsewhere."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from shardline_ps.store import ParameterStore, PsConfiguration, planned_bytes
 
 log = logging.getLogger("shardline.ps")
 GRACE_S = 0.25
-"""How long calls that were woken have to answer by themselves when their shard is let go of."""
+"""Seconds that woken calls have to finish by themselves when their shard is retired."""
 KEY_BYTES = 32
 T = TypeVar("T")
 
 
 class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
-    """Serves ParameterServer (the data plane and the chief's commands) and Coordinator over one ParameterStore."""
+    """Serves ParameterServer (the data plane and the chief's commands) and Coordinator for one ParameterStore."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         self._standbys = standbys
         self.standby_servicer = StandbyServicer(task, store)
         self._changing = asyncio.Lock()
-        """Held by commands that change the history or who holds what: one after another."""
+        """Held by commands that change the timeline or the placement, so that they run one at a time."""
         self._commands: set[asyncio.Task[Any]] = set()
         self._on_stop = on_stop
         self.on_refused = self.standby_servicer.on_refused = on_refused
@@ -80,7 +80,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
 
     @rpc_errors.unary
     async def Lead(self, request: parameter_server_pb2.LeadRequest, context: Any) -> parameter_server_pb2.LeadReply:
-        """Take a chief's command."""
+        """Accept a chief's term."""
         authority = self._store.authority
         held = authority.lead(Term(request.term.number, request.term.chief_uuid))
         current = parameter_server_pb2.Term(number=authority.term.number, chief_uuid=authority.term.chief_uuid)
@@ -90,7 +90,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
     async def Configure(
         self, request: parameter_server_pb2.ConfigureRequest, context: Any
     ) -> parameter_server_pb2.ConfigureReply:
-        """Hold these shards. The same configuration again changes nothing."""
+        """Hold these shards. Repeating the same configuration changes nothing."""
         self._obey(request.term)
         configuration, placement = configuration_from_proto(request), placement_from_proto(request.placement)
         changed = await self._whole(self._configure(request, configuration, placement))
@@ -106,7 +106,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         )
 
     async def _whole(self, command: Coroutine[Any, Any, T]) -> T:
-        """Carry out a command to its end, also where its caller gives up meanwhile."""
+        """Run a command to its end, even if its caller gives up meanwhile."""
         task = asyncio.get_running_loop().create_task(command)
         self._commands.add(task)
         task.add_done_callback(self._commands.discard)
@@ -118,16 +118,16 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         configuration: PsConfiguration,
         placement: tuple[Placement, ...],
     ) -> bool:
-        """Configure, after the commands before it; False where nothing changed."""
+        """Configure, after earlier commands; False if nothing changed."""
         async with self._changing:
-            # The chief may be another by now.
+            # Another chief may have taken command meanwhile.
             self._obey(request.term)
             store, loop = self._store, asyncio.get_running_loop()
             change = store.check(configuration, keep=request.keep_shards, keep_standbys=request.keep_standbys)
             if change is not None:
                 await self._let_go(store.let_go(change, loop), change)
-                # Whoever leads by now: a server that was left half renewed could neither be activated nor have its
-                # standbys promoted, and the next chief's commands wait for the end of this one.
+                # Even if another chief leads by now: a half-configured server could neither be activated nor have its
+                # standbys promoted, and the next chief's commands wait for this one to end.
                 store.make(change, loop)
                 self._obey(request.term)
             if placement:
@@ -137,7 +137,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
             return change is not None
 
     async def _let_go(self, retired: RetiredShards, change: Reconfiguration) -> None:
-        """Return when nobody uses what was let go of, or after the store's deadline, which is told."""
+        """Return once no one uses the retired shards, or after the store's deadline, which is logged."""
         reason = "this ps was reconfigured"
         self._standbys.configured()
         self._voters.configured()
@@ -145,11 +145,11 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         self._attachments.drop_all(reason)
         if await retired.gone(GRACE_S):
             return
-        # Calls that wait for their peers would keep the shards alive for as long as the peers please.
+        # Calls that wait for their peers would keep the shards alive as long as the peers like.
         self.calls.end_all(reason)
         if await retired.gone(GRACE_S):
             return
-        # What failed meanwhile may have left frames behind that hold each other.
+        # Failed calls may have left reference cycles of frames behind.
         gc.collect()
         if not await retired.gone(self._store.let_go_s):
             log.warning(
@@ -161,7 +161,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
             )
 
     def _place(self, placement: tuple[Placement, ...]) -> None:
-        """Know where everything is; standbys that are to be elsewhere, or are of the past, are forgotten."""
+        """Take over a placement; standbys that belong elsewhere, or are out of date, are dropped."""
         self._store.placement = placement
         mine = {place.shard: place.appointment for place in placement if place.standby_task == self._task}
         held = list(self._store.standbys.items())
@@ -196,7 +196,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         self.calls.keep_only(authority.members)
         self._store.members_changed()
         if placement:
-            # The fence above waits for nobody.
+            # The fence above does not wait for other commands.
             async with self._changing:
                 self._obey(request.term)
                 self._place(placement)
@@ -204,25 +204,6 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
                     self._standbys.follow()
         fenced = [task for task, number in before.items() if authority.members.get(task) != number]
         return parameter_server_pb2.SetMembershipReply(fenced=len(fenced))
-
-    @rpc_errors.unary
-    async def Prepare(
-        self, request: parameter_server_pb2.PrepareRequest, context: Any
-    ) -> parameter_server_pb2.PrepareReply:
-        """Stop admitting; forget open contributions; the timeline is the new one."""
-        async with self._changing:
-            self._obey(request.term)
-            store = self._store
-            store.authority.active = False
-            store.authority.timeline = request.timeline
-            store.generation += 1
-            dropped = 0
-            self._standbys.abandon()
-            store.drop_standbys("the history of its primary has ended")
-            for shard in store.shards.values():
-                dropped = max(dropped, await store.work(shard.drop_contributions))
-            self._wake_everybody()
-            return parameter_server_pb2.PrepareReply(dropped_contributions=dropped)
 
     @rpc_errors.unary
     async def Restore(self, request: AsyncIterator[Any], context: Any) -> parameter_server_pb2.RestoreReply:
@@ -268,7 +249,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
     async def Activate(
         self, request: parameter_server_pb2.ActivateRequest, context: Any
     ) -> parameter_server_pb2.ActivateReply:
-        """Admit the timeline's messages; refused while shards are empty."""
+        """Admit the timeline's messages; refused while a shard has no values."""
         async with self._changing:
             self._obey(request.term)
             authority = self._store.authority
@@ -288,7 +269,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
     async def Promote(
         self, request: parameter_server_pb2.PromoteRequest, context: Any
     ) -> parameter_server_pb2.PromoteReply:
-        """Be the primary of a shard whose standby is here."""
+        """Make the standby held here the primary of its shard."""
         async with self._changing:
             self._obey(request.term)
             store, number = self._store, request.shard
@@ -306,11 +287,10 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
             store.authority.active = False
             store.authority.timeline = request.timeline
             self._wake_everybody()
-            shard = store.shard(number)
-            return parameter_server_pb2.PromoteReply(step=shard.step_min, version=shard.version)
+            return parameter_server_pb2.PromoteReply()
 
     def _begin(self) -> None:
-        """Admit the timeline's messages; standbys and votes go on from what there is."""
+        """Admit the timeline's messages; standbys and votes continue from the current state."""
         self._store.authority.active = True
         self._standbys.follow()
         self._voters.tell_verdicts()
@@ -322,7 +302,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
 
     @rpc_errors.unary
     async def Cut(self, request: parameter_server_pb2.CutRequest, context: Any) -> parameter_server_pb2.CutReply:
-        """Cut all shards at a step, or at once where each is cut at its own instant."""
+        """Cut all shards at a step, or at once if shards are cut one by one."""
         self._obey(request.term)
         self._check_timeline(request.timeline, "Cut")
         passed, highest = False, 0
@@ -340,7 +320,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
 
     @rpc_errors.stream
     async def GetCut(self, request: parameter_server_pb2.GetCutRequest, context: Any) -> AsyncIterator[Any]:
-        """Send one shard's held cut."""
+        """Send one shard's cut."""
         self._obey(request.term)
         self._check_timeline(request.timeline, "GetCut")
         shard = self._store.shard(request.shard)
@@ -348,7 +328,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
         if cut is None:
             held = [step for step, complete, _ in shard.cuts.status() if complete]
             raise ProtocolError(f"shard {shard.number} holds no complete cut of step {request.step}; it holds {held}")
-        # It may hold pushes that a failover would lose.
+        # It may contain pushes that a failover would lose.
         await shard.answerable()
         for image in cut.in_order():
             for header, chunk in image_parts(image):
@@ -361,7 +341,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
     async def Release(
         self, request: parameter_server_pb2.ReleaseRequest, context: Any
     ) -> parameter_server_pb2.ReleaseReply:
-        """Forget cuts up to a step."""
+        """Drop the cuts up to a step."""
         self._obey(request.term)
         released = sum(shard.cuts.release(request.step) for shard in self._store.shards.values())
         return parameter_server_pb2.ReleaseReply(released=released)
@@ -377,7 +357,7 @@ class ParameterServer(DataPlane, parameter_server_pb2_grpc.CoordinatorServicer):
     async def Status(
         self, request: parameter_server_pb2.PsStatusRequest, context: Any
     ) -> parameter_server_pb2.PsStatusReply:
-        """Steps, versions, cuts, traffic."""
+        """Steps, versions, cuts, standbys, traffic."""
         return await self._store.work(self.status)
 
     def status(self) -> parameter_server_pb2.PsStatusReply:
@@ -422,7 +402,7 @@ def _verdict_reply(step: int, verdict: Verdict | None) -> parameter_server_pb2.V
 
 
 def register(servicer: ParameterServer) -> Callable[[grpc.aio.Server], None]:
-    """Adds all services to a server."""
+    """Function that adds all services to a server."""
 
     def add(server: grpc.aio.Server) -> None:
         add_data_plane(servicer, server)

@@ -1,4 +1,4 @@
-"""What a ps process holds: its authority, its shards, and the pool in which all tensor work happens."""
+"""The state of a ps process: its authority, its shards, and the pool for all tensor work."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class ParameterStore:
 
     Configuration changes on the server's loop; tensor work runs in `pool`.
 
-    memory_limit_bytes bounds what Configure may allocate; None = no bound.
-    staging_bytes bounds receive slots and partial sums; None = by the plan, see shardline.server.staging.
+    memory_limit_bytes: most bytes that Configure may allocate; None = no limit.
+    staging_bytes: limit for receive slots and partial sums; None = derived from the plan, see shardline.server.staging.
     """
 
     def __init__(
@@ -79,22 +79,22 @@ class ParameterStore:
         self.pool_threads = pool_threads
         self.memory_limit_bytes = memory_limit_bytes
         self.free_memory: Callable[[], int] | None = None
-        """Bytes of host memory that may still be taken, where that bounds what is configured."""
+        """Bytes of host memory still available, if that limits what can be configured; else None."""
         self.staging_bytes = staging_bytes
         self.staging = Staging()
-        """Who may bring the next contribution."""
+        """Decides who may send the next contribution."""
         self.buffers = Buffers(lambda: self.staging.limit, lambda: self.staging.in_use)
-        """Memory for what comes in."""
+        """Memory for incoming contributions."""
         self.heap_trimmer = HeapTrimmer(lambda: self.staging.limit - max(self.staging.in_use, self.buffers.held_bytes))
-        """Memory that was freed."""
+        """Returns freed memory to the system."""
         self.staging_wait_s = 60.0
-        """How long a stream may wait for room in staging, in all; a sixth of --timeout in a process."""
+        """Most seconds in total that a stream may wait for room in staging; a sixth of --timeout in a ps process."""
         self.let_go_s = 10.0
-        """How long shards that are not kept may stay in use before new ones are made; a sixth of --timeout too."""
+        """Most seconds that retired shards may delay the creation of new ones; a sixth of --timeout in a ps process."""
         self.authority = Authority()
         self.shards: dict[int, Shard] = {}
         self.standbys: dict[int, Standby] = {}
-        """Shards whose primaries are elsewhere."""
+        """Standbys held here, by shard; their primaries are on other servers."""
         self._settings: ShardSettings | None = None
         self._coding: JobCoding | None = None
         self.signals: dict[tuple[int, int], Signal] = {}
@@ -104,20 +104,20 @@ class ParameterStore:
         self.traffic_lock = threading.Lock()
         self.failure = ""
         self.generation = 0
-        """Counts configurations, so that work of an older one is recognised."""
+        """Counts configurations, so that work for an older one is recognized."""
         self.pool = ThreadPoolExecutor(max_workers=pool_threads, thread_name_prefix="apply")
         self.make_publication: Callable[[ShardSpec, bool], Publication] = lambda spec, keeps_previous: PlainPublication(
             spec, self.device
         )
-        """(shard's plan, whether the step before is kept): host memory for the values that the shard publishes."""
+        """(shard's plan, whether the previous step is kept): host memory for the values that the shard publishes."""
         self.lane_bytes: Callable[[PsConfiguration], int] = lambda configuration: 0
-        """Memory that lanes will hold besides published values and staging, for the sum at start."""
+        """Bytes that lanes will hold besides published values and staging, for the memory check at configuration."""
         self.lane_attachments: Callable[[], Mapping[str, int]] = lambda: {}
-        """Open attachments by lane, for the metrics."""
+        """Number of open attachments by lane, for the metrics."""
         self.on_complete: Callable[[int, int], None] = lambda shard, step: None
-        """(shard, step): all contributions of a step that waits for a verdict are there. Called from pool threads."""
+        """(shard, step): all contributions to a step that needs a verdict have arrived. Called from pool threads."""
         self.on_failure: Callable[[Exception], None] = lambda error: None
-        """A step can't be applied: the job can't go on. Called from any thread, with locks held: it must not wait."""
+        """A step can't be applied: the job can't continue. Called on any thread with locks held: must not block."""
         self.on_pulled: Callable[[str, str, str, int, int, float], None] = (
             lambda peer, codec, lane, raw, wire, seconds: None
         )
@@ -129,13 +129,13 @@ class ParameterStore:
 
     @property
     def coding(self) -> JobCoding:
-        """See Backend. It is the same as long as the shards are: it remembers what was pulled."""
+        """See Backend. Kept as long as the shards are, since it remembers what was pulled."""
         if self._coding is None:
             raise ProtocolError("this ps holds no job yet")
         return self._coding
 
     async def work(self, function: Callable[..., T], *args: object) -> T:
-        """Run tensor work in the pool; it must never wait for another task."""
+        """Run tensor work in the pool. It must never wait for other work in the pool."""
 
         def whole() -> T:
             try:
@@ -146,9 +146,9 @@ class ParameterStore:
         return await asyncio.get_running_loop().run_in_executor(self.pool, whole)
 
     async def work_whole(self, function: Callable[[], T], after: Callable[[], None]) -> T:
-        """work() that outlives its caller once it has begun: after() is called when it has ended, or will never begin.
+        """Like work(), but completes even if its caller is cancelled, once it has begun.
 
-        Whoever awaits it may be cancelled; what it uses must be left alone until after(). That comes from any thread.
+        after() is called, from any thread, once the work has ended or will never begin; keep what it uses until then.
         """
 
         def whole() -> T:
@@ -162,7 +162,7 @@ class ParameterStore:
         try:
             return await asyncio.wrap_future(future)
         finally:
-            # False where it has begun.
+            # cancel() is False once it has begun.
             if future.cancel():
                 after()
 
@@ -174,9 +174,9 @@ class ParameterStore:
         keep: Collection[int] = (),
         keep_standbys: Collection[int] = (),
     ) -> bool:
-        """check(), let_go() and make() in one turn of the loop, for a store that no call uses: nobody is waited for.
+        """check(), let_go() and make() in one turn of the loop, for a store that no calls use: waits for nothing.
 
-        False where the configuration is in force already.
+        False if the configuration is in force already.
         """
         change = self.check(configuration, keep=keep, keep_standbys=keep_standbys)
         if change is None:
@@ -192,11 +192,11 @@ class ParameterStore:
         keep: Collection[int] = (),
         keep_standbys: Collection[int] = (),
     ) -> Reconfiguration | None:
-        """What a configuration would change; None where it is in force already (values are kept then).
+        """The changes that a configuration would make; None if it is in force already (values are then kept).
 
-        keep: shards that stay as they are under the new timeline; they must be held by the same rule. keep_standbys:
-        standbys that stay where they are here; the others are copied anew.
-        Raises ProtocolError or UsageError, the old configuration left as it was.
+        keep: shards that keep their values in the new timeline; they must be here, under the same rule. keep_standbys:
+        standbys that are kept; the others are copied again.
+        Raises ProtocolError or UsageError; the current configuration then stays.
         """
         if (
             self.authority.configured
@@ -225,10 +225,10 @@ class ParameterStore:
         return Reconfiguration(configuration, kept, frozenset(keep_standbys))
 
     def let_go(self, change: Reconfiguration, loop: asyncio.AbstractEventLoop) -> RetiredShards:
-        """Hold only what is kept from now on, admit nothing, and wake everybody who waits here. Follow it by make().
+        """Retire what is not kept, admit nothing, and wake everyone waiting here. make() must follow.
 
-        The rest is freed when nobody uses it any more: see RetiredShards. If make() never comes, another
-        configuration can keep what this one keeps.
+        Memory is freed once nothing uses it any more: see RetiredShards. If make() never comes, another configuration
+        can still keep what this one keeps.
         """
         leaving = [shard for number, shard in self.shards.items() if number not in change.kept]
         leaving += [standby.shard for number, standby in self.standbys.items() if number not in change.standbys]
@@ -243,12 +243,12 @@ class ParameterStore:
             self._configure_staging(self.configuration)
         before, self.signals = self.signals, {}
         for signal in before.values():
-            # Whoever waits there waits for a history that has ended.
+            # Anyone waiting there is waiting for a timeline that has ended.
             signal.notify()
         return retired
 
     def make(self, change: Reconfiguration, loop: asyncio.AbstractEventLoop) -> None:
-        """Hold the shards of a checked configuration, new ones without values; let_go() has come before."""
+        """Create the new shards of a checked configuration, without values; let_go() has come before."""
         configuration, kept = change.configuration, change.kept
         plan = configuration.plan
         settings = ShardSettings(
@@ -289,15 +289,15 @@ class ParameterStore:
         log.info("%s", memory_sentence(self.memory_plan(configuration), configuration))
 
     def _configure_staging(self, configuration: PsConfiguration) -> None:
-        """Staging goes by the shards that are held now."""
+        """Size staging for the shards held now."""
         ledger = staging_ledger(configuration, self.shards, self.staging_bytes)
         self.staging.configure(ledger, partial_bytes(self.shards))
 
     def _check_memory(self, configuration: PsConfiguration) -> None:
-        """Raise UsageError where there is no room for what a configuration will come to hold."""
+        """Raise UsageError if there is no room for the memory that a configuration will need."""
         needed = planned_bytes(configuration)
         if self.device.type != "cpu":
-            # Sums that wait for more replicas live on the device too.
+            # Sums that wait for more replicas are on the device too.
             needed += least_staging_bytes(configuration)
         limit, remedy = self.memory_limit_bytes, "raise --gpu-memory-fraction"
         if limit is None and self.free_memory is not None:
@@ -309,14 +309,14 @@ class ParameterStore:
             )
 
     def _same(self, configuration: PsConfiguration) -> bool:
-        """Whether it differs from the one in force by nothing but who holds what in which history."""
+        """Whether it differs from the current configuration only in placement and timeline."""
         held = self.configuration
         return held is not None and held == replace(
             configuration, timeline=held.timeline, shards=held.shards, standbys=held.standbys
         )
 
     def _to_keep(self, configuration: PsConfiguration, keep: Collection[int]) -> dict[int, Shard]:
-        """The shards to be kept. Raises ProtocolError where they are not here, or are to be something else."""
+        """The shards to keep. Raises ProtocolError if they are not here, or would change."""
         if not keep:
             return {}
         same = self._same(configuration)
@@ -327,7 +327,7 @@ class ParameterStore:
         return {number: self.shards[number] for number in keep}
 
     def standby(self, number: int) -> Standby:
-        """The standby of a shard, made where there is none yet. Tensor work, one call per shard at a time."""
+        """The standby of a shard, created if there is none yet. Tensor work; one call per shard at a time."""
         held = self.standbys.get(number)
         if held is None:
             if not self.authority.configured or self._settings is None or self.configuration is None:
@@ -336,9 +336,9 @@ class ParameterStore:
                 )
             generation = self.generation
             if number not in self.configuration.standbys:
-                # It was not part of the sum at start.
+                # The memory check at configuration did not include it.
                 self._check_memory(replace(self.configuration, standbys=(*self.configuration.standbys, number)))
-            # It tells nobody of what it does: see adopt().
+            # It has no observers until adopt().
             held = Standby(self._make_shard(number, self._settings, Observers()))
             if generation != self.generation:
                 raise ProtocolError(f"this ps was configured anew while its standby of shard {number} was made")
@@ -346,12 +346,12 @@ class ParameterStore:
         return held
 
     def drop_standbys(self, reason: str, *, keep: Collection[int] = ()) -> None:
-        """Forget standbys; none of them can be promoted any more."""
+        """Drop standbys; none of them can be promoted any more."""
         for number in self.standbys.keys() - set(keep):
             self.standbys.pop(number).close(f"the standby of shard {number} was discarded: {reason}")
 
     def adopt(self, number: int, loop: asyncio.AbstractEventLoop) -> Shard:
-        """Hold a shard as its primary from now on: its standby here was promoted."""
+        """Become the primary of a shard whose standby here was promoted."""
         configuration = self.configuration
         assert configuration is not None
         shard = self.standbys.pop(number).shard
@@ -368,7 +368,7 @@ class ParameterStore:
         return shard
 
     def memory_plan(self, configuration: PsConfiguration) -> dict[str, int]:
-        """Bytes that a configuration's shards may come to hold, by kind; see shardline_ps.control.configuration."""
+        """Most bytes that a configuration's shards may hold, by kind; see shardline_ps.control.configuration."""
         return memory_plan(configuration, staging=self.staging_bytes, lanes=self.lane_bytes(configuration))
 
     def _make_shard(self, number: int, settings: ShardSettings, observers: Observers) -> Shard:
@@ -395,7 +395,7 @@ class ParameterStore:
         )
 
     def members_changed(self) -> None:
-        """Tell the shards whom the authority admits from now on; pulls that wait look whether they still have to."""
+        """Pass the newly admitted workers on to the shards; waiting pulls check whether they still have to wait."""
         for shard in (*self.shards.values(), *(standby.shard for standby in self.standbys.values())):
             shard.mode.members_changed(self.authority.members or ())
         for shard in self.shards.values():
@@ -404,16 +404,16 @@ class ParameterStore:
             signal.notify()
 
     def _forget_others(self, shard: Shard) -> None:
-        """Let a primary's rule forget workers that are admitted no more.
+        """Have a primary's rule forget workers that are no longer admitted.
 
-        A standby remembers them until it is promoted: their last pushes may still be on the way to it.
+        A standby remembers them until it is promoted: records of their last pushes may still arrive.
         """
         if self.authority.members is not None:
             for bucket in shard.buckets:
                 bucket.members_changed(self.authority.members)
 
     def _failed(self, error: Exception) -> None:
-        # Looked up now: who is told is set after the shards are made, in tests and without a chief.
+        # Looked up at the time of the call: in tests and without a chief, it is set after the shards are created.
         self.on_failure(error)
 
     def _notify(self, shard: int, bucket: int) -> None:
@@ -422,7 +422,7 @@ class ParameterStore:
             signal.notify()
 
     def shard(self, number: int) -> Shard:
-        """The shard of this number; raises ProtocolError where this ps doesn't host it."""
+        """The shard of this number. Raises ProtocolError if this ps doesn't host it."""
         try:
             return self.shards[number]
         except KeyError:
@@ -446,7 +446,7 @@ class ParameterStore:
         return self.signals.get((shard, bucket))
 
     def filled(self) -> None:
-        """See Backend: what follows needs other memory than what came before."""
+        """See Backend: the next allocations will have other sizes."""
         self.heap_trimmer.give_back()
 
     def pulled(self, task: str, codec: str, lane: str, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
@@ -454,7 +454,7 @@ class ParameterStore:
         self.on_pulled(task, codec, lane, raw_bytes, wire_bytes, seconds)
 
     def count(self, *, push_raw: int = 0, push_wire: int = 0, pull_raw: int = 0, pull_wire: int = 0) -> None:
-        """Add to the traffic figures."""
+        """Add bytes to the traffic figures."""
         with self.traffic_lock:
             self.traffic.push_raw += push_raw
             self.traffic.push_wire += push_wire
@@ -480,12 +480,12 @@ class ParameterStore:
         }
 
     def close(self) -> None:
-        """End the pool."""
+        """Shut the pool down."""
         self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], asked: int | None) -> Ledger:
-    """The rule over the buckets of these shards."""
+    """The staging rule for the buckets of these shards."""
 
     def view(shard: int, bucket: int) -> tuple[int, int] | None:
         held = shards.get(shard)
@@ -515,5 +515,5 @@ def staging_ledger(configuration: PsConfiguration, shards: Mapping[int, Shard], 
 
 
 def partial_bytes(shards: Mapping[int, Shard]) -> Callable[[], int]:
-    """Bytes of partial sums of these shards, asked anew each time."""
+    """A function that returns the bytes of these shards' partial sums at the time of the call."""
     return lambda: sum(shard.partial_bytes for shard in shards.values())

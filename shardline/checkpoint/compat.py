@@ -1,4 +1,4 @@
-"""Can a job go on from a checkpoint? Pure."""
+"""Can a job resume from a checkpoint? Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shardline.errors import CheckpointError, JobError
 from shardline.update import chosen
 
 _SYNC_IDENTITY = ("replicas", "batch_size", "accumulate", "seed", "samples")
-"""What decides which samples and random numbers a synchronous step sees: other values are another history."""
+"""Settings that decide which samples and random numbers a synchronous step sees: changing one changes the results."""
 
 
 def resume_notes(stored: JobSpec, job: JobSpec, where: str) -> list[str]:
-    """Differences under which `job` may go on from the checkpoint `where` of `stored`, one phrase each.
+    """Differences despite which `job` may resume from the checkpoint `where` of `stored`, one phrase each.
 
-    Raises CheckpointError naming the differences under which it may not: tensors (names, shapes, dtypes, kinds), the
-    update rule, the consistency mode, and in synchronous mode what the data order depends on.
+    Raises CheckpointError, naming the differences, if it may not: tensors (names, shapes, dtypes, kinds), the update
+    rule, the consistency mode, and in synchronous mode everything that the data order depends on.
     """
     blocking = [*_tensor_differences(stored, job), *_setting_differences(stored, job)]
     if blocking:
@@ -71,7 +71,7 @@ def _setting_differences(stored: JobSpec, job: JobSpec) -> list[str]:
     if (ours.name, job.rule.name) != (theirs.name, stored.rule.name):
         pairs.insert(0, ("the rule", ours.label(job.rule), theirs.label(stored.rule)))
     else:
-        # Settings and arguments may change, as long as what is kept stays the same.
+        # Settings and arguments may change as long as the stored state stays the same.
         pairs += [("the rule's state", _states(job), _states(stored))]
     if consistency.of(job.consistency).bit_exact:
         pairs += [(name, getattr(job, name), getattr(stored, name)) for name in _SYNC_IDENTITY]
@@ -81,10 +81,10 @@ def _setting_differences(stored: JobSpec, job: JobSpec) -> list[str]:
 
 
 def _states(job: JobSpec) -> str:
-    """What the rule keeps for a parameter, by its groups' arguments, such as "step, exp_avg, exp_avg_sq"."""
+    """The states that the rule keeps per parameter, by its groups' arguments, such as "step, exp_avg"."""
     found = []
     for group in job.rule.groups:
-        # Arguments that the rule can't have are an error of their own, told elsewhere.
+        # Arguments that the rule does not accept are reported elsewhere.
         with contextlib.suppress(JobError, LookupError, TypeError, ValueError):
             kinds = chosen(job.rule).states(job.rule, group, torch.float32, torch.device("cpu"))
             found.append(", ".join(kinds) or "nothing")

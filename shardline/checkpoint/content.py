@@ -1,11 +1,11 @@
-"""What a shard's file holds: entries keyed by tensor name and first row, their digest, and the bytes of the file.
+"""Content of a shard's file: entries keyed by tensor name and first row, their digest, and the bytes of the file.
 
     value/<tensor>@<row>          rows of the tensor, in its shape
-    state/<state>/<tensor>@<row>  optimizer state: in the tensor's shape where it is element-wise, else flat
+    state/<state>/<tensor>@<row>  optimizer state: in the tensor's shape if it is element-wise, else flat
     scalar/<state>/<tensor>@<row> float64, 0-d: per-tensor state such as "step"
     initialized/<tensor>@<row>    bool, 0-d: the optimizer state of these rows exists
 
-No key and no value depends on offsets, buckets or the number of shards, so any plan can read them.
+No key or value depends on offsets, buckets or the number of shards, so any plan can read them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STATE = "state"
 SCALAR = "scalar"
 INITIALIZED = "initialized"
 MAX_DIGITS = 18
-"""Of a row's number."""
+"""Most digits of a row number."""
 COMPLEX_KEYS = "complex"
 """Metadata field of a shard's file: JSON list of the keys whose last dimension is (real, imaginary)."""
 
@@ -45,18 +45,18 @@ _CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""dtype -> its name in a safetensors header."""
+"""Names of the dtypes in a safetensors header."""
 
 
 def stored_dtype(name: str) -> str:
-    """How a tensor of this dtype stands in a file: the name in a safetensors header, after "complex " that of parts."""
+    """Name of a dtype in a file: as in a safetensors header; for complex ones "complex " and the name of the parts."""
     dtype = DTYPES[name]
     return f"complex {_CODES[dtype.to_real()]}" if dtype.is_complex else _CODES[dtype]
 
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """Name of an entry: what ("value", "state", "scalar", "initialized"), which state, of which tensor's rows."""
+    """Name of an entry: what it is ("value", "state", "scalar", "initialized"), the state, the tensor and its row."""
 
     what: str
     state: str
@@ -69,7 +69,7 @@ class Key:
 
     @classmethod
     def parse(cls, text: str) -> Key:
-        """The key that str() wrote; tensor names may hold "/" and "@". Raises CheckpointError for anything else."""
+        """Inverse of str(); tensor names may contain "/" and "@". Raises CheckpointError for anything else."""
         what, _, rest = text.partition("/")
         state = ""
         if what in (STATE, SCALAR):
@@ -87,7 +87,7 @@ Entries = dict[Key, torch.Tensor]
 
 
 def image_entries(image: BucketImage, bucket: BucketSpec, tensors: Sequence[TensorSpec], rule: RuleSpec) -> Entries:
-    """Entries of one bucket, views of the image's tensors. Raises CheckpointError where the image isn't the plan's."""
+    """Entries of one bucket, as views of the image's tensors. Raises CheckpointError if the image doesn't fit."""
     where = f"shard {image.shard}, bucket {image.bucket}"
     _check_image(image, bucket, where)
     entries: Entries = {}
@@ -130,7 +130,7 @@ def _check_image(image: BucketImage, bucket: BucketSpec, where: str) -> None:
     for state, values in image.scalars.items():
         if len(values) != len(bucket.slices):
             raise CheckpointError(f"{where}: {len(values)} values of {state!r} for {len(bucket.slices)} slices")
-    # Flags travel as whole bytes, so False ones may follow the last slice's.
+    # Flags are sent as whole bytes, so False ones may follow the last slice's.
     if image.initialized and (
         len(image.initialized) < len(bucket.slices) or any(image.initialized[len(bucket.slices) :])
     ):
@@ -162,16 +162,16 @@ def shard_entries(images: Sequence[BucketImage], plan: Plan, shard: int, rule: R
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements of a CPU tensor in memory order, without a copy where it is contiguous."""
+    """The elements of a CPU tensor in memory order, without a copy if it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 class ContentDigest:
-    """sha256 over all content, whatever the plan: by tensor, state and quantum, sorted, with names and dtypes.
+    """SHA-256 over all content, independent of the plan: by tensor, state and quantum, sorted, with names and dtypes.
 
-    Tensors are cut only at multiples of their quantum, so hashing quantum by quantum gives every plan the same digest
-    while only one shard need be in memory.
+    Tensors are cut only at multiples of their quantum, so hashing each quantum gives every plan the same digest, with
+    only one shard in memory at a time.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
@@ -179,7 +179,7 @@ class ContentDigest:
         self._parts: dict[tuple[str, str, str, int], bytes] = {}
 
     def add(self, entries: Mapping[Key, torch.Tensor], rows: Mapping[tuple[str, int], int]) -> None:
-        """Take entries in; rows: number of rows by (tensor, first row)."""
+        """Add entries. rows: number of rows by (tensor, first row)."""
         for key, part in entries.items():
             tensor = self._tensors[key.tensor]
             held = rows[key.tensor, key.first_row]
@@ -192,7 +192,7 @@ class ContentDigest:
 
     @staticmethod
     def _quanta(key: Key, tensor: TensorSpec, part: torch.Tensor, rows: int, step: int) -> Iterator[bytes]:
-        """Digest of each quantum among an entry's rows; of the entry as one where it isn't laid out by rows."""
+        """Digest of each quantum among an entry's rows, or of the whole entry if it isn't laid out by rows."""
         starts = range(0, max(1, rows), step)
         if key.what in (SCALAR, INITIALIZED):
             yield from (struct.pack("<d", float(part)) for _ in starts)
@@ -205,7 +205,7 @@ class ContentDigest:
             yield hashlib.sha256(head + raw_bytes(part[row : row + step])).digest()
 
     def hexdigest(self) -> str:
-        """Digest of what was added, in any order."""
+        """Digest of everything added, independent of the order."""
         total = hashlib.sha256()
         for key in sorted(self._parts):
             total.update("\0".join(map(str, key)).encode() + b"\0")
@@ -216,8 +216,8 @@ class ContentDigest:
 def safetensors_chunks(entries: Mapping[Key, torch.Tensor]) -> Iterator[Any]:
     """The bytes of a safetensors file of the entries, in pieces, without a copy of the shard.
 
-    The library's own writer copies the whole file in memory and can neither fsync nor name the errno of a full disk.
-    Format: https://github.com/huggingface/safetensors#format, read back by the library itself.
+    The library's own writer copies the whole file in memory, can't fsync, and hides the errno of a full disk.
+    Format: https://github.com/huggingface/safetensors#format, read back with the library itself.
     """
     stored = {str(key): torch.view_as_real(t) if t.is_complex() else t for key, t in entries.items()}
     # Widest elements first, so that each tensor starts at a multiple of its element size.
@@ -241,7 +241,7 @@ def safetensors_chunks(entries: Mapping[Key, torch.Tensor]) -> Iterator[Any]:
 
 
 def slice_rows(plan: Plan, shard: int) -> dict[tuple[str, int], int]:
-    """Rows by (tensor, first row) of the slices of a shard."""
+    """Number of rows, by (tensor, first row), of a shard's slices."""
     return {
         (plan.tensors[piece.tensor].name, piece.first_row): piece.rows
         for bucket in plan.shards[shard].buckets

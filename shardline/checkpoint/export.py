@@ -1,4 +1,4 @@
-"""A checkpoint as one plain state_dict that PyTorch loads with no Shardline installed."""
+"""A checkpoint as one plain state_dict that PyTorch can load without Shardline."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SUFFIXES = (".safetensors", ".pt")
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at a step's folder, or the newest whole one of a folder of checkpoints or of a run's --out.
+    """The checkpoint in a step's folder, or the newest valid one in a folder of checkpoints or a run's --out.
 
-    Its checksums are compared. Raises CheckpointError where there is none.
+    Verifies its checksums. Raises CheckpointError if there is none.
     """
     if (path / MANIFEST).exists():
         checkpoint = Checkpoint(path)
@@ -37,12 +37,12 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 
 def export(checkpoint_path: Path, out: Path) -> Checkpoint:
-    """Write all values under their state_dict names, aliases of tied weights and persistent buffers included.
+    """Write all values under their state_dict names, including aliases of tied weights and persistent buffers.
 
-    `.pt`: torch.save, aliases share storage, loads with torch.load(weights_only=True). `.safetensors`: the format has
-    no shared storage, so an alias is a copy, and load_state_dict(load_file(out), strict=True) finds every name.
-    Returns the checkpoint that was exported. Raises UsageError for another suffix or an unwritable `out`, and
-    CheckpointError for the checkpoint.
+    `.pt`: torch.save; aliases share storage; load with torch.load(weights_only=True). `.safetensors`: the format has no
+    shared storage, so aliases are copies; load_state_dict(load_file(out), strict=True) finds every name.
+    Returns the exported checkpoint. Raises UsageError for another suffix or an unwritable `out`, and CheckpointError if
+    the checkpoint can't be read.
     """
     if out.suffix not in SUFFIXES:
         raise UsageError(f"{out} ends in {out.suffix!r}; it must end in {' or '.join(SUFFIXES)}")
@@ -51,7 +51,7 @@ def export(checkpoint_path: Path, out: Path) -> Checkpoint:
     if out.suffix == ".safetensors":
         state = _separate(checkpoint, state)
     try:
-        # Both libraries open by name and follow links. In a folder of our own there are none.
+        # Both libraries open files by name and follow links. A folder of our own contains none.
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent, ignore_cleanup_errors=True) as folder:
             temporary = Path(folder, out.name)
             if out.suffix == ".pt":
@@ -68,7 +68,7 @@ def export(checkpoint_path: Path, out: Path) -> Checkpoint:
 
 
 def _separate(checkpoint: Checkpoint, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every name with a tensor of its own. Raises UsageError for a dtype that safetensors lacks."""
+    """Each name with a tensor of its own. Raises UsageError for a dtype that safetensors lacks."""
     for name, tensor in state.items():
         if tensor.dtype is torch.complex128:
             raise UsageError(f"tensor {name!r} is complex128, which .safetensors can't hold; export to .pt")

@@ -1,4 +1,4 @@
-"""The file system as checkpoints use it: few operations, durable when they return. Tests put failing ones here."""
+"""File operations for checkpoints: durable when they return. Tests substitute failing ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ READ_BYTES = 4 << 20
 
 
 class Files:
-    """Operations on real files. All raise OSError; `explained` turns that into the sentence for a person."""
+    """Operations on real files. All raise OSError; `explained` converts that to an error message."""
 
     def make_folder(self, path: Path) -> None:
-        """Create one folder; an error where it exists."""
+        """Create one folder; an error if it exists."""
         os.mkdir(path)
 
     def write(self, path: Path, chunks: Iterable[Any]) -> tuple[int, str]:
-        """Create a file of the chunks (buffers of bytes), fsync it. Returns its (bytes, sha256) as they should read."""
+        """Create a file from chunks (byte buffers) and fsync it. Returns its expected (bytes, sha256)."""
         digest, size = hashlib.sha256(), 0
         fd = self.create(path)
         try:
@@ -37,7 +37,7 @@ class Files:
                 while len(view):
                     view = view[self.write_some(fd, view) :]
             self.sync(fd)
-            # Reading back should meet the disk, not the page cache. Advice only, so a refusal doesn't matter.
+            # Re-reading should test the disk, not the page cache. Only advice, so a refusal doesn't matter.
             with contextlib.suppress(OSError):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
@@ -48,11 +48,11 @@ class Files:
         return size, digest.hexdigest()
 
     def create(self, path: Path) -> int:
-        """File descriptor of a new file."""
+        """Create a file; returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def write_some(self, fd: int, view: memoryview) -> int:
-        """Write the start of view; returns the bytes written."""
+        """Write the start of view; returns the number of bytes written."""
         return os.write(fd, view)
 
     def sync(self, fd: int) -> None:
@@ -72,14 +72,14 @@ class Files:
         os.rename(source, target)
 
     def remove_tree(self, path: Path) -> None:
-        """Delete a folder and what is in it, or a file."""
+        """Delete a folder with its content, or a file."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
 
     def replace(self, path: Path, content: bytes) -> None:
-        """Write a small file so that readers see the old content or the new one, never a part."""
+        """Replace a small file atomically: readers see the old content or the new."""
         temporary = path.with_name(f".{path.name}.new")
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
@@ -89,10 +89,10 @@ class Files:
 
 
 def file_digest(path: Path) -> tuple[int, str]:
-    """(bytes, sha256) of a regular file as it stands. Raises OSError."""
+    """(bytes, sha256) of a regular file at the time of the call. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with files.open_binary(path) as file:
-        # What is written to it meanwhile is not waited for.
+        # Don't wait for anything appended meanwhile.
         end = os.fstat(file.fileno()).st_size
         while size < end and (block := file.read(min(READ_BYTES, end - size))):
             digest.update(block)
@@ -102,7 +102,7 @@ def file_digest(path: Path) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def explained(doing: str, path: Path, consequence: str) -> Iterator[None]:
-    """Raise CheckpointError with path, cause and consequence for an OSError within the block."""
+    """Convert an OSError within the block to a CheckpointError with path, cause and consequence."""
     try:
         yield
     except OSError as error:
@@ -110,17 +110,17 @@ def explained(doing: str, path: Path, consequence: str) -> Iterator[None]:
 
 
 def os_text(error: OSError) -> str:
-    """What went wrong, such as "No space left on device (ENOSPC)"."""
+    """The cause, such as "No space left on device (ENOSPC)"."""
     name = errno.errorcode.get(error.errno, "") if error.errno is not None else ""
     text = error.strerror or str(error) or type(error).__name__
     return f"{text} ({name})" if name else text
 
 
 def try_lock(path: Path) -> int | None:
-    """File descriptor holding the exclusive lock of a folder, or None where a living process holds it.
+    """Lock a folder exclusively; returns its descriptor, or None if a living process has the lock.
 
-    Raises OSError on file systems that lock no folders (NFS). The lock goes with its process, and with the folder
-    through a rename: what is left unlocked is a dead writer's.
+    Raises OSError on file systems that can't lock folders (NFS). The lock ends with its process, and moves with the
+    folder in a rename: an unlocked folder belongs to a dead writer.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

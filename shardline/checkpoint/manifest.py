@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint is of, which files it has and what they must hash to. Every field is checked."""
+"""manifest.json: which job and cut a checkpoint belongs to, its files and their hashes. Every field is checked."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from shardline.host import files
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-"""Version of the folder's layout. A reader refuses any other."""
+"""Version of the folder's layout. Readers refuse any other."""
 SEQUENCES = "sequences"
-"""Field of `extra`: the last push of each worker that each shard holds (asynchronous mode), one object per shard."""
+"""Field of `extra`: each worker's last push that a shard includes (asynchronous mode), one object per shard."""
 
 MAX_BYTES = 256 << 20
-"""Of a manifest: 1 KB for each tensor that a job may have (MAX_TENSORS in rpc/limits.py). One takes 300 bytes, with its
-slices and a name of 50 characters."""
+"""Most bytes of a manifest: 1 KB for each tensor that a job may have (MAX_TENSORS in rpc/limits.py). One takes 300
+bytes, with its slices and a name of 50 characters."""
 MAX_PARSED_BYTES = 512 << 20
-"""Of memory for its values, texts aside: 2 KB for each tensor, which takes 900 bytes. Without this bound a file of
-empty lists would take 20 times its size."""
+"""Most bytes of memory for its values, not counting texts: 2 KB per tensor, which takes 900 bytes. Without this limit
+a file of empty lists would take 20 times its size."""
 _VALUE_BYTES = {b"{": 240, b"[": 64, b",": 40}
-"""What an object, a list and any other value take in memory, by a sign that each of them has in the file."""
+"""Memory of an object, a list and any other value in bytes, by a character that each has once in the file."""
 
 _Listed = Field(strict=False)
-"""A JSON list is a tuple here; what is in it is as strict as everything."""
+"""Accepts a JSON list for a tuple; its items are checked as strictly as everything else."""
 Count = Annotated[int, Field(strict=True, ge=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Uint64 = Annotated[int, Field(strict=True, ge=0, lt=1 << 64)]
@@ -54,7 +54,7 @@ def step_folder(step: int) -> str:
 
 
 def parse_step_folder(name: str) -> int | None:
-    """The step of a folder's name, or None where it is something else."""
+    """The step in a folder's name, or None if it is no such name."""
     match = _STEP_FOLDER.match(name)
     return int(match.group(1)) if match and step_folder(int(match.group(1))) == name else None
 
@@ -92,7 +92,7 @@ class ShardModel(_Model):
 
 
 class Manifest(_Model):
-    """A checkpoint's manifest, but for `job` and `shards`: what they say is in Described."""
+    """A checkpoint's manifest, without `job` and `shards`, which are in Described."""
 
     format: Literal["shardline-checkpoint"]
     format_version: int
@@ -102,9 +102,9 @@ class Manifest(_Model):
     timeline: Count
     term: Count
     consistent: bool
-    """True: all shards at this step, one cut. False: each shard at an instant of its own (asynchronous mode)."""
+    """True: all shards at this step, one cut. False: shards were cut one by one (asynchronous mode)."""
     versions: Annotated[tuple[Count, ...], _Listed]
-    """Optimizer applications per shard."""
+    """Number of applied updates, per shard."""
     steps: Annotated[tuple[Count, ...], _Listed]
     """Step of each shard's copy; all equal to `step` in a consistent cut."""
     files: Annotated[tuple[FileEntry, ...], _Listed]
@@ -112,30 +112,30 @@ class Manifest(_Model):
     content_sha256: Sha256
     """Digest of all content by tensor name and quantum; the same for every plan."""
     cursor: dict[str, Count]
-    """Where the data order goes on: {"step": n}, or {"batch": n} in asynchronous mode."""
+    """Position in the data order: {"step": n}, or {"batch": n} in asynchronous mode."""
     aliases: dict[str, str]
     """Other state_dict names of a stored tensor: alias -> name."""
     extra: dict[str, JsonValue]
-    """Leases, worker sequences, and what else a mode needs."""
+    """Leases, worker sequences, and whatever else a mode needs."""
     created: str
     """UTC, ISO 8601."""
     torch_version: str
     manifest_sha256: Sha256
-    """Over this file's other fields as JSON with sorted keys and no spaces."""
+    """Digest of this file's other fields as JSON with sorted keys and no spaces."""
 
 
 class _Written(Manifest):
     """All fields of the file. The two large ones are checked while they are decoded, piece by piece."""
 
     job: dict[str, Any]
-    """spec_json's form of the JobSpec."""
+    """The JobSpec in spec_json's form."""
     shards: list[Any] = Field(min_length=1)
-    """ShardModel each."""
+    """Each is a ShardModel."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Described:
-    """A manifest that was read and checked, with its job and plan as values."""
+    """A manifest that has been read and checked, with its job and plan as values."""
 
     manifest: Manifest
     job: JobSpec
@@ -143,12 +143,12 @@ class Described:
 
 
 def sequences_to_json(sequences: Mapping[str, WorkerSequence]) -> dict[str, list[int]]:
-    """The last push of each worker that one shard holds; `extra` keeps a list of these, one per shard."""
+    """Each worker's last push that one shard includes; `extra` keeps a list of these, one per shard."""
     return {task: [held.incarnation, held.last_seq] for task, held in sorted(sequences.items())}
 
 
 def sequences_from_json(value: JsonValue, shard: int, num_shards: int) -> dict[str, WorkerSequence]:
-    """Those of one shard, from the list. Raises CheckpointError where it is no list of what sequences_to_json wrote."""
+    """One shard's entry from the list. Raises CheckpointError if sequences_to_json did not write the list."""
     try:
         shards = _SEQUENCES.validate_python(value)
     except ValidationError as error:
@@ -159,7 +159,7 @@ def sequences_from_json(value: JsonValue, shard: int, num_shards: int) -> dict[s
 
 
 def _self_digest(fields: Mapping[str, Any]) -> str:
-    # Piece by piece: the text of all fields would take as much memory as the file once more.
+    # Piece by piece: the text of all fields would take as much memory as the file again.
     digest, comma = hashlib.sha256(b"{"), b""
     for key in sorted(fields.keys() - {"manifest_sha256"}):
         digest.update(comma + json.dumps(key).encode() + b":")
@@ -172,7 +172,7 @@ def _self_digest(fields: Mapping[str, Any]) -> str:
 
 
 def _pieces(values: list[Any]) -> Iterator[bytes]:
-    """A list's JSON in parts."""
+    """A list's JSON in pieces."""
     yield b"["
     for number, value in enumerate(values):
         yield b"," * (number > 0) + _compact(value)
@@ -184,7 +184,7 @@ def _compact(value: Any) -> bytes:
 
 
 def plain_json(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """`extra` as JSON will give it back. Raises CheckpointError where JSON can't hold it."""
+    """`extra` as it will be read back from JSON. Raises CheckpointError if JSON can't represent it."""
     try:
         value = json.loads(json.dumps(dict(extra), allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -208,7 +208,7 @@ def encode(
     cursor: Mapping[str, int],
     extra: Mapping[str, Any],
 ) -> bytes:
-    """manifest.json of a cut."""
+    """The manifest.json of a cut."""
     fields: dict[str, Any] = {
         "format": "shardline-checkpoint",
         "format_version": FORMAT_VERSION,
@@ -240,11 +240,10 @@ def _encode_bucket(bucket: BucketSpec) -> dict[str, Any]:
 
 
 def read(folder: Path) -> Described:
-    """Manifest of a step's folder, every field checked.
+    """Manifest in a step's folder, with every field checked.
 
-    Raises CheckpointError naming the file and what is wrong with it: missing, no regular file, too large, not JSON,
-    another format version, an unknown or wrong field, a checksum, a file name outside the folder, a plan that doesn't
-    hold.
+    Raises CheckpointError, naming the file and the problem: missing, not a regular file, too large, not JSON, another
+    format version, an unknown or wrong field, a checksum, a file name outside the folder, an invalid plan.
     """
     path = folder / MANIFEST
     try:
@@ -288,7 +287,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def _check_fields(path: Path, fields: dict[str, Any]) -> tuple[Manifest, dict[str, Any], list[Any]]:
-    """The manifest, and its job and shards as they stand in the file."""
+    """The manifest, and its job and shards as they are in the file."""
     version = fields.get("format_version")
     if type(version) is int and version != FORMAT_VERSION:
         raise CheckpointError(
@@ -319,7 +318,7 @@ def _first_problem(error: ValidationError, within: str = "") -> str:
 
 
 def _decode_plan(raw_shards: list[Any], job: JobSpec) -> Plan:
-    """The plan. What was decoded is taken out of raw_shards."""
+    """The plan. Decoded parts are removed from raw_shards, to free their memory."""
     shards = []
     for number, raw in enumerate(raw_shards):
         try:
@@ -353,7 +352,7 @@ def _check_files(path: Path, manifest: Manifest, num_shards: int) -> None:
     if len(manifest.files) != num_shards:
         raise CheckpointError(f"{path} is damaged: it names {len(manifest.files)} files for {num_shards} shards")
     for shard, entry in enumerate(manifest.files):
-        # Also keeps a manifest from naming a file outside its folder.
+        # This also keeps a manifest from naming files outside its folder.
         expected = shard_file(shard, num_shards)
         if entry.name != expected:
             raise CheckpointError(f"{path} names the file {entry.name!r} for shard {shard}; it must be {expected!r}")

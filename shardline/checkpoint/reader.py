@@ -1,4 +1,4 @@
-"""One committed checkpoint, read lazily: any tensor, any rows of it, or the images of any other plan."""
+"""One committed checkpoint, read lazily: any rows of any tensor, or the images of any other plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardline.update import chosen
 
 @dataclass
 class _File:
-    """A shard's file, mapped into memory; the mapping outlives a deletion of the file."""
+    """A shard's file, memory-mapped; the mapping survives deletion of the file."""
 
     path: Path
     handle: Any
@@ -39,18 +39,18 @@ class _File:
 
 @dataclass(frozen=True, order=True)
 class _Entry:
-    """Rows [first_row, first_row + rows) of something, in a file."""
+    """Rows [first_row, first_row + rows) of an entry in a file."""
 
     first_row: int
     rows: int
     shape: tuple[int, ...] = field(compare=False)
     dtype: str = field(compare=False)
-    """As safetensors names it; "complex " before that of the parts."""
+    """As named in safetensors; for complex ones "complex " and the name of the parts."""
     file: _File = field(compare=False)
     key: str = field(compare=False)
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows [start, stop) of the entry, a tensor of its own."""
+        """Rows [start, stop) of the entry, as a tensor of its own."""
         try:
             if start == 0 and (stop is None or stop == self.rows):
                 stored = self.file.handle.get_tensor(self.key)
@@ -65,7 +65,7 @@ class _Entry:
 class Checkpoint:
     """A step's folder. Its manifest is checked when it is opened, its files' checksums by verify().
 
-    Safe to read from several threads. Nothing is unpickled.
+    Thread-safe for reading. Nothing is unpickled.
     """
 
     def __init__(self, path: Path, warnings: tuple[str, ...] = ()) -> None:
@@ -76,13 +76,12 @@ class Checkpoint:
         self.plan: Plan = described.plan
         self.step: int = described.manifest.step
         self.warnings = warnings
-        """Sentences about newer checkpoints that had to be passed over."""
+        """Messages about newer checkpoints that were skipped."""
         self._lock = threading.Lock()
         self._index: dict[tuple[str, str, str], list[_Entry]] | None = None
-        self._index_error: CheckpointError | None = None
 
     def verify(self) -> None:
-        """Read every file and compare size and sha256. Raises CheckpointError naming the file and what is wrong.
+        """Read every file and compare size and SHA-256. Raises CheckpointError naming the file and the problem.
 
         No file is read before all of them have the right size.
         """
@@ -98,7 +97,7 @@ class Checkpoint:
                 )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor in its shape and dtype, by its name or an alias. Raises CheckpointError for an unknown one."""
+        """A whole tensor in its shape and dtype, by name or alias. Raises CheckpointError if it is unknown."""
         return self.read_slice(name, 0, self._spec(name).rows)
 
     def state_dict(self, *, aliases: bool = True) -> dict[str, torch.Tensor]:
@@ -113,8 +112,8 @@ class Checkpoint:
     def read_slice(self, name: str, first_row: int, rows: int, what: str = VALUE) -> torch.Tensor:
         """Rows [first_row, first_row + rows) of a tensor's value, or of its optimizer state `what`.
 
-        Shape (rows, *rest); () for a 0-d tensor, which has one row. A state of another shape than its tensor's (of a
-        whole-tensor rule) comes flat and only whole. Raises CheckpointError for what the checkpoint doesn't hold.
+        Shape (rows, *rest); () for a 0-d tensor, which has one row. A state whose shape is not its tensor's (of a
+        whole-tensor rule) comes flat and only as a whole. Raises CheckpointError if the checkpoint does not contain it.
         """
         spec = self._spec(name)
         if not 0 <= first_row <= first_row + rows <= spec.rows:
@@ -129,12 +128,12 @@ class Checkpoint:
         return entries[0].read()
 
     def states(self, name: str) -> list[str]:
-        """Names of the optimizer states held for a tensor, sorted; without the per-tensor scalars."""
+        """Names of a tensor's optimizer states, sorted; without the per-tensor scalars."""
         tensor = self._spec(name).name
         return sorted(state for what, state, held in self._entry_index() if what == STATE and held == tensor)
 
     def scalars(self, name: str) -> dict[str, float]:
-        """Per-tensor states such as "step"; of the tensor's first rows where a cut was not one instant."""
+        """Per-tensor states such as "step"; if shards were cut one by one, those of the tensor's first rows."""
         tensor = self._spec(name).name
         index = self._entry_index()
         return {
@@ -144,11 +143,11 @@ class Checkpoint:
         }
 
     def images(self, plan: Plan, shard: int) -> Iterator[BucketImage]:
-        """The content of a shard of any plan of the same tensors, bucket by bucket, exact to the bit.
+        """The content of a shard of any plan for the same tensors, bucket by bucket, bit-exact.
 
-        Step and version are the shard's own where the plan is the checkpoint's, else the highest of all shards; they
-        differ only where the cut was not consistent.
-        Raises CheckpointError where the plan's tensors are not the checkpoint's.
+        Step and version are the shard's own if the plan is the checkpoint's, else the highest of all shards; they
+        differ only if the cut was not consistent.
+        Raises CheckpointError if the plan's tensors are not the checkpoint's.
         """
         for tensor in plan.tensors:
             ours = self._spec(tensor.name)
@@ -166,9 +165,9 @@ class Checkpoint:
             )
 
     def sequences(self, plan: Plan, shard: int) -> dict[str, WorkerSequence]:
-        """The last push of each worker that a shard of this checkpoint holds, by task; of another plan's shards none.
+        """Each worker's last push that a shard of this checkpoint includes, by task; {} for another plan's shards.
 
-        Empty in synchronous mode and where the writer noted none. Raises CheckpointError where they can't be read.
+        Also {} in synchronous mode and if the writer recorded none. Raises CheckpointError if they can't be read.
         """
         value = self.manifest.extra.get(manifests.SEQUENCES)
         if value is None or plan.plan_id != self.plan.plan_id:
@@ -179,11 +178,11 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {error}") from None
 
     def compatible(self, job: JobSpec) -> list[str]:
-        """Check that `job` can go on from here; see compat.resume_notes."""
+        """Check that `job` can resume from here; see compat.resume_notes."""
         return resume_notes(self.job, job, str(self.path))
 
     def close(self) -> None:
-        """Let go of the files; reading opens them again."""
+        """Close the files; reading opens them again."""
         with self._lock:
             self._index = None
 
@@ -224,7 +223,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _pinned(self, entry: FileEntry) -> Iterator[tuple[Path, Path]]:
-        """The path of a file of the right size, and one to read it by, which is this file for as long as the block."""
+        """The path of a file of the right size, and a path that refers to this very file within the block."""
         path = self.path / entry.name
         try:
             with files.pinned(path) as pinned:
@@ -242,7 +241,7 @@ class Checkpoint:
     def _open(self, entry: FileEntry) -> _File:
         with self._pinned(entry) as (path, pinned):
             try:
-                # It maps the whole file now, so what becomes of it later doesn't matter.
+                # The whole file is mapped now, so later changes of the name don't matter.
                 handle: Any = safe_open(pinned, framework="pt", device="cpu")
                 complex_keys = json.loads((handle.metadata() or {}).get(COMPLEX_KEYS, "[]"))
                 return _File(path, handle, list(handle.keys()), frozenset(complex_keys))
@@ -273,7 +272,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} holds {row} of the {tensor.rows} rows of {tensor.name!r}")
 
     def _check_beside(self, tensor: TensorSpec, rows: Mapping[int, int], what: str, entries: list[_Entry]) -> None:
-        """Entries of one state, scalar or flag; rows: of the tensor's values, by first row."""
+        """Check the entries of one state, scalar or flag. rows: those of the tensor's values, by first row."""
         by_rows = what == STATE and self._by_rows(tensor, entries[0])
         for entry in entries:
             right = not entry.shape if what != STATE else self._by_rows(tensor, entry) == by_rows
@@ -287,7 +286,7 @@ class Checkpoint:
 
     @staticmethod
     def _by_rows(tensor: TensorSpec, entry: _Entry) -> bool:
-        """Whether an entry is shaped like rows of its tensor."""
+        """Whether an entry has the shape of rows of its tensor."""
         if not tensor.shape:
             return entry.shape == ()
         return len(entry.shape) == len(tensor.shape) and entry.shape[1:] == tensor.shape[1:]
@@ -298,7 +297,7 @@ class Checkpoint:
     def _gather(
         self, spec: TensorSpec, entries: list[_Entry], first_row: int, rows: int, *, gaps: bool
     ) -> torch.Tensor:
-        """Rows from as many entries as hold them; zeros where none does, if gaps are allowed."""
+        """Rows from all entries that contain them; zeros for missing rows, if gaps are allowed."""
         if not spec.shape:
             return entries[0].read()
         parts = []
@@ -322,7 +321,7 @@ class Checkpoint:
         return torch.zeros((high - low, *spec.shape[1:]), dtype=example.dtype)
 
     def _image(self, plan: Plan, bucket: BucketSpec, head: BucketImage) -> BucketImage:
-        """`head` with the bucket's content."""
+        """`head` filled with the bucket's content."""
         specs = [self._spec(plan.tensors[piece.tensor].name) for piece in bucket.slices]
         values = torch.zeros(bucket.elements, dtype=DTYPES[bucket.dtype])
         for piece, spec in zip(bucket.slices, specs, strict=True):
@@ -345,7 +344,7 @@ class Checkpoint:
         )
 
     def _state(self, plan: Plan, bucket: BucketSpec, specs: list[TensorSpec], state: str) -> torch.Tensor:
-        """A state's flat tensor; zeros for padding and for tensors that have none yet."""
+        """A state's flat tensor; zeros for padding and for tensors without that state."""
         rule, method = self.job.rule, chosen(self.job.rule)
         spans = method.state_spans(rule, state, bucket, plan.tensors)
         total = method.flat_elements(rule, state, bucket, plan.tensors)
@@ -371,7 +370,7 @@ class Checkpoint:
 
     @staticmethod
     def _touching(entries: list[_Entry], starts: list[_Entry], piece: Slice) -> list[_Entry]:
-        """Entries of slices that hold rows of the piece; `starts` are the value entries, which know the rows."""
+        """Entries of slices that contain rows of the piece; `starts` are the value entries, which have the ranges."""
         rows = {entry.first_row: entry.rows for entry in starts}
         end = piece.first_row + max(1, piece.rows)
         return [e for e in entries if e.first_row < end and e.first_row + max(1, rows[e.first_row]) > piece.first_row]
@@ -382,7 +381,7 @@ class Checkpoint:
         return any(bool(entry.read()) for entry in touching) if touching else None
 
     def _scalar(self, spec: TensorSpec, piece: Slice, state: str) -> float:
-        """The scalar of the rows in a piece. Where a cut was not one instant, of the first initialized slice."""
+        """The scalar of a piece's rows. If shards were cut one by one, that of the first initialized slice."""
         index, values = self._entry_index(), self._entries(VALUE, spec.name)
         touching = self._touching(index.get((SCALAR, state, spec.name), []), values, piece)
         flags = {e.first_row: bool(e.read()) for e in index.get((INITIALIZED, "", spec.name), [])}

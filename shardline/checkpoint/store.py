@@ -1,11 +1,11 @@
 """A folder of checkpoints: commit, find, fall back, retain.
 
     store = CheckpointStore(Path("run/checkpoints"), keep=3)
-    store.commit(Cut(...))
+    store.commit(CheckpointContents(...))
     checkpoint = store.newest_valid()
 
-The rename of a complete, durable, re-read folder is the commit point (PROTOCOL 1.7). `latest` and `best` are hints for
-people; nothing is decided by them, except that the best step is retained.
+The commit point is the rename of a complete, durable, re-read folder (PROTOCOL 1.7). `latest` and `best` are hints for
+people; no decision depends on them, except that the best step is retained.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from shardline.host import files
 
 LATEST, BEST = "latest", "best"
 BEST_BYTES = 1 << 20
-"""Of the hint `best`: a step and its metrics."""
+"""Most bytes of the hint `best`: a step and its metrics."""
 _TEMPORARY, _TRASH = "tmp-", "trash-"
 
 Images = Mapping[int, Iterable[BucketImage]] | Callable[[int], Iterable[BucketImage]]
-"""Images of a shard by its number. A function that fetches when it is called needs memory for one shard at a time."""
+"""Images by shard number. A function that fetches when called needs memory for only one shard at a time."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """All a checkpoint holds. In synchronous mode every image is of `step`."""
+class CheckpointContents:
+    """The content of a checkpoint. In synchronous mode every image is of `step`."""
 
     job: JobSpec
     plan: Plan
@@ -53,13 +53,13 @@ class Cut:
     timeline: int
     term: int
     consistent: bool
-    """True where all shards stand at `step` (synchronous mode)."""
+    """Whether all shards are at `step` (synchronous mode)."""
     versions: Sequence[int]
-    """Optimizer applications per shard."""
+    """Number of applied updates, per shard."""
     images: Images
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values a mode needs: leases, worker sequences; read after the last image, so images may bring some of them.
-    "cursor" is where the data order goes on, by default {"step": step}."""
+    """JSON values that a mode needs: leases, worker sequences; read after the last image, so images may add to them.
+    "cursor" is the position in the data order, by default {"step": step}."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class Best:
 
 
 class CheckpointStore:
-    """The checkpoints of one job in one folder, which need not exist yet. Safe to use from several threads."""
+    """The checkpoints of one job in one folder, which need not exist yet. Thread-safe."""
 
     def __init__(self, dir: Path, keep: int, *, files: Files | None = None) -> None:
-        """keep: number of newest checkpoints that retention leaves, at least 1.
+        """keep: number of newest checkpoints that are retained, at least 1.
 
-        Sweeps what dead writers left behind; a living writer's folder is locked and stays.
+        Deletes the leftovers of dead writers; a living writer's folder is locked, and stays.
         """
         if keep < 1:
             raise UsageError(f"checkpoints to keep: {keep}; it must be at least 1")
@@ -85,18 +85,18 @@ class CheckpointStore:
         self._files = files or Files()
         self._committing = threading.Lock()
         self._retaining = threading.Lock()
-        """Held while deciding what goes: a step must not be deleted between its listing and its marking."""
+        """Held while choosing what to delete: no step may be deleted between being listed and being marked."""
         self._protected: set[int] = set()
         self._sweep()
 
     # Writing.
 
-    def commit(self, cut: Cut) -> Path:
+    def commit(self, cut: CheckpointContents) -> Path:
         """Write a cut and make it the newest checkpoint; returns its folder.
 
-        A step that exists with the same content is done already; one that exists damaged is replaced. Raises
-        CheckpointError for a step that exists with other content, for a cut that doesn't hold what its plan says, and
-        for a full, read-only or failing disk. In all these cases the previous checkpoints stay as they were.
+        A step that exists with the same content is left as it is; a damaged one is replaced. Raises CheckpointError if
+        the step exists with other content, if the cut doesn't match its plan, or if the disk is full, read-only or
+        failing. Earlier checkpoints then stay as they were.
         """
         with self._committing:
             target = self.dir / step_folder(cut.step)
@@ -123,7 +123,7 @@ class CheckpointStore:
                 self._retain(cut.step)
             return target
 
-    def _write_and_rename(self, cut: Cut, temporary: Path, target: Path) -> None:
+    def _write_and_rename(self, cut: CheckpointContents, temporary: Path, target: Path) -> None:
         content = self._write(cut, temporary)
         aside = None
         if target.exists():
@@ -136,7 +136,7 @@ class CheckpointStore:
             self._files.rename(temporary, target)
         except OSError:
             if aside is not None:
-                # It may have been the disk that failed, and not what is on it.
+                # The disk may have failed, rather than the checkpoint on it.
                 self._files.rename(aside, target)
             raise
         if aside is not None:
@@ -149,7 +149,7 @@ class CheckpointStore:
                 "after a power failure it may be gone"
             ) from error
 
-    def _write(self, cut: Cut, folder: Path) -> str:
+    def _write(self, cut: CheckpointContents, folder: Path) -> str:
         """Write and re-read all files of a cut; returns the digest of its content."""
         digest = ContentDigest(cut.job.tensors)
         num_shards = len(cut.plan.shards)
@@ -190,7 +190,7 @@ class CheckpointStore:
         return digest.hexdigest()
 
     def _same(self, target: Path, content: str) -> bool:
-        """Whether a step that exists already is this cut; False where it is damaged. Refuses one of other content."""
+        """Whether an existing step is this cut; False if it is damaged. Raises CheckpointError if it is another."""
         try:
             existing = Checkpoint(target)
             existing.verify()
@@ -205,32 +205,32 @@ class CheckpointStore:
         )
 
     def mark_best(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Retain this step until a better one is marked. Raises CheckpointError where it doesn't exist."""
+        """Retain this step until a better one is marked. Raises CheckpointError if it doesn't exist."""
         with self._retaining:
             if step not in self.list():
                 raise CheckpointError(f"{self.dir} has no checkpoint of step {step} to mark as the best")
-            # JSON has no NaN; a metric may well be one.
+            # JSON has no NaN, but a metric may be NaN.
             known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             self._hint(BEST, json.dumps({"step": step, "metrics": known}).encode())
 
     def protect(self, step: int) -> None:
-        """Keep a step from retention while somebody (the evaluator) still needs it."""
+        """Keep a step from being deleted while someone (the evaluator) needs it."""
         with self._retaining:
             self._protected.add(step)
 
     def unprotect(self, step: int) -> None:
-        """Take protect() back."""
+        """Undo protect()."""
         with self._retaining:
             self._protected.discard(step)
 
     # Reading.
 
     def list(self) -> list[int]:
-        """Committed steps, ascending, as the folder shows them; valid or not."""
+        """Committed steps in the folder, ascending, valid or not."""
         return committed_steps(self.dir)
 
     def best(self) -> Best | None:
-        """The marked best step, or None where there is none or the hint can't be read."""
+        """The marked best step; None if there is none or the hint can't be read."""
         try:
             value = json.loads(files.read_bytes(self.dir / BEST, BEST_BYTES))
             metrics = {str(k): math.nan if v is None else float(v) for k, v in value["metrics"].items()}
@@ -240,7 +240,7 @@ class CheckpointStore:
         return Best(step, metrics) if type(step) is int and step in self.list() else None
 
     def open(self, step: int, *, verify: bool = True) -> Checkpoint:
-        """The checkpoint of a step, its checksums compared. Raises CheckpointError where it is missing or damaged."""
+        """The checkpoint of a step, with verified checksums. Raises CheckpointError if it is missing or damaged."""
         path = self.dir / step_folder(step)
         if not path.is_dir():
             raise CheckpointError(f"{self.dir} has no checkpoint of step {step}; it has {_steps_text(self.list())}")
@@ -250,9 +250,9 @@ class CheckpointStore:
         return checkpoint
 
     def newest_valid(self) -> Checkpoint:
-        """The newest checkpoint that is whole. Its `warnings` name the newer ones that are not, and why.
+        """The newest valid checkpoint. Its `warnings` name newer ones that are damaged, and why.
 
-        Raises CheckpointError where there is none.
+        Raises CheckpointError if there is none.
         """
         return newest_valid(self.dir)
 
@@ -263,14 +263,15 @@ class CheckpointStore:
         try:
             self._files.replace(path, content)
         except OSError as error:
-            # Only a hint: what it points at is committed, so failing here would be a lie.
+            # Only a hint: the checkpoint is committed, so an error would be wrong.
             _log.warning("%s can't be replaced: %s", path, os_text(error))
 
     def _retain(self, committed: int) -> None:
-        """Of the steps up to the one just committed, delete all but the newest `keep`, the best and the protected.
+        """Delete old steps up to the one just committed, except the newest `keep`, the best and the protected ones.
 
-        Called with _retaining held. The one just committed was read back and nothing newer is touched, so whatever
-        goes, a newer whole checkpoint stays. Newer ones are what the job has fallen back past, until it comes by again.
+        Called with _retaining held. The step just committed was read back and nothing newer is touched, so a valid
+        newer checkpoint always remains. Newer steps are from before a rollback, and stay until the job reaches them
+        again.
         """
         steps = [step for step in self.list() if step <= committed]
         best = self.best()
@@ -284,7 +285,7 @@ class CheckpointStore:
                     _log.warning("%s can't be deleted: %s", path, os_text(error))
 
     def _trash(self, path: Path) -> None:
-        """Delete a checkpoint: gone by name at once, so nobody ever lists a half-deleted one."""
+        """Delete a checkpoint; it is renamed first, so no one ever lists a half-deleted one."""
         self._discard(self._set_aside(path))
 
     def _set_aside(self, path: Path) -> Path:
@@ -301,7 +302,7 @@ class CheckpointStore:
             _log.warning("%s is left over and can't be deleted: %s", path, os_text(error))
 
     def _clear(self, temporary: Path) -> None:
-        """Make room for a temporary folder that a dead writer may have left since the store was opened."""
+        """Delete a temporary folder that a dead writer may have left since the store was opened."""
         if temporary.exists():
             self._sweep_one(temporary)
         if temporary.exists():
@@ -329,7 +330,7 @@ class CheckpointStore:
 
 
 def _hold(folder: Path) -> int | None:
-    """Lock of a folder just made, or None on a file system that locks no folders: there nobody sweeps either."""
+    """Lock a new folder; None on a file system that can't lock folders, where nothing is swept either."""
     try:
         lock = try_lock(folder)
     except OSError as error:
@@ -341,7 +342,7 @@ def _hold(folder: Path) -> int | None:
 
 
 def committed_steps(dir: Path) -> list[int]:
-    """Steps that have a folder, ascending. Raises CheckpointError where the folder can't be listed."""
+    """Steps that have a folder, ascending. Raises CheckpointError if the folder can't be listed."""
     try:
         names = [path.name for path in dir.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -352,7 +353,7 @@ def committed_steps(dir: Path) -> list[int]:
 
 
 def newest_valid(dir: Path) -> Checkpoint:
-    """CheckpointStore.newest_valid for those who only read."""
+    """CheckpointStore.newest_valid for readers."""
     warnings: list[str] = []
     for step in reversed(committed_steps(dir)):
         try:
@@ -375,7 +376,7 @@ def _steps_text(steps: Sequence[int]) -> str:
     return f"steps {shown}" if len(steps) <= 10 else f"{len(steps)}, the last being steps {shown}"
 
 
-def _check_cut(cut: Cut) -> None:
+def _check_cut(cut: CheckpointContents) -> None:
     if cut.plan.tensors != cut.job.tensors:
         raise CheckpointError(f"the cut of step {cut.step} has a plan of other tensors than its job's")
     if len(cut.versions) != len(cut.plan.shards):
@@ -384,12 +385,12 @@ def _check_cut(cut: Cut) -> None:
         )
 
 
-def _fetch(cut: Cut, shard: int) -> list[BucketImage]:
+def _fetch(cut: CheckpointContents, shard: int) -> list[BucketImage]:
     """All images of a shard, checked to be of the cut's step."""
     try:
         images = list(cut.images(shard) if callable(cut.images) else cut.images[shard])
     except (KeyError, OSError) as error:
-        # An OSError here is a connection's, not the disk's.
+        # An OSError here comes from a connection, not from the disk.
         raise CheckpointError(f"shard {shard} of the cut of step {cut.step} can't be fetched: {error!r}") from error
     for image in images:
         if cut.consistent and image.step != cut.step:

@@ -1,4 +1,4 @@
-"""shardline certs: a CA and a certificate for each task, for a try and for networks without a CA."""
+"""shardline certs: a CA and a certificate for each task, for trials and for networks without a CA."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def certs(out: Path, hosts: tuple[str, ...], cluster: str | None, role: str | No
     tasks = _tasks(cluster)
     wanted = {**tasks, **{host.replace(":", "-"): host for host in hosts}} or {"localhost": "localhost"}
     roles = {name: name.partition("-")[0] if name in tasks else role or "" for name in wanted}
-    # Its library takes a moment to load.
+    # Importing it takes a moment.
     from shardline.certs import make_certificates
 
     made = make_certificates(out, wanted, days=days, roles=roles)

@@ -1,4 +1,4 @@
-"""shardline status|stop|export: look at a running cluster, end it, take a checkpoint home."""
+"""shardline status|stop|export: show a running cluster, end it, export a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _spec(cluster: str | None) -> ClusterSpec:
 
 
 def chief_address(cluster: str | None) -> str:
-    """Address of the chief that --cluster or TF_CONFIG names; raises ClusterSpecError."""
+    """Address of the chief in --cluster or TF_CONFIG. Raises ClusterSpecError."""
     return _spec(cluster).chief
 
 
@@ -59,7 +59,7 @@ def status(cluster: str | None, timeout: float, **files: Path | None) -> int:
         client.close()
     from shardline.cli.terminal import PlainConsole
 
-    # A pipe has no width: the table is then as wide as it needs to be.
+    # A pipe has no width: make the table as wide as necessary.
     console = PlainConsole(width=None if sys.stdout.isatty() else 240)
     for text in headline(found):
         console.say(text)
@@ -85,7 +85,7 @@ def versions(task: TaskStatus) -> str:
 
 
 def standbys(task: TaskStatus) -> str:
-    """Standbys of a ps's shards, such as "0:ps/1 in step, 2:ps/0 copying"; empty where there are to be none."""
+    """Standbys of a ps's shards, such as "0:ps/1 in step, 2:ps/0 copying"; empty if there are to be none."""
     from shardline.observability.view import STANDBY_WORDS
 
     return ", ".join(
@@ -98,7 +98,7 @@ def table(found: ChiefStatus) -> Table:
     from rich.table import Table
 
     rows = Table(box=None, pad_edge=False)
-    # The widest and least asked for come last: a narrow terminal breaks the line there.
+    # The widest and least important columns come last: a narrow terminal wraps there.
     right = ("step", "push MB/s", "pull MB/s", "heard")
     # Most jobs have no standbys.
     second = ("shard:standby",) if any(standbys(task) for task in found.tasks) else ()
@@ -109,14 +109,14 @@ def table(found: ChiefStatus) -> Table:
         rows.add_row(
             task.task,
             task.state,
-            # A ps takes no steps: the versions of its shards say where it is.
+            # A ps takes no steps: the versions of its shards show its progress.
             "" if task.shards else str(task.step),
             f"{task.push_bytes_per_s / 1e6:.2f}",
             f"{task.pull_bytes_per_s / 1e6:.2f}",
             f"{task.last_heard_s:.1f} s ago",
             versions(task),
             *((standbys(task),) if second else ()),
-            # term << 32 | counter: shown as people count.
+            # term << 32 | counter, shown as "term.counter".
             f"{task.incarnation >> 32}.{task.incarnation & 0xFFFFFFFF}",
             task.address,
             task.metrics_address,

@@ -1,4 +1,4 @@
-"""shardline health: is the task at an address well? What HEALTHCHECK of the image runs."""
+"""shardline health: is the task at an address healthy? Used by the image's HEALTHCHECK."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardline.errors import UnreachableError
 @click.option("--within", type=click.FloatRange(0.1, 3600.0), default=5.0, show_default=True, help="Seconds.")
 @options.secured
 def health(address: str, within: float, **files: Path | None) -> int:
-    """Ask the gRPC health service of one task; the exit code is 0 where it serves, 3 where it does not."""
+    """Query the gRPC health service of a task; the exit code is 0 if it is serving, 3 if not."""
     from shardline.rpc.health import check
 
     asked = own_address(address)

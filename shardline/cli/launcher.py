@@ -1,13 +1,13 @@
-"""A whole cluster on this machine, each task an OS process of its own.
+"""A whole cluster on this machine, each task in a process of its own.
 
     with LocalCluster(LaunchOptions(job=Path("job.py"), ps=2, workers=2, out=Path("runs/x"))) as cluster:
         cluster.kill("worker/1")
         code = cluster.wait(timeout_s=60)
 
-The chief's port is held for it, so that it is there when the chief is started again; over an inherited pipe the chief
-tells that it listens. The others bind free ones and tell the chief at Join. Every task is the leader of a session of
-its own, so a terminal's Ctrl-C doesn't reach it, and holds the reading end of a pipe that closes when the launcher
-dies, whatever the way.
+The launcher reserves the chief's port, so that a restarted chief can use it again; the chief reports on an inherited
+pipe when it listens. The other tasks bind free ports and report them in their Join. Every task leads a session of its
+own, so Ctrl-C in the terminal doesn't reach it, and has the read end of a pipe that closes when the launcher dies, in
+whatever way.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from shardline.cli.fates import MAX_RESTARTS as MAX_RESTARTS
-from shardline.cli.fates import Ended, describe_code, lacking, may_restart
+from shardline.cli.process_exits import MAX_RESTARTS as MAX_RESTARTS
+from shardline.cli.process_exits import Ended, describe_code, lacking, may_restart
 from shardline.cli.roles import COMMANDS, reads
 from shardline.cluster import ClusterSpec, parse_task
 from shardline.config import check_standbys
@@ -48,13 +48,13 @@ from shardline.security import PLAIN, Security
 log = logging.getLogger("shardline.cli.launcher")
 
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
-"""What shardline.connect() takes from the environment where the script doesn't say it."""
+"""Settings that shardline.connect() takes from the environment unless the script passes them."""
 TAIL_BYTES = 8192
 LAST_WORDS = re.compile(r"(?:shardline: |\d\d:\d\d:\d\d \S+ (?:step \d+ )?(?:ERROR|CRITICAL) )(.+)")
 LIFE_FD = "SHARDLINE_LIFE_FD"
-"""How a script learns of the pipe that ends with the launcher; tasks get --life-fd."""
+"""Environment variable with a script's pipe that closes with the launcher; other tasks get --life-fd."""
 
-# A task's flags come from its command line alone: SHARDLINE_METRICS_PORT and the like were the launcher's to read.
+# Tasks get their flags from the command line only: SHARDLINE_METRICS_PORT and the like were for the launcher.
 NOT_INHERITED = {"TF_CONFIG", LIFE_FD} | {
     str(parameter.envvar) for command in COMMANDS for parameter in command.params if parameter.envvar
 }
@@ -62,7 +62,7 @@ NOT_INHERITED = {"TF_CONFIG", LIFE_FD} | {
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What to run. job is the job file, or the training script where script is True."""
+    """Options of a local cluster. job: the job file, or the training script if script is True."""
 
     job: Path
     out: Path
@@ -73,7 +73,7 @@ class LaunchOptions:
     resume: bool = False
     timeouts: Timeouts = field(default_factory=Timeouts)
     device: str = "cpu"
-    """Of workers, evaluators and a chief that trains."""
+    """Device for workers, evaluators and a chief that trains."""
     ps_device: str = "cpu"
     gpu_memory_fraction: float | None = None
     chief_trains: bool = False
@@ -83,16 +83,16 @@ class LaunchOptions:
     script: bool = False
     script_args: tuple[str, ...] = ()
     restart: bool = True
-    """Start a task that died again, at most MAX_RESTARTS times each."""
+    """Restart tasks that die, at most MAX_RESTARTS times each."""
     security: Security = PLAIN
-    """All tasks use the same files, chief and ps the admin token too; the certificate must name 127.0.0.1."""
+    """All tasks use the same files; chief and ps also the admin token. The certificate must name 127.0.0.1."""
     insecure_bind: bool = False
-    """The chief's page may be open to others without TLS; nothing else is beyond loopback."""
+    """The chief's page may be open to other machines without TLS; everything else is on loopback."""
     lane: str = "auto"
     overlap: bool = True
     run_dir: Path | None = None
     page: str | None = None
-    """Where the chief serves its page; None = nowhere."""
+    """Address of the chief's page; None = no page."""
 
     def __post_init__(self) -> None:
         if self.ps < 1:
@@ -118,7 +118,7 @@ class LaunchOptions:
                 )
 
     def spec(self, chief: str = "127.0.0.1:0") -> ClusterSpec:
-        """The cluster; port 0 is any that is free when the task binds it."""
+        """The cluster spec; port 0 means that the task binds a free port."""
         counts = {"ps": self.ps, "worker": self.workers, "evaluator": self.evaluators}
         tasks = {role: ("127.0.0.1:0",) * count for role, count in counts.items() if count}
         return ClusterSpec({"chief": (chief,), **tasks})
@@ -132,7 +132,7 @@ def task_command(
     if options.script and role == "worker":
         return [sys.executable, str(options.job), *options.script_args]
     device = options.ps_device if role == "ps" else options.device
-    # -P: the working directory's own modules (a person's queue.py) must not hide the standard library's.
+    # -P: modules in the working directory (a user's queue.py) must not hide the standard library's.
     command = [sys.executable, "-P", "-m", "shardline", role, "--cluster", str(cluster_path(options.out))]
     command += ["--task", task, "--out", str(options.out)]
     command += ["--timeout", str(options.timeouts.total_s), "--join-timeout", str(options.timeouts.join_s)]
@@ -174,7 +174,7 @@ def task_command(
 
 
 def _shared_paths(options: LaunchOptions) -> dict[str, Path]:
-    """Files and folders that all tasks are given, by the flag's name; absolute, since a script may go elsewhere."""
+    """Files and folders passed to all tasks, by flag; absolute, since a script may change its directory."""
     held = options.security
     paths = {
         "tls_cert": held.tls_cert,
@@ -206,7 +206,7 @@ def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: M
         for name, path in _shared_paths(options).items():
             settings[f"SHARDLINE_{name.upper()}"] = str(path)
         settings[LIFE_FD] = str(life_fd)
-        # As torchrun does: each of several processes would otherwise take all cores and get in the others' way.
+        # As torchrun does: otherwise each of several processes would use all cores, at the others' expense.
         settings.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.workers)))
         for name, value in options.overrides:
             settings[f"SHARDLINE_{name.upper()}"] = value
@@ -214,7 +214,7 @@ def task_environment(options: LaunchOptions, task: str, *, life_fd: int, base: M
 
 
 def cluster_path(out: Path) -> Path:
-    """Where the cluster's addresses are written."""
+    """Path of the file with the cluster's addresses."""
     return out / "cluster.json"
 
 
@@ -237,15 +237,15 @@ class LaunchError(ShardlineError):
 class LocalCluster:
     """Starts, watches, restarts and ends the processes of one cluster. Thread-safe.
 
-    `events` gets an Ended for each process that ends; nobody has to read it.
+    `events` gets an Ended for each process that ends; reading it is optional.
     """
 
     def __init__(self, options: LaunchOptions) -> None:
         self.options = options
         self.say: Callable[[str], None] = lambda sentence: None
-        """Tells the person what the start waits for."""
+        """Called with a message for the user on what the start waits for."""
         self.lock: RunLock | None = None
-        """Of --out, from before the first byte is written there until every process has ended."""
+        """Lock of --out, held from before the first byte is written there until every process has ended."""
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.chief_address = ""
         self._lock = threading.RLock()
@@ -254,11 +254,11 @@ class LocalCluster:
         self._stopping = False
         self._held: set[str] = set()
         self.up = False
-        """Entered as a context, with every process started."""
+        """Entered as a context, with all processes started."""
         self._spawning = False
         self._given_up: BaseException | None = None
         self._chief_port: socket.socket | None = None
-        """Held, or a connection that this machine opens might have it while the chief is started again."""
+        """Reserves the port, so that no connection of this machine can take it while the chief is restarted."""
         self._life_read, self._life_write = os.pipe()
         self._fork_server: ForkServer | None = None
 
@@ -277,7 +277,7 @@ class LocalCluster:
     # Starting
 
     def start(self) -> None:
-        """Start the chief, learn its address, start the others. Raises LaunchError where the chief ends instead."""
+        """Start the chief, read its address, start the others. Raises LaunchError if the chief ends first."""
         self.lock = RunLock.take(self.options.out / "chief")
         try:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
@@ -296,7 +296,7 @@ class LocalCluster:
             try:
                 self._spawn("chief/0", ready_fd=ready_write)
             finally:
-                # Only the chief may hold the writing end, or its death would not end the pipe.
+                # Only the chief may hold the write end, or its death would not close the pipe.
                 os.close(ready_write)
             self.chief_address = self._read_address(ready_read)
         finally:
@@ -310,7 +310,7 @@ class LocalCluster:
                 self._spawn(task)
 
     def _hold_port(self) -> str:
-        """An address for the chief."""
+        """Reserve a port for the chief; returns its address."""
         if not CAN_HOLD:
             return "127.0.0.1:0"
         self._chief_port = held_port()
@@ -321,7 +321,7 @@ class LocalCluster:
         files.replace(path, spec.to_json().encode())
 
     def _read_address(self, fd: int) -> str:
-        """What the chief tells when it listens: it is waited for while its process is there, and for no longer."""
+        """Read the address that the chief reports once it listens; waits as long as its process is running."""
         start_s = time.monotonic()
         limit_s = self.options.timeouts.join_s
         waiting = Waiting(start_s, start_s + limit_s, first_s=EVERY_S)
@@ -330,7 +330,7 @@ class LocalCluster:
             selector.register(fd, selectors.EVENT_READ)
             while not line.endswith(b"\n"):
                 ready = selector.select(waiting.pause_s(time.monotonic()))
-                # What the chief has started may hold the pipe's other end for longer than it lives.
+                # Children of the chief may keep the write end open after its death.
                 if not ready and not self._child("chief/0").ended.is_set():
                     now_s = time.monotonic()
                     if now_s >= waiting.deadline_s:
@@ -382,7 +382,7 @@ class LocalCluster:
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """No signal handler raises between the birth of a process and our knowing it; see give_up()."""
+        """Within it, no signal handler raises between a process's start and its registration; see give_up()."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -395,9 +395,9 @@ class LocalCluster:
             raise self._given_up
 
     def give_up(self, error: BaseException) -> None:
-        """For signal handlers while the cluster starts: raise, but not before a process that is being born is known.
+        """For signal handlers during the start: raise the error, but only once a process being started is registered.
 
-        Does nothing where the cluster is being ended already.
+        Does nothing if the cluster is being shut down already.
         """
         if self._spawning:
             self._given_up = error
@@ -408,10 +408,10 @@ class LocalCluster:
 
     def _watch(self, task: str, child: _Child) -> None:
         pid = child.process.pid
-        # The process stays a zombie until it is reaped under the lock, so its pid can't be another's when we signal it.
+        # The process stays a zombie until it is reaped under the lock, so we can't signal another process with its pid.
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
-            # What the task itself started and left behind ends with it.
+            # Also end what the task itself started and left behind.
             _signal_group(pid, signal.SIGKILL)
             code = child.process.wait()
             child.code = code
@@ -453,14 +453,14 @@ class LocalCluster:
         return self._child(task).process.pid
 
     def running(self) -> tuple[str, ...]:
-        """Tasks whose process is there."""
+        """Tasks whose process is running."""
         with self._lock:
             return tuple(task for task, child in self._children.items() if child.code is None)
 
     def lacking(self, *, begun: bool) -> str:
-        """Why the job can't go on with the processes that are gone for good, as a phrase; empty where it can.
+        """Why the job can't continue without the processes that are gone for good, as a phrase; empty if it can.
 
-        One that ended well counts too: whether the job needs it still is the chief's to say.
+        Includes processes with exit code 0: only the chief knows whether the job still needs them.
         """
         options = self.options
         with self._lock:
@@ -475,7 +475,7 @@ class LocalCluster:
         )
 
     def log_path(self, task: str) -> Path:
-        """What a task wrote to its standard output and error, of all its processes."""
+        """File with the stdout and stderr of all processes of a task."""
         return self.options.out / "logs" / f"{task.replace('/', '-')}.log"
 
     def log_tail(self, task: str, lines: int = 10) -> list[str]:
@@ -488,11 +488,11 @@ class LocalCluster:
             return []
 
     def last_words(self, task: str) -> str:
-        """The sentence a task ended with: of the command, or of its last logged error; empty where it left none."""
+        """The message a task ended with: that of the command, or its last logged error; empty if there is none."""
         return next((match[1] for line in reversed(self.log_tail(task)) if (match := LAST_WORDS.match(line))), "")
 
     def wait_exit(self, task: str, *, timeout_s: float) -> int:
-        """Wait for the end of a task's present process; returns its code. Raises TaskLostError after timeout_s."""
+        """Wait until a task's current process ends; returns its exit code. Raises TaskLostError after timeout_s."""
         child = self._child(task)
         if not child.ended.wait(timeout_s) or child.code is None:
             raise TaskLostError(f"{task} has not ended within {timeout_s:.0f} s")
@@ -501,7 +501,7 @@ class LocalCluster:
     def wait(self, *, timeout_s: float) -> int:
         """Wait until the job has ended; returns the chief's exit code. Raises TaskLostError after timeout_s.
 
-        A chief that is started again has not ended it.
+        A chief that is restarted has not ended the job.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -511,7 +511,7 @@ class LocalCluster:
                 return code
 
     def wait_all(self, *, timeout_s: float) -> tuple[str, ...]:
-        """Wait until every process has ended by itself; returns the tasks still there after timeout_s."""
+        """Wait until every process has ended by itself; returns the tasks still running after timeout_s."""
         self._wait_all(time.monotonic() + timeout_s)
         return self.running()
 
@@ -528,11 +528,11 @@ class LocalCluster:
                 os.kill(child.process.pid, number)
 
     def interrupt(self) -> None:
-        """Ask the chief to end the job with a checkpoint; it tells all others."""
+        """Ask the chief to end the job with a checkpoint; it notifies all others."""
         self._signal("chief/0", signal.SIGTERM, group=False)
 
     def kill(self, task: str, *, restart: bool = True) -> None:
-        """SIGKILL a task and what it started; it is restarted as any dead task is, unless restart is False."""
+        """SIGKILL a task and its children; it is restarted like any dead task, unless restart is False."""
         with self._lock:
             child = self._child(task)
             (self._held.discard if restart else self._held.add)(task)
@@ -541,14 +541,14 @@ class LocalCluster:
             raise InternalError(f"{task} (pid {child.process.pid}) is still there 10 s after SIGKILL")
 
     def restart(self, task: str) -> None:
-        """Start a task again, killing its process first where it is there. Doesn't count as one of its restarts."""
+        """Start a task again, after killing any process it has. Doesn't count as one of its restarts."""
         self.kill(task, restart=False)
         with self._lock:
             self._held.discard(task)
             self._spawn(task)
 
     def stop(self, *, grace_s: float = 5.0) -> None:
-        """End every process: SIGTERM, after grace_s SIGKILL. All are gone on return. May be called twice."""
+        """End every process: SIGTERM, then SIGKILL after grace_s seconds. All are gone on return. Repeatable."""
         with self._lock:
             self._stopping = True
             for task in self.running():

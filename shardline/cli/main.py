@@ -1,4 +1,4 @@
-"""The shardline command: parse, run, and end with one sentence and an exit code where something is wrong."""
+"""The shardline command: parse, run, and end with one sentence and an exit code on an error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cli() -> None:
 @click.argument("seam", required=False, type=click.Choice(list(methods.SEAMS)))
 @plugin
 def list_methods(seam: str | None) -> None:
-    """List what --consistency, --rule, --codec and the other choices of a job can be, with their settings."""
+    """List the choices for --consistency, --rule, --codec and the other methods of a job, with their settings."""
     for name, (_, _, about) in methods.SEAMS.items():
         if seam in (None, name):
             rows = methods.table(name).describe()
@@ -70,7 +70,7 @@ for command in (train, *COMMANDS, top, status, stop, export, certs, health, benc
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. Errors made on purpose print one sentence, others a traceback."""
+    """Run the command line; returns the exit code. Expected errors print one sentence, others a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--" in arguments:
         cut = arguments.index("--")

@@ -1,4 +1,4 @@
-"""Flags that several commands share, and the settings they make.
+"""Flags shared by several commands, and the settings made from them.
 
 Precedence is flag > SHARDLINE_* > TF_CONFIG or file > default. Nothing here imports torch: --help must be quick.
 """
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from shardline import methods, plugins
-from shardline.cluster import Membership, locate, own_address, parse_address, parse_task, read_spec, wants_place
+from shardline.cluster import TaskPlace, locate, own_address, parse_address, parse_task, read_spec, wants_place
 from shardline.config import RoleConfig
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
@@ -26,11 +26,11 @@ from shardline.security import Security
 F = TypeVar("F", bound=Callable[..., Any])
 
 JOB_ARGS = "SHARDLINE_JOB_ARGS"
-"""Environment variable with what the command line had after "--", for the job file (shlex.split reads it)."""
+"""Environment variable with the arguments after "--", for the job file (parse it with shlex.split)."""
 
 
 MAX_NAMED_FILES = 4
-"""Where a folder is given for a job file, these many .py files in it are named at most."""
+"""If a folder is given as the job file, the error names at most this many of its .py files."""
 
 
 def variable(name: str) -> str:
@@ -49,7 +49,7 @@ def option(name: str, *declarations: str, **settings: Any) -> Callable[[F], F]:
 
 
 def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
-    """One decorator of several, shown in --help in this order."""
+    """Combine decorators into one; --help shows the options in this order."""
 
     def decorate(function: F) -> F:
         for decorator in reversed(decorators):
@@ -60,14 +60,14 @@ def together(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 
 def check_device(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
-    """Refuse what is no device name; whether the device exists is the task's to say."""
+    """Refuse an invalid device name; whether the device exists is checked by the task."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
         raise click.BadParameter(f"{value!r} is not a device; use cpu, cuda or cuda:N")
     return value
 
 
 def check_fraction(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    """Refuse what is no share of a device's memory."""
+    """Refuse an invalid share of a device's memory."""
     if value is not None and not 0.0 < value <= 1.0:
         raise click.BadParameter(f"{value} is not a fraction of a device's memory; use a number above 0, at most 1")
     return value
@@ -76,7 +76,7 @@ def check_fraction(_context: click.Context, _parameter: click.Parameter, value: 
 def check_settings(
     _context: click.Context, _parameter: click.Parameter, value: tuple[str, ...]
 ) -> tuple[tuple[str, str], ...]:
-    """FIELD=VALUE texts as pairs."""
+    """Convert FIELD=VALUE texts to pairs."""
     pairs = []
     for text in value:
         field, equals, setting = text.partition("=")
@@ -87,22 +87,22 @@ def check_settings(
 
 
 class MethodOption(click.Option):
-    """A choice from a seam's table; --help lists the package's own, the job checks it."""
+    """A choice from a seam's table; --help lists the built-in ones, the job checks the value."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Its help, with what there is to choose from."""
+        """The option's help with the available choices."""
         names = ", ".join(usage.partition(":")[0] for usage, _ in methods.written()[str(self.name)])
         self.help = f"{methods.SEAMS[str(self.name)][2]} Overrides the job's: {names}. See: shardline methods."
         return super().get_help_record(ctx)
 
 
 def method(seam: str) -> Callable[[F], F]:
-    """The flag of a seam."""
+    """The flag for a seam."""
     return option(f"--{seam}", cls=MethodOption, metavar="NAME[:KEY=VALUE,...]")
 
 
 def add_plugins(_context: click.Context, _parameter: click.Parameter, value: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Name them in the environment: what reads a table loads them, in this process and in those that it starts."""
+    """Put the files into the environment, for this process and its children to load when they read a table."""
     plugins.add(value)
     return value
 
@@ -219,12 +219,12 @@ page = together(
 
 
 def timeouts(flags: Mapping[str, Any]) -> Timeouts:
-    """Deadlines of parsed flags."""
+    """Timeouts from parsed flags."""
     return Timeouts(total_s=flags["timeout"], join_s=flags["join_timeout"])
 
 
 def page_address(flags: Mapping[str, Any]) -> str | None:
-    """Address of the chief's page, None for no page; refuses what is no address."""
+    """Address of the chief's page, or None for no page. Refuses an invalid address."""
     text: str = flags["page"]
     if flags["no_page"] or text.lower() in ("off", "none", ""):
         return None
@@ -233,7 +233,7 @@ def page_address(flags: Mapping[str, Any]) -> str | None:
 
 
 def security(flags: Mapping[str, Any]) -> Security:
-    """TLS files and tokens of parsed flags; the files are read."""
+    """TLS files and tokens from parsed flags; reads the files."""
     return Security(
         tls_cert=flags["tls_cert"],
         tls_key=flags["tls_key"],
@@ -244,7 +244,7 @@ def security(flags: Mapping[str, Any]) -> Security:
 
 
 def _role_security(role: str, flags: Mapping[str, Any]) -> Security:
-    """What a task is given: who commands nobody does not read the admin token, even where all have its path."""
+    """Security settings of a task: roles that send no commands don't read the admin token, even if given its path."""
     commands = role in ("chief", "ps")
     if not commands:
         return security({**flags, "admin_token_file": None})
@@ -254,11 +254,11 @@ def _role_security(role: str, flags: Mapping[str, Any]) -> Security:
 
 
 JOB_FIELDS = ("steps", "seed", *methods.SEAMS)
-"""Fields of the job with a flag of their own."""
+"""Fields of the job that have a flag of their own."""
 
 
 def overrides(flags: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Job fields given on the command line; refuses one given twice."""
+    """Job fields given on the command line; refuses duplicates."""
     given: tuple[tuple[str, str], ...] = flags["settings"]
     pairs = tuple((field, str(flags[field])) for field in JOB_FIELDS if flags[field] is not None) + given
     fields = [field for field, _ in pairs]
@@ -269,7 +269,7 @@ def overrides(flags: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def existing_job(path: Path | None) -> Path | None:
-    """The job file; raises JobError where there is none, or a folder in its place."""
+    """The job file. Raises JobError if it doesn't exist or is a folder."""
     if path is None:
         return None
     try:
@@ -286,7 +286,7 @@ def existing_job(path: Path | None) -> Path | None:
 
 
 def _job_files(folder: Path) -> str:
-    """What to name in the place of a folder."""
+    """Files to suggest instead of a folder."""
     with contextlib.suppress(OSError):
         found = [str(one) for one in sorted(folder.glob("*.py")) if one.name != "__init__.py"]
         if len(found) > MAX_NAMED_FILES:
@@ -343,29 +343,29 @@ def role_config(role: str, flags: Mapping[str, Any], environ: Mapping[str, str] 
     )
 
 
-def _take_place(role: str, flags: Mapping[str, Any], secured_by: Security) -> Membership:
-    """The place that the chief hands out for --task ROLE/any."""
+def _take_place(role: str, flags: Mapping[str, Any], secured_by: Security) -> TaskPlace:
+    """The index that the chief assigns for --task ROLE/any."""
     if wants_place(flags["task"]) != role:
         task = flags["task"]
         raise ClusterSpecError(f"task {task} is no {role}; start it with: shardline {wants_place(task)}")
     if flags["cluster"] is None:
         raise ClusterSpecError(f"--task {flags['task']} needs --cluster FILE or SHARDLINE_CLUSTER")
     spec = read_spec(flags["cluster"])
-    _check_chief_port(Membership(spec, role, 0), ready_fd=None)
+    _check_chief_port(TaskPlace(spec, role, 0), ready_fd=None)
     address = own_address(flags["address"] or ":0")
-    # Imports grpc, which --help must not.
-    from shardline.rpc.place import take_place
+    # Imports grpc, which --help must not do.
+    from shardline.rpc.index_request import take_place
 
     task = take_place(spec.chief, role, address, timeouts(flags), secured_by)
-    return Membership(spec.with_place(task, address), *parse_task(task))
+    return TaskPlace(spec.with_place(task, address), *parse_task(task))
 
 
-def _with_own_address(place: Membership, given: str | None) -> Membership:
+def _with_own_address(place: TaskPlace, given: str | None) -> TaskPlace:
     address = own_address(given or place.spec.address(place.task))
-    return Membership(place.spec.with_place(place.task, address), place.role, place.index)
+    return TaskPlace(place.spec.with_place(place.task, address), place.role, place.index)
 
 
-def _check_chief_port(place: Membership, *, ready_fd: int | None) -> None:
+def _check_chief_port(place: TaskPlace, *, ready_fd: int | None) -> None:
     chief = place.spec.chief
     if parse_address(chief)[1] == 0 and (place.role != "chief" or ready_fd is None):
         raise ClusterSpecError(f"chief/0 is {chief} in the cluster spec; it needs a fixed port, so that others find it")

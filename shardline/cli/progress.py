@@ -1,4 +1,4 @@
-"""What `shardline train` shows while it runs: a progress bar on a terminal, a line every few seconds elsewhere."""
+"""The display of a running `shardline train`: a progress bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shardline.host.printable import printable
 LINE_EVERY_S = 3.0
 MIN_BAR, MAX_BAR = 8, 24
 MOST_NAMED = 4
-"""Tasks that are waited for, by name."""
+"""Most awaited tasks that are named."""
 OTHER_COLUMNS = 72
-"""Characters beside the bar, so that 80 columns show every figure whole."""
+"""Characters beside the bar, so that 80 columns show every figure in full."""
 
 
 def waiting_text(status: ChiefStatus) -> str:
-    """What the job does while it takes no steps, such as "waiting for ps/1"; empty where it trains."""
+    """What the job does while it takes no steps, such as "waiting for ps/1"; empty while it trains."""
     if status.phase == "waiting":
         lost = [task.task for task in status.tasks if task.state not in ("alive", "left")]
         missing = [*status.missing, *lost]
@@ -33,16 +33,16 @@ def waiting_text(status: ChiefStatus) -> str:
 
 
 def scores(status: ChiefStatus) -> str:
-    """The last evaluation, named apart from the training loss, which may have the same name and says something else.
+    """The last evaluation, labelled so that it can't be mistaken for the training loss, which may have the same name.
 
-    With its step: an evaluation is some steps behind, and that of step 0 scores what is not trained yet.
+    Includes its step: an evaluation lags behind, and that of step 0 scores an untrained model.
     """
     found = ", ".join(f"{name} {value:.4g}" for name, value in sorted(status.last_metrics.items()))
     return f"evaluated at step {status.last_metrics_step}: {found}" if found else ""
 
 
 def figures(status: ChiefStatus) -> str:
-    """Loss and speed in one short text; what isn't known yet is left out."""
+    """Loss and speed as a short text, without unknown values."""
     parts = []
     if math.isfinite(status.loss) and status.step > status.first_step:
         parts.append(f"loss {status.loss:.4f}")
@@ -69,13 +69,13 @@ def _duration(seconds: float) -> str:
 
 
 class Display(Protocol):
-    """Shows what is going on."""
+    """Shows the progress of a run."""
 
     def update(self, status: ChiefStatus) -> None:
         """Show the newest status."""
 
     def say(self, sentence: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
 
     def __enter__(self) -> Display: ...
 
@@ -117,7 +117,7 @@ class LineDisplay:
 
 
 class BarDisplay:
-    """A progress bar that is redrawn in place; evaluations are lines above it, since they are too long for it."""
+    """A progress bar that is redrawn in place; evaluations, which are too long for it, are printed above."""
 
     def __init__(self, console: PlainConsole) -> None:
         self._console = console
@@ -162,11 +162,11 @@ class BarDisplay:
 def on_terminal(console: PlainConsole) -> bool:
     """Whether the console's output can be redrawn in place.
 
-    FORCE_COLOR makes rich colour a pipe, as logs of builds want it; that makes the pipe no terminal.
+    With FORCE_COLOR, as set for build logs, rich colours a pipe; a pipe can't be redrawn all the same.
     """
     return console.file.isatty() and not console.is_dumb_terminal
 
 
 def make_display(console: PlainConsole) -> Display:
-    """The display that fits where the console writes to."""
+    """The display that suits the console's output."""
     return BarDisplay(console) if on_terminal(console) else LineDisplay(console)

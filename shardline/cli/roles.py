@@ -45,7 +45,7 @@ READERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("resume", "chief_trains", "min_workers", "max_workers", "standbys", "inexact"), ("chief",)),
     **dict.fromkeys(("page", "no_page"), ("chief",)),
 }
-"""Roles that read a setting, where not all do. Lanes and overlap are those of a chief that trains."""
+"""Roles that read a setting, if not all do. Lanes and overlap are for a chief that trains."""
 
 role_options = options.together(
     options.cluster,
@@ -100,7 +100,7 @@ role_options = options.together(
 
 
 def find_role(role: str) -> Run:
-    """The function behind a role, from the entry points of what is installed."""
+    """The function that runs a role, from the installed entry points."""
     found = tuple(importlib.metadata.entry_points(group=ENTRY_POINTS, name=role))
     if not found:
         raise UsageError(f"no installed package runs the role {role!r}; install Shardline: pip install -e .")
@@ -112,7 +112,7 @@ def run_role(role: str, flags: dict[str, Any]) -> int:
     """Run one task until the job ends; returns its exit code."""
     protect_output()
     if wants_place(flags["task"]):
-        # Until its index is known, it tells what it waits for by its role.
+        # Until its index is known, its log lines carry the role only.
         log.setup(role)
     config = options.role_config(role, flags)
     with native_log.condensed() if native_log.wanted(config.security) else contextlib.nullcontext():
@@ -128,7 +128,7 @@ def _run(role: str, config: RoleConfig) -> int:
     log.setup(config.task, json_path=json_path)
     for caution in (*_not_read(role, config.task), *config.cautions()):
         logging.getLogger("shardline").warning("%s", caution)
-    # Imports torch, as the role is about to; the allocator is told before either takes memory of any size.
+    # This imports torch, as the role is about to; the allocator is tuned before either allocates much.
     from shardline.host.allocator import tune_allocator
     from shardline.rpc.names import wait_for_own_name
 
@@ -138,9 +138,9 @@ def _run(role: str, config: RoleConfig) -> int:
 
 
 def _locked(config: RoleConfig) -> RoleConfig:
-    """The settings of a chief that holds the lock of its folder; nothing is written where another may, before."""
+    """The settings with the chief's folder locked; nothing is written before, since another run may hold the lock."""
     folder = (config.out or DEFAULT_OUT).absolute() / "chief"
-    # Where no chief ever was there is no run to protect: what is refused before this one begins leaves no folder.
+    # A new folder has no run to protect: a command refused before its run begins leaves no folder.
     if config.lock_fd is not None or not folder.exists():
         return config
     return dataclasses.replace(config, lock_fd=RunLock.take(folder).fd)
@@ -154,8 +154,8 @@ def reads(role: str, setting: str) -> bool:
 def role_command(role: str, run: Callable[[str, dict[str, Any]], int] = run_role) -> click.Command:
     """The click command of a role; run(role, flags) runs its task.
 
-    It takes the flags of all roles, so that all tasks of a cluster may be given the same ones, shows its own, and reads
-    no variable that is for others.
+    It accepts the flags of all roles, so that all tasks of a cluster can get the same ones, shows only its own, and
+    ignores variables for others.
     """
 
     def start(**flags: Any) -> int:

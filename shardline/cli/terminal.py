@@ -1,4 +1,4 @@
-"""The console of every command: what is printed is a text, whoever it came from, and never markup or control codes."""
+"""The console of every command: prints plain text, whatever its origin, never markup or control codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardline.host.printable import printable
 
 
 class PlainConsole(Console):
-    """rich's console, but a string, also in a table's cell, has no markup, emoji or highlights; see printable()."""
+    """rich's console, but strings, also in table cells, have no markup, emoji or highlights; see printable()."""
 
     def render_str(
         self,
@@ -23,9 +23,9 @@ class PlainConsole(Console):
         overflow: OverflowMethod | None = None,
         **how: Any,
     ) -> Text:
-        """The one place where rich makes something of a string."""
+        """The one place where rich interprets a string."""
         return Text(printable(text), style=style, justify=justify, overflow=overflow)
 
     def say(self, sentence: str) -> None:
-        """Print a line, however long."""
+        """Print a line of any length."""
         self.print(sentence, soft_wrap=True)

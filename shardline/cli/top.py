@@ -1,4 +1,4 @@
-"""shardline top: a running cluster, live in a terminal; a line every interval where there is none."""
+"""shardline top: live view of a running cluster in a terminal; elsewhere a line per interval."""
 
 from __future__ import annotations
 
@@ -28,69 +28,69 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardline.cli.terminal import PlainConsole
-    from shardline.cli.top_frame import Silence
+    from shardline.cli.top_frame import ChiefSilence
     from shardline.core.status import ChiefStatus
     from shardline.observability.view import ClusterView
 
 ASK_S = 3.0
-"""One question's deadline: after so long without an answer the chief counts as silent."""
+"""Deadline of one request, in seconds; after that the chief counts as silent."""
 POLL_S = 1.0
-"""Longest pause between two questions: a chief whose job has ended stays for a moment only."""
+"""Longest pause between two requests, in seconds: a chief whose job has ended stays only briefly."""
 PIPE_WIDTH = 120
-"""Columns of --once where the output has no width."""
+"""Columns of --once if the output has no width."""
 QUIT = ("q", "Q", "\x03")
 
 
 class Source(Protocol):
-    """Who tells the chief's status."""
+    """Source of the chief's status."""
 
     def status(self, timeout_s: float | None = None) -> ChiefStatus:
-        """The newest; raises ShardlineError."""
+        """The newest status. Raises ShardlineError."""
 
 
 @dataclass
-class Known:
-    """What is known of the cluster now."""
+class KnownStatus:
+    """Current knowledge about the cluster."""
 
     view: ClusterView | None = None
     asked: int = 0
-    """Answers so far."""
+    """Number of answers so far."""
     silent_since: float | None = None
-    """Unix time of the first question without an answer."""
+    """Unix time of the first unanswered request; None while the chief answers."""
     reason: str = ""
     failure: ShardlineError | None = None
-    """Asking again can't help."""
+    """An error that makes further requests pointless; None if there is none."""
 
 
 @dataclass
 class Poller:
-    """Asks the chief each interval on a thread of its own, so that keys and redrawing never wait for it."""
+    """Polls the chief on a thread of its own, so that keys and redrawing never wait for it."""
 
     source: Source
     interval_s: float
     deadline_s: float
-    """Seconds without an answer after which the chief is given up."""
+    """Seconds without an answer after which it gives up."""
     changed: threading.Event = field(default_factory=threading.Event)
     now: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._known = Known()
+        self._known = KnownStatus()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="top", daemon=True)
 
     @property
-    def known(self) -> Known:
+    def known(self) -> KnownStatus:
         """A copy of what is known."""
         with self._lock:
-            return Known(**vars(self._known))
+            return KnownStatus(**vars(self._known))
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start polling."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop polling."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -104,7 +104,7 @@ class Poller:
 
     def _ask(self) -> None:
         asked_at = self.now()
-        # Imports grpc, which --help must not.
+        # Imports grpc, which --help must not do.
         from shardline.observability.view import cluster_view
 
         try:
@@ -125,7 +125,7 @@ class Poller:
 
 
 class Screen:
-    """Draws what a poller knows, until the job has ended, a key says so, or the chief is given up."""
+    """Draws what a poller knows, until the job has ended, a key ends it, or the chief is given up."""
 
     def __init__(self, poller: Poller, console: PlainConsole, address: str) -> None:
         from shardline.cli.top_frame import Curves
@@ -137,8 +137,8 @@ class Screen:
         self._seen = 0
         self._events_until = 0.0
 
-    def first(self) -> Known:
-        """Wait for the first answer; raises where none comes within the deadline."""
+    def first(self) -> KnownStatus:
+        """Wait for the first answer. Raises if none comes within the deadline."""
         while True:
             known = self._next()
             if known.view is not None:
@@ -151,7 +151,7 @@ class Screen:
         return 0
 
     def lines(self, every_s: float = 0.0) -> int:
-        """Print a line every so many seconds, and the chief's events as they come; no escape codes."""
+        """Print a line every every_s seconds, and the chief's events as they come; no escape codes."""
         from shardline.cli.top_frame import clock, plain_event, plain_line, silence_text
 
         silent_since: float | None = None
@@ -174,14 +174,14 @@ class Screen:
             self._events_until = max([self._events_until, *(event.time for event in known.view.events)])
             ended = known.view.phase == "ended"
             if ended or time.monotonic() >= next_s:
-                # A little early is better than a whole question late.
+                # Slightly early is better than one whole interval late.
                 next_s = time.monotonic() + every_s - min(POLL_S, every_s) / 2
                 self._say(plain_line(known.view))
             if ended:
                 return 0
 
     def live(self, keys: Keys) -> int:
-        """Redraw in place at each answer, and once a second while there is none, until q or Ctrl-C."""
+        """Redraw at each answer, and once a second without one, until q or Ctrl-C."""
         from rich.live import Live
 
         known = self._poller.known
@@ -194,16 +194,16 @@ class Screen:
                     break
                 if keys.wait(1.0, self._poller.changed):
                     return 0
-        # The screen of before comes back; what ended the job should stay on it.
+        # The previous screen content is restored now; leave the last frame on it.
         if known.view is not None:
             self._console.print(self._frame(known, height=None))
         if known.failure is not None:
             raise self._given_up(known)
         return 0
 
-    def _next(self) -> Known:
-        """What is known after the next question; raises where the chief is given up."""
-        # A question has its own deadline, so that this one only ends a wait that a defect would make endless.
+    def _next(self) -> KnownStatus:
+        """The state after the next request. Raises if the chief is given up."""
+        # Requests have their own deadline; this one only ends a wait that a bug would make endless.
         if not self._poller.changed.wait(self._poller.deadline_s + 60.0):
             raise UnreachableError(f"the thread that asks the chief at {self._address} does not go on")
         self._poller.changed.clear()
@@ -213,12 +213,12 @@ class Screen:
             raise self._given_up(known)
         return known
 
-    def _take(self, known: Known) -> None:
+    def _take(self, known: KnownStatus) -> None:
         if known.view is not None and known.asked != self._seen:
             self._seen = known.asked
             self._curves.add(known.view)
 
-    def _given_up(self, known: Known) -> ShardlineError:
+    def _given_up(self, known: KnownStatus) -> ShardlineError:
         assert known.failure is not None
         if known.silent_since is None:
             return known.failure
@@ -230,23 +230,23 @@ class Screen:
             f"{self._poller.deadline_s:.0f} s{last}: {known.reason}"
         )
 
-    def _silence(self, known: Known) -> Silence | None:
-        from shardline.cli.top_frame import Silence
+    def _silence(self, known: KnownStatus) -> ChiefSilence | None:
+        from shardline.cli.top_frame import ChiefSilence
 
         since = known.silent_since
         if since is None:
             return None
         now = self._poller.now()
-        return Silence(since=since, now=now, until=since + self._poller.deadline_s, reason=known.reason)
+        return ChiefSilence(since=since, now=now, until=since + self._poller.deadline_s, reason=known.reason)
 
-    def _frame(self, known: Known, *, height: int | None) -> RenderableType:
-        from shardline.cli.top_frame import ASCII, FANCY, Silence, frame, waiting
+    def _frame(self, known: KnownStatus, *, height: int | None) -> RenderableType:
+        from shardline.cli.top_frame import ASCII, FANCY, ChiefSilence, frame, waiting
 
         glyphs = ASCII if self._console.options.ascii_only else FANCY
         silence = self._silence(known)
         if known.view is None:
             now = self._poller.now()
-            nothing_yet = Silence(since=now, now=now, until=now + self._poller.deadline_s, reason="")
+            nothing_yet = ChiefSilence(since=now, now=now, until=now + self._poller.deadline_s, reason="")
             return waiting(silence or nothing_yet, self._address)
         return frame(
             known.view,
@@ -263,7 +263,7 @@ class Screen:
 
 
 class Keys:
-    """Keys of a terminal, one at a time and not shown; a wait for them ends early when something has changed."""
+    """Single key presses from a terminal, without echo; waiting ends early when something has changed."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._descriptor: int | None = None
@@ -272,7 +272,7 @@ class Keys:
 
     @contextlib.contextmanager
     def raw(self) -> Iterator[Keys]:
-        """Take keys without waiting for Enter; the terminal is as before at the end."""
+        """Take keys without waiting for Enter; the terminal's mode is restored at the end."""
         if self._descriptor is None:
             yield self
             return
@@ -281,25 +281,25 @@ class Keys:
 
         before = termios.tcgetattr(self._descriptor)
         try:
-            # Ctrl-C still is a signal.
+            # Ctrl-C still sends a signal.
             tty.setcbreak(self._descriptor)
             yield self
         finally:
             termios.tcsetattr(self._descriptor, termios.TCSADRAIN, before)
 
     def wait(self, timeout_s: float, changed: threading.Event) -> bool:
-        """Whether a key that ends was pressed within timeout_s, or before something changed."""
+        """Whether a key that ends the view was pressed within timeout_s seconds, or before something changed."""
         if self._descriptor is None:
             changed.wait(timeout_s)
             changed.clear()
             return False
         deadline_s = time.monotonic() + timeout_s
         while (left_s := deadline_s - time.monotonic()) > 0 and not changed.is_set():
-            # Short, since a terminal and an event can't be waited for together.
+            # A short poll, since select can't wait for a terminal and an event together.
             ready, _, _ = select.select([self._descriptor], [], [], min(0.1, left_s))
             if ready:
                 text = os.read(self._descriptor, 64).decode(errors="replace")
-                # Nothing more comes of a terminal that was closed.
+                # A closed terminal gives no more input.
                 if not text or any(key in text for key in QUIT):
                     return True
         changed.clear()
@@ -308,7 +308,7 @@ class Keys:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends like Ctrl-C, so that the terminal is left as it was found; its exit code is 143."""
+    """Have SIGTERM end like Ctrl-C, so that the terminal is restored; the exit code is 143."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -353,9 +353,9 @@ def top(cluster: str | None, interval: float, once: bool, timeout: float, **file
     if not console.file.isatty():
         console = PlainConsole(force_terminal=False, width=None if "COLUMNS" in os.environ else PIPE_WIDTH)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A sparkline is no reason to fail where the terminal's encoding lacks its characters.
+        # A sparkline is no reason to fail if the terminal's encoding lacks its characters.
         sys.stdout.reconfigure(errors="replace")
-    # What is logged on the way, such as a name that has no address, is shown as the reason of the silence.
+    # Log messages on the way, such as a host name that doesn't resolve, are shown as the reason for the silence.
     logging.getLogger("shardline").addHandler(logging.NullHandler())
     client = ChiefWatch(address, Timeouts(total_s=timeout), security)
     poller = Poller(client, min(interval, POLL_S), timeout)

@@ -1,4 +1,4 @@
-"""One frame of `shardline top`: a cluster's view as something that rich draws. Pure: no clock, socket or terminal."""
+"""One frame of `shardline top`: a cluster view as rich renderables. Pure: no clock, socket or terminal."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardline.host.printable import printable
 from shardline.observability.view import ClusterView, EventView, ShardView, TaskView
 
 POINTS = 240
-"""Of a curve; older ones are forgotten."""
+"""Most points of a curve; older ones are dropped."""
 METRICS = 3
-"""Evaluation metrics with a line of their own."""
+"""Most evaluation metrics with a line of their own."""
 EVENTS = 5
 FEWEST_ROWS = 3
-"""Of a table, however low the terminal."""
+"""Fewest rows of a table, however low the terminal."""
 MIN_WIDTH = 40
 STYLES = {"alive": "green", "suspect": "yellow", "missing": "yellow", "dead": "bold red", "left": "dim"}
 LEVELS = {"error": "bold red", "warning": "yellow"}
@@ -29,7 +29,7 @@ LEVELS = {"error": "bold red", "warning": "yellow"}
 
 @dataclass(frozen=True)
 class Glyphs:
-    """What figures are drawn with."""
+    """The characters that figures are drawn with."""
 
     steps: str
     full: str
@@ -44,11 +44,11 @@ ASCII = Glyphs(steps="_.-=+*#@", full="#", empty=".", none="-", between=", ", mo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Silence:
+class ChiefSilence:
     """The chief does not answer."""
 
     since: float
-    """Unix time of the first question without an answer."""
+    """Unix time of the first unanswered request."""
     now: float
     until: float
     """Unix time at which it is given up."""
@@ -56,14 +56,14 @@ class Silence:
 
 
 class Curves:
-    """What this terminal has seen so far of the loss and of the evaluation metrics."""
+    """Loss and evaluation metrics that this terminal has seen so far."""
 
     def __init__(self, points: int = POINTS) -> None:
         self._points = points
         self._curves: dict[str, deque[tuple[int, float]]] = {}
 
     def add(self, view: ClusterView) -> None:
-        """Take the newest points of a view; a step that was seen before, or that the job went back to, is not new."""
+        """Add a view's newest points; a step that was seen before, or that the job was rolled back to, is not new."""
         if view.loss is not None and view.step > view.first_step:
             self._put("loss", view.step, view.loss)
         if view.evaluation is not None:
@@ -76,12 +76,12 @@ class Curves:
             curve.append((step, value))
 
     def values(self, name: str) -> list[float]:
-        """Values of a curve, the oldest first."""
+        """Values of a curve, oldest first."""
         return [value for _, value in self._curves.get(name, ())]
 
 
 def sparkline(values: Sequence[float], width: int, glyphs: Glyphs = FANCY) -> str:
-    """Values as a row of at most `width` blocks; several values that share a block are shown by their mean."""
+    """Values as a row of at most `width` blocks; values that share a block are averaged."""
     if not values or width < 1:
         return ""
     size = -(-len(values) // width)
@@ -92,7 +92,7 @@ def sparkline(values: Sequence[float], width: int, glyphs: Glyphs = FANCY) -> st
 
 
 def bar(share: float, width: int, glyphs: Glyphs = FANCY) -> str:
-    """A bar of `width` characters, filled by a share from 0 to 1."""
+    """A bar of `width` characters, filled to a share from 0 to 1."""
     filled = round(max(0.0, min(1.0, share)) * width)
     return glyphs.full * filled + glyphs.empty * (width - filled)
 
@@ -123,7 +123,7 @@ def clock(unix: float) -> str:
 
 
 def plain_line(view: ClusterView) -> str:
-    """One frame as one line, for what is no terminal: "12:30:05 digits training step 120/400 loss 0.31 ..."."""
+    """A frame as one line, if the output is not a terminal: "12:30:05 digits training step 120/400 loss 0.31 ..."."""
     parts = [clock(view.time), printable(view.job) or "job", printable(view.doing), _steps(view)]
     if view.loss is not None and view.step > view.first_step:
         parts.append(f"loss {view.loss:.4f}")
@@ -146,8 +146,8 @@ def plain_event(event: EventView) -> str:
     return f"{clock(event.time)}{mark} {printable(event.sentence)}"
 
 
-def silence_text(silence: Silence, address: str) -> str:
-    """Since when the chief says nothing, and how long it is asked."""
+def silence_text(silence: ChiefSilence, address: str) -> str:
+    """How long the chief has been silent, and for how long it is still polled."""
     ago = seconds(max(0.0, silence.now - silence.since))
     return (
         f"no answer from the chief at {address} since {clock(silence.since)} ({ago}); trying until "
@@ -161,11 +161,11 @@ def frame(
     *,
     width: int,
     height: int | None = None,
-    silence: Silence | None = None,
+    silence: ChiefSilence | None = None,
     address: str = "",
     glyphs: Glyphs = FANCY,
 ) -> RenderableType:
-    """The cluster at one moment, for a terminal of `width` columns and `height` lines (None: as long as it gets)."""
+    """The cluster view for a terminal of `width` columns and `height` lines (None: no limit)."""
     width = max(MIN_WIDTH, width)
     head = [*_head(view, curves, width, glyphs)]
     if silence is not None:
@@ -182,7 +182,7 @@ def frame(
     return Group(*parts)
 
 
-def waiting(silence: Silence, address: str) -> RenderableType:
+def waiting(silence: ChiefSilence, address: str) -> RenderableType:
     """What to show before the first answer."""
     return Group(
         Text(printable(silence_text(silence, address)), style="bold", overflow="fold"),
@@ -195,7 +195,7 @@ def _lines(view: ClusterView, most: int) -> int:
 
 
 def _share(left: int | None, tasks: int, shards: int) -> tuple[int, int]:
-    """Rows for tasks and for shards; each keeps FEWEST_ROWS, and the tasks come first."""
+    """Rows for tasks and for shards; each gets FEWEST_ROWS at least, and tasks come first."""
     if left is None or tasks + shards <= left:
         return tasks, shards
     for_shards = min(shards, max(FEWEST_ROWS, left - tasks))
@@ -272,7 +272,7 @@ def _curve(name: str, figure: str, values: Sequence[float], width: int, glyphs: 
 
 Justify = Literal["left", "right"]
 Column = tuple[str, Justify, int, Callable[[TaskView, Glyphs], Text | str]]
-"""Heading, how it is justified, narrowest terminal that shows it, cell of a task."""
+"""Heading, justification, narrowest terminal that shows it, cell of a task."""
 
 
 def _rate(value: float, glyphs: Glyphs) -> str:
@@ -308,7 +308,7 @@ def _tasks(tasks: Sequence[TaskView], rows: int, width: int, glyphs: Glyphs) -> 
     columns = [column for column in COLUMNS if width >= column[2]]
     for name, justify, _, _ in columns:
         table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")
-    # Those that need to be looked at come first where not all have room; the others keep their order.
+    # If there isn't room for all, tasks that need attention come first; the others keep their order.
     shown = tasks if rows >= len(tasks) else sorted(tasks, key=lambda task: task.state == "alive")[: rows - 1]
     for task in shown:
         table.add_row(*(cell(task, glyphs) for _, _, _, cell in columns))
@@ -320,7 +320,7 @@ def _tasks(tasks: Sequence[TaskView], rows: int, width: int, glyphs: Glyphs) -> 
 def _shards(view: ClusterView, rows: int, width: int, glyphs: Glyphs) -> Table:
     table = _table()
     wide = width >= 80
-    # Most jobs have no standbys, and the room is better used.
+    # Most jobs have no standbys, and the space has better uses.
     standbys = wide and any(shard.standby for shard in view.shards)
     length = 24 if width >= 120 else 6 if standbys else 12
     more = (*(("standby",) if standbys else ()), "held", "waits for") if wide else ()
@@ -364,7 +364,7 @@ def _events(events: Sequence[EventView], width: int, glyphs: Glyphs) -> Renderab
         line = Text(overflow="ellipsis", no_wrap=True)
         line.append(clock(event.time), style="dim")
         line.append(f" {printable(event.sentence)}", style=LEVELS.get(event.level, ""))
-        # Cut here, since rich would cut with a character that an ASCII terminal lacks.
+        # Cut here: rich would cut with a character that ASCII terminals lack.
         if line.cell_len > width:
             line.truncate(width - len(glyphs.more), overflow="crop")
             line.append(glyphs.more)

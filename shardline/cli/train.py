@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardline.cli import options
-from shardline.cli.fates import Ended, describe_code
 from shardline.cli.launcher import LaunchError, LaunchOptions, LocalCluster
-from shardline.cli.news import News
+from shardline.cli.process_exits import Ended, describe_code
+from shardline.cli.status_warnings import StatusWarnings
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError, exit_code_name
 from shardline.host import files
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 SUMMARY_BYTES = 16 << 20
-"""Of a run's summary.json, most of which are its recoveries."""
+"""Most bytes of a run's summary.json, which consists mainly of its recoveries."""
 SURE_POLLS = 2
-"""The chief's first answer after the end of a process may have been on its way already."""
+"""Answers needed after a process has ended: the first may have been on its way before."""
 UNBEGUN = ("waiting", "init")
 UNENDED = (*UNBEGUN, "running")
 POLL_TIMEOUT_S = 6.0
-"""--timeout of the progress bar's own calls: a chief that is slow to answer costs a picture, not the job."""
+"""Timeout of the progress bar's own calls, in seconds: a slow chief costs an update of the display, not the job."""
 EPILOG = "What follows -- is passed on: to the script, or to the job file as SHARDLINE_JOB_ARGS."
 
 
@@ -91,8 +91,8 @@ def train(**flags: Any) -> int:
 
 
 def check_summary(path: Path) -> None:
-    """Refuse, before anything is written or trained, a place for the summary's copy that can't be written."""
-    # Its folder is made at the end: a command that is refused leaves none.
+    """Refuse, before anything is written or trained, a --summary path that can't be written."""
+    # Its folder is created at the end: a refused command leaves none.
     there = next(one for one in (path, *path.absolute().parents) if one.exists())
     reason = ""
     if path.is_dir():
@@ -100,7 +100,7 @@ def check_summary(path: Path) -> None:
     elif there != path and not there.is_dir():
         reason = "Not a directory"
     elif path.is_fifo() or path.is_socket():
-        # To open one would wait for a reader at the end of the run.
+        # Opening one would wait for a reader at the end of the run.
         reason = "Is not a regular file"
     elif not os.access(there, os.W_OK):
         reason = "Permission denied"
@@ -109,7 +109,7 @@ def check_summary(path: Path) -> None:
 
 
 def launch_options(flags: Mapping[str, Any]) -> LaunchOptions:
-    """Options of the local cluster from parsed flags; refuses what would overwrite an earlier run."""
+    """Options of the local cluster from parsed flags; refuses to overwrite an earlier run."""
     job: Path = flags["job"]
     options.existing_job(job)
     out: Path | None = flags["out"]
@@ -166,16 +166,16 @@ class Polled:
 
 @dataclass
 class _Hopeless:
-    """The job can't go on with the processes that are left; whether it needs them still is being asked."""
+    """The job can't continue with the remaining processes; the chief is asked whether it still needs the others."""
 
     end: Ended
-    """The last one's."""
+    """The last process that ended."""
     deadline_s: float
-    """For a chief that doesn't answer."""
+    """When to stop waiting for the chief's answer."""
     why: str
-    """Such as "nobody is left to train"."""
+    """Reason, such as "nobody is left to train"."""
     polls: int = 0
-    """Answers of the chief since then."""
+    """Number of the chief's answers since then."""
 
 
 class _Early(BaseException):
@@ -188,7 +188,7 @@ class _Early(BaseException):
 
 @contextlib.contextmanager
 def _signals(cluster: LocalCluster) -> Iterator[None]:
-    """SIGINT and SIGTERM are events of the cluster; while it starts nobody reads those, and they raise _Early."""
+    """Turn SIGINT and SIGTERM into events of the cluster; during the start, when no one reads those, raise _Early."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if cluster.up:
@@ -205,7 +205,7 @@ def _signals(cluster: LocalCluster) -> Iterator[None]:
 
 
 class _Poller:
-    """Asks the chief for its status, from a thread of its own, and puts the answers into a queue."""
+    """Polls the chief's status on a thread of its own, and puts the answers into a queue."""
 
     def __init__(self, address: str, events: queue.SimpleQueue[object], security: Security) -> None:
         self._address = address
@@ -223,17 +223,17 @@ class _Poller:
         self._thread.join(timeout=POLL_TIMEOUT_S)
 
     def end(self) -> None:
-        """Ask no more; a call under way ends meanwhile."""
+        """Stop polling; a running call ends by itself."""
         self._ended.set()
 
     def _run(self) -> None:
-        # Imports grpc, which --help must not.
+        # Imports grpc, which --help must not do.
         from shardline.rpc.watch import ChiefWatch
 
         client = ChiefWatch(self._address, Timeouts(total_s=POLL_TIMEOUT_S), self._security)
         try:
             while not self._ended.wait(POLL_S):
-                # A chief that is busy or has just ended is no news: the end of its process is what counts.
+                # A busy chief, or one that has just ended, is not news: the end of its process is what counts.
                 with contextlib.suppress(ShardlineError):
                     self._events.put(Polled(client.status()))
         finally:
@@ -258,7 +258,7 @@ def run(launch: LaunchOptions, *, summary: Path | None = None) -> int:
 
 
 class _Run:
-    """One run of a cluster that is up: what is shown, and what a signal does."""
+    """One run of a started cluster: what is shown, and how signals are handled."""
 
     def __init__(self, cluster: LocalCluster, console: PlainConsole) -> None:
         self._cluster = cluster
@@ -271,9 +271,9 @@ class _Run:
         self._hopeless: _Hopeless | None = None
         self._ended_for: _Hopeless | None = None
         """Why the chief was asked to end the job."""
-        self._news = News()
+        self._warnings = StatusWarnings()
         self._quiet: dict[str, int] = {}
-        """By task that ended with exit code 0: the chief's answers since then, until it is known whether it might."""
+        """The chief's answers since a task ended with exit code 0, by task, until it is clear whether it should."""
 
     def to_the_end(self, summary: Path | None) -> int:
         from shardline.cli.progress import make_display
@@ -297,7 +297,7 @@ class _Run:
         return _exit_code(code if code is not None else 1)
 
     def _loop(self, display: Display) -> int | None:
-        """Until the chief has ended: its code. None where the person, the deadline or nobody to train ends it."""
+        """Wait for the chief's end; returns its code, or None if the user, a deadline or lack of workers ended it."""
         while True:
             deadline_s = min(self._deadline_s, self._hopeless.deadline_s if self._hopeless else float("inf"))
             try:
@@ -324,11 +324,11 @@ class _Run:
                 self._cluster.interrupt()
             elif isinstance(event, Polled):
                 if event.status.page and (self._last is None or event.status.page != self._last.page):
-                    # Also of a chief that was started again: with port 0 it has another one.
+                    # Printed again for a restarted chief: with port 0 its address has changed.
                     display.say(f"page: {event.status.page}")
                 self._last = event.status
                 display.update(event.status)
-                for sentence in self._news.of(event.status, time.monotonic()):
+                for sentence in self._warnings.of(event.status, time.monotonic()):
                     display.say(sentence)
                 self._tell_quiet(event.status, display)
                 if self._hopeless is not None:
@@ -337,12 +337,12 @@ class _Run:
                     return None
 
     def _gone(self, event: Ended) -> None:
-        """A process ended for good."""
+        """A process has ended for good."""
         if event.code == 0:
             self._quiet[event.task] = 0
         why = self._cluster.lacking(begun=self._begun) if self._signal is None and self._hopeless is None else ""
         if why:
-            # Of one that ended well only the chief can say whether the job needs it.
+            # If it ended with code 0, only the chief knows whether the job still needs it.
             patience_s = POLL_TIMEOUT_S if event.code else math.inf
             self._hopeless = _Hopeless(event, time.monotonic() + patience_s, why)
 
@@ -351,7 +351,7 @@ class _Run:
         return self._last is not None and self._last.phase not in UNBEGUN
 
     def _tell_quiet(self, status: ChiefStatus, display: Display) -> None:
-        """Say of a task that ended with exit code 0 that nobody had asked it to, where that is so."""
+        """Report tasks that ended with exit code 0 although no one had asked them to."""
         for task, polls in list(self._quiet.items()):
             self._quiet[task] = polls + 1
             states = {row.task: row.state for row in status.tasks}
@@ -365,7 +365,7 @@ class _Run:
                 )
 
     def _fail_for(self, hopeless: _Hopeless) -> int:
-        """Say why the job could not go on; returns the exit code."""
+        """Report why the job could not continue; returns the exit code."""
         code = hopeless.end.code
         if code == 0:
             code = TaskLostError.exit_code if self._begun else UsageError.exit_code
@@ -375,7 +375,7 @@ class _Run:
         return code
 
     def _last_of(self, end: Ended) -> str:
-        """What the last of the workers said, or how it ended."""
+        """The last message of the worker that ended last, or how it ended."""
         if end.code == 0 and self._cluster.options.script and not self._begun:
             return (
                 f"{end.task}: the script ended and never joined: it must call shardline.connect() and train in "
@@ -388,7 +388,7 @@ class _Run:
         return f"{end.task}: {words or ': '.join([describe_code(end.code), *tail])}"
 
     def _gives_up(self, display: Display) -> bool:
-        """Whether training never began and can't any more. One that has begun is ended by the chief, at once."""
+        """Whether training never began and no longer can. Once it has begun, the chief ends the job, at once."""
         hopeless = self._hopeless
         if hopeless is None:
             return False
@@ -398,7 +398,7 @@ class _Run:
         hopeless.why = self._cluster.lacking(begun=True)
         ending = self._last is not None and self._last.phase not in UNENDED
         if ending or not hopeless.why:
-            # The chief knows better how to end, or to go on.
+            # The chief knows better whether to end or to continue.
             self._hopeless = None
         elif sure:
             self._hopeless, self._ended_for = None, hopeless
@@ -416,7 +416,7 @@ class _Run:
             display.say(f"  {event.task}: {text}")
 
     def _end_strangers(self) -> None:
-        """After a failure: tasks that never joined would only go on asking a chief that is gone to admit them."""
+        """After a failure: end tasks that never joined, which would keep asking a chief that is gone."""
         joined = {row.task for row in self._last.tasks} if self._last is not None else set()
         for task in self._cluster.running():
             if task not in joined:
@@ -435,7 +435,7 @@ class _Run:
 
     def _finish(self, code: int, summary: Path | None) -> int:
         """Everything after the chief's end; returns the exit code."""
-        # A failure is shown before anything is waited for.
+        # Show a failure before waiting for anything.
         failed = self._ended_for if code == 0 else None
         if failed is not None:
             code = self._fail_for(failed)
@@ -462,7 +462,7 @@ class _Run:
         return code
 
     def _last_words(self) -> str:
-        """Why the job failed: as the chief's last answer has it, since its log may be on a full disk."""
+        """Why the job failed, from the chief's last answer, since its log may be on a full disk."""
         last = self._last
         if last is not None and last.phase == "ended" and last.exit_code:
             return last.reason
@@ -470,7 +470,7 @@ class _Run:
 
 
 def started(tasks: Sequence[str]) -> str:
-    """How many processes of which roles, such as "1 chief, 2 ps, 2 workers"."""
+    """Number of processes by role, such as "1 chief, 2 ps, 2 workers"."""
     counts = Counter(task.partition("/")[0] for task in tasks)
     return ", ".join(f"{count} {role}{'s' if count > 1 and role != 'ps' else ''}" for role, count in counts.items())
 
@@ -489,12 +489,12 @@ def _show_failure(cluster: LocalCluster, words: str, code: int) -> None:
 
 
 def summary_path(out: Path) -> Path:
-    """Where the chief writes the summary."""
+    """Path of the chief's summary."""
     return out / "summary.json"
 
 
 def read_summary(out: Path) -> dict[str, Any] | None:
-    """The run's summary; None where the chief wrote none. Raises ShardlineError where it can't be read."""
+    """The run's summary, or None if the chief wrote none. Raises ShardlineError if it can't be read."""
     try:
         found = json.loads(files.read_text(summary_path(out), SUMMARY_BYTES))
     except FileNotFoundError:
@@ -505,7 +505,7 @@ def read_summary(out: Path) -> dict[str, Any] | None:
 
 
 def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | None) -> list[str]:
-    """What a finished run prints: how it went and where its results are."""
+    """The lines that a finished run prints: outcome and location of the results."""
     found = dict(summary or {})
     lines = []
     if "steps" in found and "seconds" in found:
@@ -514,7 +514,7 @@ def report(out: Path, summary: Mapping[str, Any] | None, last: ChiefStatus | Non
     scored = (found.get("evaluation") or {}).get("last") or {}
     metrics = scored.get("metrics") or (dict(last.last_metrics) if last is not None else {})
     if metrics:
-        # The summary has null for what isn't finite: JSON has no NaN.
+        # The summary has null for values that aren't finite: JSON has no NaN.
         shown = (f"{name} {math.nan if value is None else value:.4f}" for name, value in sorted(metrics.items()))
         at = f" at step {scored['step']}" if "step" in scored else ""
         lines.append(f"evaluation{at}: {', '.join(shown)}")

@@ -9,7 +9,6 @@ from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.shard_exchange import Exchange
 from shardline.client.overlap.as_computed import AsComputed
 from shardline.client.overlap.hooks import GradientHooks
-from shardline.client.step.course import Course
 from shardline.client.step.layout import ModelLayout
 from shardline.client.step.open_step import PushTools
 from shardline.client.step.residence import PRIVATE, Residence
@@ -17,6 +16,7 @@ from shardline.client.step.sending import AtOnce, Sending
 from shardline.client.step.staging import GradientStaging
 from shardline.client.step.trainer import Trainer
 from shardline.client.step.weights import Weights
+from shardline.client.step.worker_methods import WorkerMethods
 from shardline.client.step.zero_copy import ZeroCopy, check_shareable
 from shardline.codecs import coding_of
 from shardline.core.exchange import Sender
@@ -53,13 +53,13 @@ class Ties:
     observer: Observer
 
 
-def make_trainer(view: JobView, course: Course, ties: Ties, wishes: Wishes) -> Trainer:
+def make_trainer(view: JobView, methods: WorkerMethods, ties: Ties, wishes: Wishes) -> Trainer:
     """Make a trainer for the plan and timeline of `view`. Raises UsageError if zero_copy is not possible."""
     plan, job = view.plan, view.job
-    layout = ModelLayout(plan, course.held.pulled)
+    layout = ModelLayout(plan, methods.held.pulled)
     residence: Residence = PRIVATE
     if wishes.zero_copy:
-        check_shareable(job, course)
+        check_shareable(job, methods)
         residence = ZeroCopy(plan, layout, ties.lanes)
     weights = Weights(plan, layout, coding_of(job.codec, plan), residence)
     exchange = Exchange(ties.lanes, weights.sinks, ties.timeouts, index=ties.index, observer=ties.observer)
@@ -67,8 +67,8 @@ def make_trainer(view: JobView, course: Course, ties: Ties, wishes: Wishes) -> T
     def allocate(shard: int, bucket: int, nbytes: int) -> memoryview | None:
         return ties.lanes[shard].allocate(bucket, nbytes)
 
-    encoders = course.encoders(weights.coding.push, ties.index)
-    staging = GradientStaging(plan, course.half.tree_replicas, encoders, allocate, weights.gpu)
+    encoders = methods.encoders(weights.coding.push, ties.index)
+    staging = GradientStaging(plan, methods.half.tree_replicas, encoders, allocate, weights.gpu)
     tools = PushTools(
         plan=plan,
         staging=staging,
@@ -77,7 +77,7 @@ def make_trainer(view: JobView, course: Course, ties: Ties, wishes: Wishes) -> T
         gpu=weights.gpu,
     )
     sending: Sending = AtOnce(plan)
-    if wishes.overlap and course.streams:
-        sending = AsComputed(job, course.half, GradientHooks(plan, layout.tensors), tools, ties.observer)
+    if wishes.overlap and methods.streams:
+        sending = AsComputed(job, methods.half, GradientHooks(plan, layout.tensors), tools, ties.observer)
     sender = Sender(job=job.name, timeline=view.timeline, plan_id=plan.plan_id, who=ties.who)
-    return Trainer(view, sender, course, ties.route, weights, tools, exchange, sending)
+    return Trainer(view, sender, methods, ties.route, weights, tools, exchange, sending)

@@ -79,7 +79,7 @@ def waiting_replicas(trainer: Trainer, owned: Sequence[int]) -> list[int]:
 
     No exchange may be running.
     """
-    if not trainer.course.mode.assigns_replicas:
+    if not trainer.methods.mode.assigns_replicas:
         return []
     others = [replica for replica in range(trainer.job.replicas) if replica not in owned]
     try:

@@ -21,7 +21,6 @@ class Asynchronous(Consistency):
     replies_with_push: ClassVar[bool] = True
     leases_batches: ClassVar[bool] = True
     clips_at_worker: ClassVar[bool] = True
-    counts_staleness: ClassVar[bool] = True
 
     def contributors(self, replicas: int) -> int:
         """One: a batch belongs to a single replica."""

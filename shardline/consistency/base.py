@@ -71,9 +71,7 @@ class Consistency(Resident):
     bit_exact: ClassVar[bool] = False
     """The final parameters do not depend on the number of workers or on which of them died."""
     clips_at_worker: ClassVar[bool] = False
-    """A worker clips its own gradient, and skips one that is not finite by its own decision."""
-    counts_staleness: ClassVar[bool] = False
-    """Staleness is a metric worth showing."""
+    """A worker clips its own gradient and decides itself to skip one that is not finite."""
 
     @property
     def assigns_replicas(self) -> bool:

@@ -102,8 +102,8 @@ class BucketView(Protocol):
         """Compute the next values from a gradient and publish them."""
 
 
-class Update(Protocol):
-    """One update of all buckets of a shard."""
+class ShardUpdate(Protocol):
+    """One decision about all buckets of a shard."""
 
     @property
     def verdict(self) -> Applied:
@@ -148,8 +148,8 @@ class Storage(Protocol):
     def apply_bucket(self, bucket: BucketView, total: Partial) -> None:
         """Apply a step to one bucket, its lock held, and publish it: at once, or when the standby has it."""
 
-    def apply_together(self, update: Update) -> None:
-        """The same for all buckets at once; takes `order` and their locks."""
+    def apply_together(self, update: ShardUpdate) -> None:
+        """The same for all buckets as one; takes `order` and their locks."""
 
     def record(self, parts: Sequence[tuple[BucketView, Partial]], *, scale: float, push: AppliedPush) -> int | None:
         """Record a push for the standby; returns the record's number, None without a standby. `order` held."""
@@ -307,14 +307,10 @@ class ServerHalf:
         return {}
 
     def abandon(self) -> None:
-        """End the timeline: nothing that is open will be applied. cleared() or restored() follows."""
-
-    def cleared(self) -> None:
-        """The buckets' contributions were dropped; the values stay."""
+        """The history ends here: nothing that is open will be applied. restored() follows."""
 
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
-        """The buckets were restored from a cut, which contains these pushes."""
-        self.cleared()
+        """The buckets are those of a cut, which held these pushes."""
 
     # Standby
 

@@ -49,7 +49,7 @@ class VotedSteps(ReplicaSteps):
         self._staged: Staged | None = None
         """Gradients of the open vote."""
         self._epoch = 0
-        """Counts rollbacks and restores, so that an earlier verdict changes nothing."""
+        """Counts restores, so that a verdict of before changes nothing."""
 
     # Until the step is complete
 
@@ -79,7 +79,7 @@ class VotedSteps(ReplicaSteps):
     def vote(self, step: int) -> tuple[ShardVote, Staged] | None:
         """The mean gradient of a complete step with its sums of squares. Its replicas stay counted until the verdict.
 
-        None if the contributions were dropped after the step was complete (a new timeline).
+        None where the contributions were dropped since the step was complete (a restore).
         """
         with self.storage.lock:
             nonfinite = set(self._nonfinite.pop(step, set()))
@@ -153,16 +153,12 @@ class VotedSteps(ReplicaSteps):
         self._epoch += 1
         self._forget_staged()
 
-    def cleared(self) -> None:
-        """Forget what was recorded for open steps."""
-        with self.storage.lock:
-            self._nonfinite.clear()
-            self._completed.clear()
-
     def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
         """See ServerHalf. The steps that follow will get their own verdicts."""
         self.last_verdict = None
-        self.cleared()
+        with self.storage.lock:
+            self._nonfinite.clear()
+            self._completed.clear()
 
     def _forget_staged(self) -> None:
         """Free the gradients of a vote; other references to it find nothing in it."""
@@ -184,13 +180,13 @@ class _StagedUpdate:
     verdict: Applied
 
     def total_of(self, bucket: BucketView) -> Partial | None:
-        """See Update."""
+        """See ShardUpdate."""
         return self.staged.totals[bucket.number] if self.steps.open_for(bucket, self.staged) else None
 
     def applied(self, bucket: BucketView) -> None:
-        """See Update."""
+        """See ShardUpdate."""
         self.steps.let_go(self.staged, bucket.number)
 
     def closed(self) -> None:
-        """See Update."""
+        """See ShardUpdate."""
         self.steps.close(self.staged, self.verdict)

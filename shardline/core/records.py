@@ -37,7 +37,7 @@ class AppliedPush:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RecordPart:
     """One bucket's part of a record. values: the gradient's bytes, padding included; None if there is none."""
 
     bucket: int
@@ -56,7 +56,7 @@ class Part:
         values: torch.Tensor | None,
         present: tuple[bool, ...],
         hyper: Mapping[str, float] | None,
-    ) -> Part:
+    ) -> RecordPart:
         """A part with a copy of a gradient, which its owner may overwrite afterwards."""
         dtype = "float32" if values is None else str(values.dtype).removeprefix("torch.")
         data = None if values is None else bytes(tensor_bytes(values.cpu()))
@@ -92,7 +92,7 @@ class Record:
     """One decision of the primary: gradients for some buckets, applied together."""
 
     number: int
-    parts: tuple[Part, ...]
+    parts: tuple[RecordPart, ...]
     scale: float = 1.0
     skip: bool = False
     verdict: Applied | None = None

@@ -1,1 +1,1 @@
-"""What this machine gives: files, ports, memory, processes."""
+"""Resources of this machine: files, ports, memory, processes."""

@@ -1,4 +1,4 @@
-"""How glibc's allocator is to treat messages of some megabytes: keep their memory, in one place."""
+"""Settings of glibc's allocator for messages of some megabytes: keep their memory, in one arena."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from pathlib import Path
 log = logging.getLogger("shardline.host.allocator")
 
 KEPT_BYTES = 1 << 30
-"""Blocks up to this size are kept when they are freed."""
-# Every thread would have an arena of its own, made of 64 MB heaps; one that is empty goes back to the system whatever
-# the thresholds say, and a receiving thread's is empty after every push.
+"""Freed blocks up to this size are kept."""
+# Otherwise every thread has an arena of its own, made of 64 MB heaps. Empty heaps are returned to the system whatever
+# the thresholds, and a receiving thread's heap is empty after every push.
 ARENAS = 1
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
     "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
     "MALLOC_ARENA_MAX": str(ARENAS),
 }
-"""The same as environment variables, for processes that are yet to start. Freeing anew each time costs 20-40 % of a
-message's processor time."""
-# Names of glibc's malloc.h.
+"""The same as environment variables, for processes yet to be started. Allocating fresh pages each time costs 20-40 % of
+a message's processor time."""
+# Names in glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 
 
 def tune_allocator() -> bool:
-    """Let glibc keep freed blocks of some megabytes instead of giving them back to the system each time.
+    """Let glibc keep freed blocks of some megabytes instead of returning them to the system each time.
 
-    Every message of a chunk's size would otherwise fault its pages in anew. For tasks that no launcher started, whose
-    environment can't be set any more. Returns whether the allocator obeyed; another libc's is left alone.
+    Otherwise every message of a chunk's size faults in its pages again. For tasks not started by the launcher, whose
+    environment can't be set any more. Returns whether the allocator accepted; other libcs are left alone.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -39,7 +39,7 @@ def tune_allocator() -> bool:
         log.debug("the allocator is not glibc's and is left as it is")
         return False
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    # Both thresholds, always: setting the one ends glibc's own adapting of the other.
+    # Always both thresholds: setting one stops glibc from adapting the other.
     wanted = ((M_MMAP_THRESHOLD, KEPT_BYTES), (M_TRIM_THRESHOLD, KEPT_BYTES), (M_ARENA_MAX, ARENAS))
     refused = [name for name, value in wanted if mallopt(name, value) != 1]
     if refused:
@@ -68,7 +68,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def taken_bytes() -> int | None:
-    """What this process has taken of glibc's allocator and not freed, its own mappings included; None elsewhere."""
+    """Bytes allocated from glibc and not freed, including its direct mappings; None with other libcs."""
     try:
         function = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError, TypeError):
@@ -79,7 +79,7 @@ def taken_bytes() -> int | None:
 
 
 def private_bytes() -> int | None:
-    """Memory that this process has of the system for itself: neither files nor shared memory. None where unknown."""
+    """Bytes of this process's private memory: neither files nor shared memory. None if unknown."""
     try:
         _, resident, shared = Path("/proc/self/statm").read_text(encoding="ascii").split()[:3]
     except (OSError, ValueError):
@@ -88,7 +88,7 @@ def private_bytes() -> int | None:
 
 
 def give_back() -> bool:
-    """Give the system every whole page that was freed. Returns whether the allocator could."""
+    """Return all free whole pages to the system. Returns whether the allocator supports it."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):

@@ -1,8 +1,7 @@
-"""Files that a person names: read without waiting and within bounds, written so that nobody sees half of one.
+"""Files named by a user: read without blocking and within limits, and replaced atomically.
 
-What stands at a path may be a FIFO that nobody writes to, a device without an end, or 300 MB of something else. Only
-regular files are read, and no byte of one that is too large. Everything here raises OSError, whose `strerror` says what
-is there.
+A path may be a FIFO that nobody writes to, an endless device, or 300 MB of something else. Only regular files are read,
+and none that is too large. Everything here raises OSError, whose `strerror` says what the path is.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _PROC_FD = Path("/proc/self/fd")
 
 
 class UnsuitableFileError(OSError):
-    """What stands at the path is no regular file, or too large."""
+    """The path is not a regular file, or the file is too large."""
 
     def __init__(self, path: Path, sentence: str) -> None:
         super().__init__(None, sentence, str(path))
@@ -37,8 +36,8 @@ class UnsuitableFileError(OSError):
 
 
 def open_regular(path: Path) -> int:
-    """File descriptor for reading. Raises OSError where there is no regular file, and never waits for anything else."""
-    # Before it is opened: to open a device can do something already.
+    """File descriptor for reading. Raises OSError if it is not a regular file; never blocks."""
+    # Before opening: merely opening a device can have effects.
     _check_regular(path, os.stat(path))
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     return _regular(path, fd)
@@ -50,13 +49,13 @@ def open_binary(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """The whole file, of at most `limit` bytes. Raises OSError."""
+    """The whole file. Raises OSError if it has more than `limit` bytes."""
     with open_binary(path) as file:
         size = os.fstat(file.fileno()).st_size
         _check_size(path, size, limit)
         data = file.read(size + 1)
         if len(data) > size:
-            # It has grown since, or is one of /proc, where all have size 0.
+            # The file has grown, or is in /proc, where all sizes are 0.
             data += file.read(limit)
     _check_size(path, len(data), limit)
     return data
@@ -69,8 +68,8 @@ def read_text(path: Path, limit: int) -> str:
 
 @contextlib.contextmanager
 def pinned(path: Path) -> Iterator[Path]:
-    """A path for libraries that open files themselves: within the block it is this regular file, whatever becomes of
-    the name. Where there is no /proc it is the path itself, looked at just before. Raises OSError.
+    """A path for libraries that open files themselves: within the block it refers to this regular file, even if the
+    name is changed. Without /proc it is the path itself, checked just before. Raises OSError.
     """
     fd = open_regular(path)
     try:
@@ -81,14 +80,12 @@ def pinned(path: Path) -> Iterator[Path]:
 
 
 def append_fd(path: Path) -> int:
-    """Descriptor of a file to append to, made where there is none. Raises OSError where there is something else; never
-    waits.
-    """
+    """Descriptor for appending to a file, created if missing. Raises OSError if not a regular file; never blocks."""
     return _write_fd(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def update_fd(path: Path, *, create: bool = False) -> int:
-    """Descriptor of a file to read and to change in place. Raises OSError as append_fd() does."""
+    """Descriptor for reading and changing a file in place. Raises OSError like append_fd()."""
     return _write_fd(path, os.O_RDWR | (os.O_CREAT if create else 0))
 
 
@@ -104,9 +101,9 @@ def open_append(path: Path) -> TextIO:
 
 
 def replace(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Write a file so that readers see the old content or the new one, never a part. Raises OSError.
+    """Replace a file atomically: readers see the old content or the new. Raises OSError.
 
-    A link at the path is replaced, not followed, and nobody can place one at the temporary name beforehand. durable: on
+    A symbolic link at the path is replaced, not followed, and none can be planted at the temporary name. durable: on
     disk when this returns.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -127,7 +124,7 @@ def replace(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes durable, or the names in a folder. Raises OSError."""
+    """Make a file's bytes, or the names in a folder, durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -136,10 +133,10 @@ def sync(path: Path) -> None:
 
 
 def _regular(path: Path, fd: int) -> int:
-    """The descriptor, if it is a regular file's; else it is closed."""
+    """The descriptor if it is a regular file's; otherwise closes it and raises OSError."""
     try:
         _check_regular(path, os.fstat(fd))
-        # Only opening was not to wait.
+        # O_NONBLOCK was only needed for opening.
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
     except BaseException:
         os.close(fd)

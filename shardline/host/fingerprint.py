@@ -1,4 +1,4 @@
-"""What the bits of a gradient depend on besides the job: the machine that computes it."""
+"""The machine's part in the bits of a gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def machine_fingerprint(threads: int, device: str) -> dict[str, str]:
-    """What the last bits of a gradient depend on (PROTOCOL 1.10, E)."""
+    """Facts about this machine that affect the last bits of a gradient (PROTOCOL 1.10, E)."""
     facts = {
         "torch": torch.__version__,
         "cpu_vendor": cpu_vendor(),
@@ -22,7 +22,7 @@ def machine_fingerprint(threads: int, device: str) -> dict[str, str]:
 
 
 def cpu_vendor() -> str:
-    """Vendor of the processor as Linux names it, else what Python knows."""
+    """Vendor of the processor according to Linux, else what Python reports."""
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
             for line in lines:

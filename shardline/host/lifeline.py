@@ -1,4 +1,4 @@
-"""A task ends when the launcher that started it dies: the end of an inherited pipe says so."""
+"""Ends a task when its launcher dies, which closes an inherited pipe."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ EXIT_CODE = 128 + signal.SIGTERM
 def watch(fd: int, *, grace_s: float = GRACE_S) -> threading.Thread:
     """End this process when the other end of the pipe `fd` closes.
 
-    It is asked first, by SIGTERM to itself, and ended with exit code 143 when it is still there grace_s seconds later.
-    The launcher never writes into the pipe.
+    It first sends itself SIGTERM, and exits with code 143 if it is still running grace_s seconds later. The launcher
+    never writes to the pipe.
     """
     os.set_inheritable(fd, False)
 
@@ -26,7 +26,8 @@ def watch(fd: int, *, grace_s: float = GRACE_S) -> threading.Thread:
             while os.read(fd, 1):
                 pass
         except OSError as error:
-            # Without a readable pipe the launcher's death can't be seen; ending for that would kill a healthy task.
+            # Without a readable pipe the launcher's death can't be noticed; ending because of that would kill a healthy
+            # task.
             log.warning("the launcher's pipe %d can't be read (%s): this task won't end with it", fd, error.strerror)
             return
         log.warning("the launcher is gone: ending")

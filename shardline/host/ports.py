@@ -1,4 +1,4 @@
-"""Ports that are known before anything listens there, and stay free for those who are told of them."""
+"""Ports that are chosen before anything listens on them, and stay reserved until then."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 from shardline.errors import UsageError
 
 CAN_HOLD = sys.platform == "linux"
-"""Elsewhere nobody can listen where another socket is bound."""
+"""On other systems nothing can listen on a port where another socket is bound."""
 
 
 def held_port(host: str = "127.0.0.1") -> socket.socket:
-    """A socket bound to a free port of `host`, so that the system gives the port to nobody else until it is closed.
+    """A socket bound to a free port of `host`, which reserves the port until the socket is closed.
 
-    A port that was only found free is anybody's: of the next connection that this machine opens, too. This one can be
-    bound and listened at by whoever names it and sets SO_REUSEADDR, as gRPC and asyncio do, by one process at a time,
-    and again after that has died; see CAN_HOLD. Raises UsageError where the host is not this machine's.
+    A port that was merely found free can be taken by anything, even by this machine's next outgoing connection. This
+    one can be bound and listened on by a process that sets SO_REUSEADDR, as gRPC and asyncio do, one at a time, and
+    again after its death; see CAN_HOLD. Raises UsageError if the host is not this machine's.
     """
     held: socket.socket | None = None
     try:

@@ -1,13 +1,13 @@
-"""Texts of others on their way to a terminal or a log: without what a terminal would obey."""
+"""Makes foreign texts safe for a terminal or log: removes everything that a terminal would interpret."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """The text on one line; control characters and what turns the direction of writing become spaces.
+    """The text on one line; control characters and changes of text direction become spaces.
 
-    Who names a job, a metric or an error could otherwise clear a person's screen, set its title, or write lines that
-    look like the program's own.
+    Otherwise the name of a job or metric, or an error, could clear the user's screen, set its title, or imitate the
+    program's own lines.
     """
     if text.isprintable():
         return text
@@ -15,5 +15,5 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same for a text of several lines, such as a traceback, which keeps them."""
+    """The same, but keeps line breaks, for texts such as a traceback."""
     return "\n".join(map(printable, text.split("\n")))

@@ -1,4 +1,4 @@
-"""What every task's process does alike: signals, launcher pipes, devices."""
+"""Shared by all task processes: signals, launcher pipes, devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("shardline.host.process")
 
 
 class Termination:
-    """SIGTERM and SIGINT as an event. A second signal changes nothing: ending has its own deadlines."""
+    """SIGTERM and SIGINT as an event. A second signal changes nothing: the shutdown has its own deadlines."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -27,12 +27,12 @@ class Termination:
         self._callbacks: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Take both signals; only the main thread may."""
+        """Handle both signals; call on the main thread only."""
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
     def call(self, callback: Callable[[], None]) -> None:
-        """Call this when the first signal comes, on a thread of its own."""
+        """Call this on a thread of its own when the first signal arrives."""
         self._callbacks.append(callback)
         if self.event.is_set():
             threading.Thread(target=callback, name="termination", daemon=True).start()
@@ -42,23 +42,23 @@ class Termination:
             return
         self.signal = number
         self.event.set()
-        # A handler runs between two bytecodes of the main thread, which may hold any lock: leave at once.
+        # The handler interrupts the main thread, which may hold any lock: return at once.
         for callback in self._callbacks:
             threading.Thread(target=callback, name="termination", daemon=True).start()
 
 
 def tell_ready(ready_fd: int | None, address: str) -> None:
-    """Tell the launcher the bound address on the pipe that it asked for it on; None = it didn't."""
+    """Send the bound address to the launcher on the pipe it passed; None = no pipe."""
     if ready_fd is not None:
         with os.fdopen(ready_fd, "w") as pipe:
             pipe.write(f"{address}\n")
 
 
 def resolve_device(name: str, memory_fraction: float | None = None) -> torch.device:
-    """The device of --device; CUDA is touched only when it is named. CUDA_VISIBLE_DEVICES is torch's to respect.
+    """The device for --device; CUDA is initialized only if it is named. torch itself honours CUDA_VISIBLE_DEVICES.
 
-    memory_fraction: share of the device's memory this process may take (--gpu-memory-fraction).
-    Raises UsageError where there is no such device.
+    memory_fraction: share of the device's memory that this process may allocate (--gpu-memory-fraction).
+    Raises UsageError if there is no such device.
     """
     device = torch.device(name)
     if device.type == "cpu":
@@ -86,7 +86,7 @@ def resolve_device(name: str, memory_fraction: float | None = None) -> torch.dev
 
 
 def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of host memory that this process may still take: the machine's, or its container's where that has less."""
+    """Bytes of host memory still available to this process: the machine's, or its container's if that is less."""
     free = int(psutil.virtual_memory().available)
     try:
         limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
@@ -95,12 +95,12 @@ def free_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         return free
     if not limit.isdigit():
         return free
-    # What is cached of files gives way.
+    # File caches make room.
     return max(0, min(free, int(limit) - int(held.get("anon", 0)) - int(held.get("shmem", 0))))
 
 
 def memory_limit(device: torch.device, memory_fraction: float | None) -> int | None:
-    """Bytes this process may take on a CUDA device; None on a CPU."""
+    """Bytes that this process may allocate on a CUDA device; None on a CPU."""
     if device.type != "cuda":
         return None
     total = torch.cuda.get_device_properties(device).total_memory

@@ -1,4 +1,4 @@
-"""Run a Python file that a person names, as a module of its own."""
+"""Runs a Python file named by the user as a module of its own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shardline.errors import JobError, ShardlineError
 
 
 def run_file(path: Path, prefix: str, *, check: Callable[[ast.Module], None] = lambda tree: None) -> ModuleType:
-    """The module that the file makes, under a name that no other module could have.
+    """The module created by running the file, under a unique name.
 
-    check: looks at the parsed file before any of it is run, and may raise. The file's folder comes first on sys.path
-    from then on, as with `python FILE`. Raises JobError with file, line and what was raised.
+    check: inspects the parsed file before any of it runs, and may raise. The file's folder becomes first on sys.path,
+    as with `python FILE`. Raises JobError with the file, the line and the original error.
     """
     resolved = path.resolve()
     try:
@@ -36,7 +36,7 @@ def run_file(path: Path, prefix: str, *, check: Callable[[ast.Module], None] = l
     spec = importlib.util.spec_from_file_location(name, resolved)
     assert spec is not None and spec.loader is not None  # a .py file has both
     module = importlib.util.module_from_spec(spec)
-    # Registered before it runs, as an import does: dataclasses and typing look their module up by name.
+    # Registered before it runs, as in an import: dataclasses and typing look their module up by name.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

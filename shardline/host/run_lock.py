@@ -1,7 +1,7 @@
-"""One run at a time in a folder: who writes to --out holds its lock, from before the first byte until its end.
+"""One run at a time in a folder: a run holds the lock of its --out from before its first byte until its end.
 
-The lock is flock's, on OUT/chief/.lock, so it goes with the processes that hold it, however they end. It belongs to the
-open file: `shardline train` takes it, and each chief that it starts inherits the descriptor and holds it too.
+The lock is an flock on OUT/chief/.lock, so it ends with the processes that hold it, however they end. It belongs to the
+open file: `shardline train` takes it, and each chief that it starts inherits the descriptor and holds the lock too.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from shardline.host import files
 
 NAME = ".lock"
 ROOM = 1 << 18
-"""Bytes without which a run need not begin: its journal and its logs would be all that there is."""
+"""Free bytes needed to begin a run: with less there would be room for journal and logs only."""
 
 
 class RunLock:
-    """A lock that is held; close() lets it go, unless another process inherited it."""
+    """A lock that is held; close() releases it, unless another process inherited it."""
 
     def __init__(self, fd: int) -> None:
-        """fd: a descriptor that holds the lock, inherited or of take()."""
+        """fd: a descriptor that holds the lock, inherited or from take()."""
         self.fd = fd
         os.set_inheritable(fd, False)
 
     @classmethod
     def take(cls, folder: Path) -> RunLock:
-        """Take the lock of `folder`, OUT/chief, which is made where it is not there.
+        """Take the lock of `folder`, OUT/chief, which is created if missing.
 
-        Raises UsageError where another run holds it, its disk has no room for the beginning of a run, or the folder
-        can't be written at all; nothing is changed then.
+        Raises UsageError if another run holds it, the disk has too little room, or the folder can't be written to;
+        nothing is changed then.
         """
         made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
         try:
@@ -46,7 +46,7 @@ class RunLock:
 
     @classmethod
     def _of(cls, folder: Path) -> RunLock:
-        """See take(); raises OSError where that can't be, and leaves no lock that was not there."""
+        """See take(). Raises OSError on failure, and leaves no new lock file behind."""
         path = folder / NAME
         new = not os.path.lexists(path)
         while True:
@@ -66,7 +66,7 @@ class RunLock:
                 ) from None
             except OSError:
                 if new:
-                    # Before it is let go, so that nobody else holds it.
+                    # Unlinked before it is released, so that no one else can hold it.
                     path.unlink()
                 lock.close()
                 raise
@@ -79,9 +79,9 @@ class RunLock:
         return False
 
     def sign(self) -> None:
-        """Leave this process's id for those who find the lock taken. Raises OSError."""
+        """Write this process's id for others who find the lock taken. Raises OSError."""
         name = str(os.getpid()).encode()
-        # Never shorter than a name in between: a reader finds this one or the one before.
+        # Never shorter than an id in between: a reader sees this one or the previous one.
         os.pwrite(self.fd, name, 0)
         os.ftruncate(self.fd, len(name))
 
@@ -94,7 +94,7 @@ class RunLock:
 
 
 def _opened(folder: Path) -> int:
-    """The lock's file, made only where it is not there."""
+    """Open the lock file, creating it if missing."""
     path = folder / NAME
     with contextlib.suppress(FileNotFoundError):
         return files.update_fd(path)
@@ -103,14 +103,14 @@ def _opened(folder: Path) -> int:
 
 
 def _find_room(folder: Path) -> None:
-    """Raise OSError where the disk has no room for the beginning of a run; leaves nothing."""
+    """Raise OSError if the disk has no room for the beginning of a run; leaves nothing behind."""
     path = folder / ".room"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, ROOM)
     except OSError as error:
-        # A file system that can't be asked.
+        # The file system doesn't support the query.
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
     finally:
@@ -119,12 +119,12 @@ def _find_room(folder: Path) -> None:
 
 
 def unwritable(out: Path, error: OSError) -> UsageError:
-    """The sentence about an --out in which nothing can be written."""
+    """The error for an --out that can't be written to."""
     what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return UsageError(f"--out {out} can't be written: {what}; name a folder that you may write to, on a disk with room")
 
 
 def ever_begun(out: Path) -> bool:
-    """Whether OUT is the folder of a run; the lock alone is left by a start that came to nothing."""
+    """Whether OUT is the folder of a run; a failed start leaves only the lock."""
     folder = out / "chief"
     return folder.is_dir() and os.listdir(folder) != [NAME]

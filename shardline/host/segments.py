@@ -1,8 +1,8 @@
-"""Memory that two processes of one host share: sealed, without a name, gone with the last of them. PROTOCOL 1.9.
+"""Memory shared by two processes on one host: sealed, without a name, freed with the last of them. PROTOCOL 1.9.
 
-A segment is a memfd, passed as a file descriptor over a unix socket: that proves the same kernel, and the kernel names
-the other side's user. Seals make sure that nobody can cut off what is mapped (which would end the reader with SIGBUS),
-and that what a server publishes can be mapped by others for reading only. Linux only.
+A segment is a memfd, passed as a file descriptor over a unix socket: that proves both have the same kernel, and the
+kernel names the peer's user. Seals ensure that mapped memory can't be truncated (which would end the reader with
+SIGBUS), and that others can map what a server publishes read-only. Linux only.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import numpy as np
 from shardline.errors import ProtocolError
 
 ALIGNMENT_BYTES = 64
-"""Places within a segment are multiples of a cache line."""
+"""Offsets within a segment are multiples of a cache line."""
 SEAL_FUTURE_WRITE = 0x0010
-"""F_SEAL_FUTURE_WRITE of linux/fcntl.h, Linux 5.1; not in Python's fcntl."""
+"""F_SEAL_FUTURE_WRITE in linux/fcntl.h, Linux 5.1; missing from Python's fcntl."""
 FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if sys.platform == "linux" else 0
-"""Seals of every segment: its length can't change, nor the seals."""
+"""Seals of every segment: neither its length nor its seals can change."""
 MAX_FDS = 3
 TOKEN_BYTES = 32
 _MAGIC = b"shardln1"
@@ -40,56 +40,57 @@ KNOCK_BYTES = _KNOCK.size
 
 
 def layout(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Offsets of pieces of these sizes in bytes, each aligned, and after them the length of all."""
+    """Offsets of pieces of these sizes in bytes, each aligned, followed by the total length."""
     return tuple(itertools.accumulate((-(-n // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for n in sizes), initial=0))
 
 
 _LIVE: weakref.WeakValueDictionary[int, Segment] = weakref.WeakValueDictionary()
-"""By the identity of its mapping."""
+"""Segments by the id of their mapping."""
 
 
 class SegmentError(Exception):
-    """A segment can't be made or used; the sentence says why. Another lane takes its place."""
+    """A segment can't be created or used; the message says why. Another lane is used instead."""
 
 
 class Segment:
-    """One piece of shared memory, mapped. It lives as long as this object or any view of `memory`."""
+    """One mapped piece of shared memory. It lives as long as this object or any view of `memory`."""
 
     def __init__(self, fd: int, nbytes: int, mapped: mmap.mmap) -> None:
         self.nbytes = nbytes
         self._fd = fd
         self._mapped = mapped
         self.memory = memoryview(mapped)
-        """Writable where it was made here, read-only where it was adopted."""
+        """Writable if created here, read-only if adopted."""
         self._at_end: list[Callable[[], None]] = []
         _LIVE[id(mapped)] = self
 
     @staticmethod
     def of(view: memoryview) -> Segment | None:
-        """The segment whose memory this is a part of; None for other memory."""
+        """The segment that this memory belongs to; None for other memory."""
         segment = _LIVE.get(id(view.obj))
         return segment if segment is not None and segment._mapped is view.obj else None
 
     @property
     def address(self) -> int:
-        """Where it is mapped in this process."""
-        # A view of its own, which ends here: what is exported can't be unmapped.
+        """Address of the mapping in this process."""
+        # A temporary view: memory with exported views can't be unmapped.
         return np.frombuffer(self._mapped, np.uint8).ctypes.data
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Call this when nobody holds this object any more, its memory still mapped. It must not raise."""
+        """Call this when the object is no longer referenced, while its memory is still mapped. It must not raise."""
         self._at_end.append(call)
 
     @property
     def fd(self) -> int:
-        """To be passed on, where it was made here; -1 where it was adopted: a mapping keeps a descriptor of its own."""
+        """Descriptor to pass on, if created here; -1 if adopted, since a mapping keeps a descriptor of its own."""
         return self._fd
 
     @classmethod
     def create(cls, nbytes: int, *, name: str, read_only: bool = False) -> Segment:
-        """New memory of zeros. read_only: others can map it only for reading.
+        """New zeroed memory of nbytes. read_only: others can only map it read-only.
 
-        All of it is taken at once, so that a full memory is an error here and no signal later. Raises SegmentError.
+        All of it is allocated at once, so that a lack of memory is an error here and no signal later. Raises
+        SegmentError.
         """
         if sys.platform != "linux":
             raise SegmentError(f"shared segments need Linux, this is {sys.platform}")
@@ -98,14 +99,14 @@ class Segment:
         fd = -1
         room = available_bytes()
         if room is not None and nbytes > room:
-            # The kernel would end some process for it, perhaps this one.
+            # Otherwise the kernel would kill some process, perhaps this one.
             raise SegmentError(f"a shared segment of {nbytes:,} bytes doesn't fit: {room:,} bytes of memory are left")
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, nbytes)
             os.posix_fallocate(fd, 0, nbytes)
             mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            # After the writable mapping: that one stays, and no other can come.
+            # After our writable mapping, which stays; no further one can be made.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, FIXED | (SEAL_FUTURE_WRITE if read_only else 0))
         except (OSError, ValueError) as error:
             if fd >= 0:
@@ -115,7 +116,7 @@ class Segment:
 
     @classmethod
     def adopt(cls, fd: int, nbytes: int) -> Segment:
-        """Map somebody else's segment for reading; takes the descriptor. Raises SegmentError where it isn't safe to."""
+        """Map another process's segment for reading; takes the descriptor. Raises SegmentError if it isn't safe."""
         try:
             _check(fd, nbytes)
             mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
@@ -129,7 +130,7 @@ class Segment:
         return cls(-1, nbytes, mapped)
 
     def __del__(self) -> None:
-        # The mapping ends with the last view of it; nobody has to wait for that to give the descriptor back.
+        # The mapping ends with its last view; the descriptor can be closed now.
         if getattr(self, "_fd", -1) >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -150,16 +151,16 @@ def _check(fd: int, nbytes: int) -> None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that this process may still take: the machine's, or its control group's where that is less.
+    """Bytes of memory still available to this process: the machine's, or its control group's if that is less.
 
-    root: where proc and sys are. None where neither says.
+    root: folder that contains proc and sys. None if neither limit is known.
     """
     found = [_number(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
     rooms = [kilobytes * 1024 for kilobytes in found if kilobytes is not None]
     for line in _lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         kinds, _, path = rest.partition(":")
-        # In a container the group may be mounted at the top, whatever it is called outside.
+        # In a container the group may be mounted at the root, whatever its name outside.
         for folder in (path.strip("/"), "") if kinds in ("", "memory") else ():
             room = _group_room(root / "sys/fs/cgroup" / kinds / folder, legacy=kinds == "memory")
             rooms += [room] if room is not None else []
@@ -167,7 +168,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _group_room(group: Path, *, legacy: bool) -> int | None:
-    """What a control group's limit leaves, its file cache not counted; None where it has no limit, or isn't seen."""
+    """Bytes left under a control group's limit, file cache counted as free; None without a visible limit."""
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if legacy else ("memory.max", "memory.current")
     limit, used = (_number("".join(_lines(group / name)).strip()) for name in names)
     if limit is None or used is None:
@@ -193,7 +194,7 @@ def _number(text: str) -> int | None:
 
 
 def check_user(sock: socket.socket) -> None:
-    """Raise SegmentError where the other side of a unix socket is another user's process."""
+    """Raise SegmentError if the peer of a unix socket is another user's process."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     if uid != os.geteuid():
@@ -201,21 +202,21 @@ def check_user(sock: socket.socket) -> None:
 
 
 def new_address(run_dir: Path | None) -> str:
-    """An address nobody else has: "@name" in the kernel's abstract namespace, or a path in run_dir."""
+    """An unused address: "@name" in the kernel's abstract namespace, or a path in run_dir."""
     name = f"shardline-{secrets.token_hex(12)}"
     return f"@{name}" if run_dir is None else str(run_dir / f"{name}.sock")
 
 
 def to_kernel(address: str) -> str:
-    """The address as the socket calls want it. Raises SegmentError where it can't be one."""
+    """The address as socket calls need it. Raises SegmentError if it is invalid."""
     if not 2 <= len(address.encode()) <= 100:
         raise SegmentError(f"{address!r} is not the address of a unix socket, which has at most 100 bytes")
     return "\0" + address[1:] if address.startswith("@") else address
 
 
 def connect(sock: socket.socket, address: str, *, timeout_s: float) -> None:
-    """Connect to a unix socket; waits while it is full. Raises SegmentError when late, OSError where nobody listens."""
-    # A socket with Python's timeout is told at once that there is no room; a blocking one with the kernel's waits.
+    """Connect to a unix socket; waits while its queue is full. SegmentError on timeout, OSError without a listener."""
+    # With Python's timeout the connect would fail at once on a full queue; a blocking socket with the kernel's waits.
     seconds, rest = divmod(max(timeout_s, 0.001), 1.0)
     sock.settimeout(None)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(rest * 1e6)))
@@ -226,17 +227,17 @@ def connect(sock: socket.socket, address: str, *, timeout_s: float) -> None:
 
 
 def knock(sock: socket.socket, token: bytes, segment: Segment) -> None:
-    """First and only message of a worker: its token and its segment."""
+    """Send a worker's first and only message: its token and its segment."""
     message = _KNOCK.pack(_MAGIC, token, segment.nbytes)
     if socket.send_fds(sock, [message], [segment.fd]) != len(message):
         raise SegmentError("the unix socket took only a part of a message")
 
 
 def hear_knock(sock: socket.socket) -> tuple[bytes, int, list[int]]:
-    """(token, bytes of the segment, descriptors) of a worker that is there.
+    """Receive a worker's message: (token, bytes of the segment, descriptors).
 
-    Raises ProtocolError, BlockingIOError, ConnectionError where it left without a word. The descriptors are the
-    caller's to close.
+    Raises ProtocolError, BlockingIOError, or ConnectionError if it left without a message. The caller must close the
+    descriptors.
     """
     message, fds, truncated = _receive(sock, KNOCK_BYTES)
     if not message and not fds:
@@ -254,19 +255,19 @@ def hear_knock(sock: socket.socket) -> tuple[bytes, int, list[int]]:
 
 
 def welcome(sock: socket.socket, areas: list[Segment], replies: Segment | None) -> None:
-    """The answer to a knock: what the shard publishes, and the worker's own replies where it needs them."""
+    """Answer a worker: what the shard publishes, and the worker's own replies if it needs them."""
     segments = [*areas, *([replies] if replies is not None else [])]
     sizes = (areas[0].nbytes if areas else 0, replies.nbytes if replies is not None else 0)
     socket.send_fds(sock, [_WELCOME.pack(1, len(areas), *sizes)], [segment.fd for segment in segments])
 
 
 def refuse(sock: socket.socket) -> None:
-    """The other answer."""
+    """Refuse a worker."""
     sock.send(_WELCOME.pack(0, 0, 0, 0))
 
 
 def hear_welcome(sock: socket.socket) -> tuple[list[Segment], Segment | None]:
-    """(areas, replies) that a server passes. Raises SegmentError, or OSError where the socket breaks or is late."""
+    """(areas, replies) from a server. Raises SegmentError, or OSError if the socket breaks or times out."""
     message, fds, truncated = _receive(sock, _WELCOME.size)
     left = fds
     try:
@@ -287,9 +288,9 @@ def hear_welcome(sock: socket.socket) -> tuple[list[Segment], Segment | None]:
 
 
 def _receive(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int], bool]:
-    """(message, descriptors, whether either was cut off); children don't inherit the descriptors.
+    """(message, descriptors, whether either was truncated); child processes don't inherit the descriptors.
 
-    socket.recv_fds doesn't pass its flags on in every version of Python.
+    socket.recv_fds ignores its flags in some versions of Python.
     """
     fds = array.array("i")
     message, ancillary, flags, _ = sock.recvmsg(
@@ -302,11 +303,11 @@ def _receive(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int], bool]:
 
 
 def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors that nobody wants."""
+    """Close descriptors that are not needed."""
     for fd in fds:
         os.close(fd)
 
 
 def is_gone(error: OSError) -> bool:
-    """Whether nobody listens at a unix socket's address."""
+    """Whether the error means that nothing listens at a unix socket's address."""
     return error.errno in (errno.ECONNREFUSED, errno.ENOENT)

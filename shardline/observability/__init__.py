@@ -1,1 +1,1 @@
-"""Logs, metrics, and the view of a cluster that pages and terminals show."""
+"""Logs, metrics, and the cluster view for pages and terminals."""

@@ -1,7 +1,7 @@
-"""The Host header of a request to a page: under which name its reader knows this machine.
+"""The Host header of a request to a page: the name by which its reader addresses this machine.
 
-A page that is open to everybody on its own machine answers to loopback's names only. Otherwise a web site that points
-its own name at 127.0.0.1 (DNS rebinding) could read the page in the browser of a person who works on this machine.
+A page that is open to everyone on its own machine answers only to loopback's names. Otherwise a web site that points
+its own name at 127.0.0.1 (DNS rebinding) could read the page through a browser on this machine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from shardline.security import is_loopback
 
 
 def host_of(header: str) -> str:
-    """The host in a Host header, without port and brackets; empty where it is none."""
+    """The host in a Host header, without port and brackets; empty if invalid."""
     text = header.strip()
     if text.startswith("["):
         return text[1:].partition("]")[0]
@@ -18,5 +18,5 @@ def host_of(header: str) -> str:
 
 
 def names_loopback(header: str) -> bool:
-    """Whether a Host header names this machine by one of loopback's names."""
+    """Whether a Host header contains one of loopback's names."""
     return is_loopback(host_of(header))

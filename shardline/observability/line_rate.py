@@ -1,4 +1,4 @@
-"""How fast the line of this task's address is, as far as the machine knows."""
+"""Speed of the network link behind this task's address, if the machine knows it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from shardline.observability.metrics import Metrics
 log = logging.getLogger("shardline")
 
 MBIT = 1e6 / 8
-"""Bytes of a megabit."""
+"""Bytes per megabit."""
 INTERFACES = Path("/sys/class/net")
 
 
 def meter_line(metrics: Metrics, address: str) -> None:
-    """Set shardline_link_bytes_per_second where the line of this task's address is known. Raises UsageError.
+    """Set shardline_link_bytes_per_second if the speed of this task's link is known. Raises UsageError.
 
-    SHARDLINE_LINK_MBIT comes first: in containers and virtual machines only a person knows.
+    SHARDLINE_LINK_MBIT takes precedence: in containers and virtual machines only the user knows.
     """
     rate = given_rate() or interface_rate(address)
     if rate is not None:
@@ -32,7 +32,7 @@ def meter_line(metrics: Metrics, address: str) -> None:
 
 
 def given_rate() -> float | None:
-    """SHARDLINE_LINK_MBIT in bytes per second; None where it is not set. Raises UsageError."""
+    """SHARDLINE_LINK_MBIT in bytes per second; None if it is not set. Raises UsageError if invalid."""
     text = environment("link_mbit")
     if text is None:
         return None
@@ -46,21 +46,21 @@ def given_rate() -> float | None:
 
 
 def has_line(name: str) -> bool:
-    """Whether an interface is hardware, or a bond of it: a container's has a speed that the kernel makes up."""
+    """Whether an interface is hardware, or a bond of it: the kernel invents a speed for a container's."""
     if not INTERFACES.is_dir():
         return True
     return (INTERFACES / name / "device").exists() or (INTERFACES / name / "bonding").exists()
 
 
 def interface_rate(address: str) -> float | None:
-    """Bytes per second of the interface that has the host of "host:port"; None where nobody knows."""
+    """Bytes per second of the interface that has the host of "host:port"; None if unknown."""
     try:
         host, _ = parse_address(address)
         own = {str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         names = [
             name
             for name, held in psutil.net_if_addrs().items()
-            # IPv6 addresses may carry the interface behind a %.
+            # IPv6 addresses may include the interface after a %.
             if own.intersection(item.address.partition("%")[0] for item in held) and has_line(name)
         ]
         speeds = psutil.net_if_stats()

@@ -1,9 +1,9 @@
-"""Logging: one event per line, with the task and, where known, the step.
+"""Logging: one event per line, with the task and, if known, the step.
 
-Modules log to logging.getLogger(__name__) as usual and give facts as `extra={"step": 120, "shard": 2}`. setup() sends
+Modules log to logging.getLogger(__name__) as usual and pass facts as `extra={"step": 120, "shard": 2}`. setup() sends
 them to stderr for people ("12:30:05 worker/1 step 120 loss 0.31") and, on request, to a file of JSON lines for
 programs.
-The root logger is left alone: in a person's own script it is theirs.
+The root logger is left alone: in a user's script it is the user's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HumanFormatter(logging.Formatter):
         self._task = task
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; a traceback follows on lines of its own, for people to read."""
+        """One line; a traceback follows on lines of its own."""
         parts = [time.strftime("%H:%M:%S", time.localtime(record.created)), self._task]
         step = getattr(record, "step", None)
         if step is not None:
@@ -49,7 +49,7 @@ class HumanFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per event: time_s (seconds since 1970), task, level, logger, message, and what `extra` gave."""
+    """One JSON object per event: time_s (seconds since 1970), task, level, logger, message, and `extra`'s fields."""
 
     def __init__(self, task: str) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """Appends to a file; lines that its disk does not take are lost, and that is said once, on stderr."""
+    """Appends to a file; lines that can't be written are dropped, which is reported once, on stderr."""
 
     def _open(self) -> TextIO:  # type: ignore[override]
         def lost(error: OSError) -> None:
@@ -82,9 +82,9 @@ class _File(logging.FileHandler):
 
 
 def setup(task: str, *, json_path: Path | None = None, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Log this process's events as `task`, to stderr and to json_path (appended to, its folder is made).
+    """Log this process's events as `task`, to stderr and to json_path (appended to; its folder is created).
 
-    Called again it replaces what it set up before. Raises UsageError where json_path can't be written.
+    A second call replaces the first setup. Raises UsageError if json_path can't be written.
     """
     handlers: list[logging.Handler] = [logging.StreamHandler(stream or sys.stderr)]
     handlers[0].setFormatter(HumanFormatter(task))

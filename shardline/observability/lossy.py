@@ -1,6 +1,6 @@
-"""Text that may be lost: a disk that is full or fails costs lines of a log, never the process that writes them.
+"""Text that may be lost: a full or failing disk costs log lines, never the process that writes them.
 
-Where a task's output goes to a file, print() in a person's code would otherwise raise OSError and end the job.
+If a task's output goes to a file, print() in user code would otherwise raise OSError and end the job.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def unheard(error: OSError) -> None:
-    """For what can't be told anybody."""
+    """Ignore a loss that can't be reported."""
 
 
 class LossyFile(io.FileIO):
-    """A file for writing that drops what its disk does not take, and says so once: on_loss(error)."""
+    """A writable file that drops what can't be written, and reports that once: on_loss(error)."""
 
     def __init__(self, file: str | int, *, on_loss: Callable[[OSError], None] = unheard) -> None:
         """file: a path to append to, or a descriptor that stays open."""
-        # A FIFO at that name would hold the process up until somebody reads it.
+        # A plain open of a FIFO would block until someone reads it.
         opener = (lambda name, _: files.append_fd(Path(name))) if isinstance(file, str) else None
         super().__init__(file, "a", closefd=isinstance(file, str), opener=opener)
         self._on_loss = on_loss
         self._told = False
 
     def write(self, data: object) -> int:
-        """Take everything, whatever becomes of it."""
+        """Accept everything, written or not."""
         rest = memoryview(data).cast("B")  # type: ignore[arg-type]
         size = len(rest)
         try:
@@ -51,14 +51,14 @@ class LossyFile(io.FileIO):
 
 
 def lossy_text(file: str | int, *, on_loss: Callable[[OSError], None] = unheard) -> TextIO:
-    """A text stream over a LossyFile, each write passed on at once."""
+    """A text stream over a LossyFile; each write is passed on at once."""
     raw = LossyFile(file, on_loss=on_loss)
-    # A raw file has all that is asked of a buffer here.
+    # A raw file supports everything that is needed of a buffer here.
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def protect_output() -> None:
-    """Make this process's standard output and error lossy where they are files."""
+    """Make this process's stdout and stderr lossy if they are files."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -67,5 +67,5 @@ def protect_output() -> None:
                 stream.flush()
                 setattr(sys, name, lossy_text(number))
         except (AttributeError, OSError, ValueError):
-            # No stream, or one without a descriptor, as where a test looks on.
+            # No stream, or one without a descriptor, as in a test.
             continue

@@ -1,11 +1,11 @@
-"""Every Prometheus metric of Shardline, in one table, and the /metrics page of a task.
+"""All Prometheus metrics of Shardline, in one table, and a task's /metrics page.
 
     metrics = Metrics("worker", "worker/3")
     pushed = metrics.counter("shardline_push_wire_bytes_total", peer="ps/0", codec="raw", lane="grpc")
     pushed.inc(4096)
     address = metrics.serve("127.0.0.1", 0)
 
-docs/metrics.md is made of the table: python -m shardline.observability.metrics > docs/metrics.md
+docs/metrics.md is generated from the table: python -m shardline.observability.metrics > docs/metrics.md
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from shardline.observability.metrics_page import MetricsPage
 from shardline.security import PLAIN, Security
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Bucket bounds of durations of one exchange or step."""
+"""Bucket bounds, in seconds, for durations of one exchange or step."""
 LONG_SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
-"""Bucket bounds of checkpoints and evaluations."""
+"""Bucket bounds, in seconds, for checkpoints and evaluations."""
 UPDATES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0, 128.0)
-"""Bucket bounds of staleness; 0 is a bucket of its own, since it is what synchronous training has."""
+"""Bucket bounds for staleness, in versions; 0 has its own bucket, since synchronous training always has it."""
 
 ALL = ("ps", "worker", "chief", "evaluator")
 
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One line of the table. Every metric also has the label `task`."""
+    """One row of the table. Every metric also has the label `task`."""
 
     name: str
     kind: str
@@ -58,7 +58,7 @@ class MetricSpec:
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, in its unit."""
     known: tuple[str, ...] = ()
-    """Values of the one label that are there from the start, at 0: the first time must show as a rise."""
+    """Label values that exist from the start, at 0, so that the first count shows as a rise; for a single label."""
 
 
 def _counter(
@@ -212,9 +212,9 @@ _KINDS: Mapping[str, type[Counter] | type[Gauge] | type[Histogram]] = {
 
 
 class _Registry(CollectorRegistry):
-    """Leaves out the *_created series, which double the page and which our dashboards never use.
+    """Omits the *_created series, which double the page and which our dashboards don't use.
 
-    prometheus_client's own switch for that is global, so it would change a person's own metrics in their script.
+    prometheus_client's own switch is global, so it would change the user's own metrics in a script.
     """
 
     def collect(self) -> Iterator[Metric]:
@@ -224,33 +224,30 @@ class _Registry(CollectorRegistry):
 
 
 class Metrics:
-    """The metrics of one task, in a registry of its own. Thread-safe.
+    """The metrics of one task, in a registry of its own. Thread-safe."""
 
-    also: further roles this process plays, such as ["worker"] for a chief that trains.
-    """
-
-    def __init__(self, role: str, task: str, *, also: Iterable[str] = ()) -> None:
+    def __init__(self, role: str, task: str) -> None:
         self.task = task
-        self.roles = frozenset((role, *also))
+        self.role = role
         self.registry = _Registry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         self._families: dict[str, MetricWrapperBase] = {}
         for spec in TABLE:
-            if self.roles.intersection(spec.roles):
+            if role in spec.roles:
                 self._families[spec.name] = self._family(spec)
         self._children: dict[tuple[str, tuple[tuple[str, str], ...]], MetricWrapperBase] = {}
         self._lock = threading.Lock()
         self._page: MetricsPage | None = None
         self.address = ""
-        """Where serve() answers; empty before."""
+        """Address that serve() listens on; empty before."""
         self.url = ""
-        """The same as a URL: beyond loopback a page wears TLS where the task does."""
+        """The same as a URL; https if the task uses TLS and the address is not loopback."""
         self._show_zeros()
 
     def _show_zeros(self) -> None:
-        """Counts whose labels are known beforehand begin at 0: a rise from nothing is none to Prometheus."""
+        """Start counters with known labels at 0: Prometheus doesn't see a rise from no value."""
         for spec in TABLE:
             if spec.name not in self._families or spec.kind == "gauge":
                 continue
@@ -266,7 +263,7 @@ class Metrics:
         return _KINDS[spec.kind](spec.name, spec.help, labels, registry=self.registry)
 
     def counter(self, name: str, **labels: str | int) -> Counter:
-        """The counter with these labels; keep it where it is used often. Raises InternalError outside the table."""
+        """The counter with these labels; keep it if used often. Raises InternalError if it is not in the table."""
         return self._child(Counter, name, labels)
 
     def gauge(self, name: str, **labels: str | int) -> Gauge:
@@ -299,10 +296,10 @@ class Metrics:
         return self._families[name].labels(task=self.task, **labels)
 
     def serve(self, host: str, port: int, security: Security = PLAIN) -> str:
-        """Answer GET /metrics at host:port (0 = a free one); returns the bound address.
+        """Serve GET /metrics at host:port (0 = a free one); returns the bound address.
 
-        security: whoever asks from outside of this machine needs the job's token, where there is one.
-        Raises UsageError where the port is taken or the host is not this machine's.
+        security: requests from other machines need the job's token, if there is one.
+        Raises UsageError if the port is taken or the host is not this machine's.
         """
         if self._page is not None:
             raise InternalError(f"the metrics of {self.task} are served already")

@@ -1,7 +1,7 @@
-"""The metrics page over HTTP: who may read it, and a server that no reader holds up.
+"""The metrics page over HTTP: who may read it, and a server that no reader can block.
 
-prometheus_client's own server shakes hands and waits in the thread that takes connections, so that one who says nothing
-keeps all others out; here each connection has a thread, a deadline and a bounded number of neighbours.
+prometheus_client's own server does the TLS handshake on the thread that accepts connections, so a silent client blocks
+all others. Here each connection has its own thread and a deadline, and their number is limited.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from shardline.observability.host_header import names_loopback
 from shardline.security import Security, is_loopback
 
 CONNECTIONS = 32
-"""At once; one more is closed unheard."""
+"""Concurrent connections; further ones are closed at once."""
 READER_S = 10.0
-"""How long a reader may let the page wait, each time."""
+"""Seconds that a reader may keep the page waiting, each time."""
 
 SHOWN = 120
 """Characters of a foreign header that an answer repeats."""
@@ -30,35 +30,35 @@ SHOWN = 120
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
-class Answer(enum.Enum):
-    """What a reader gets."""
+class PageAnswer(enum.Enum):
+    """The kinds of answer."""
 
     PAGE = "200 OK"
     NEEDS_TOKEN = "401 Unauthorized"
     WRONG_HOST = "421 Misdirected Request"
 
 
-def decide(security: Security, *, exposed: bool, peer: str, host: str, authorization: str) -> Answer:
-    """What who asks from the IP address `peer` gets, with these headers Host and Authorization.
+def decide(security: Security, *, exposed: bool, peer: str, host: str, authorization: str) -> PageAnswer:
+    """The answer to a request from the IP address `peer`, with these Host and Authorization headers.
 
-    Who brings the job's token may read. Without it everybody on this machine may, by a name of loopback's (see
-    host_header.py); others only where the job has no token and the page is exposed, that is open to other machines.
+    A reader with the job's token is admitted. Without it, anyone on this machine is, by one of loopback's names (see
+    host_header.py); others only if the job has no token and the page is exposed, that is, open to other machines.
     """
     scheme, _, token = authorization.partition(" ")
     if security.token and security.check(token.strip() if scheme.lower() == "bearer" else None):
-        return Answer.PAGE
+        return PageAnswer.PAGE
     if security.token and not is_loopback(peer):
-        return Answer.NEEDS_TOKEN
+        return PageAnswer.NEEDS_TOKEN
     if names_loopback(host) or (exposed and not security.token):
-        return Answer.PAGE
-    return Answer.WRONG_HOST
+        return PageAnswer.PAGE
+    return PageAnswer.WRONG_HOST
 
 
 def tls_of(host: str, security: Security) -> ssl.SSLContext | None:
-    """TLS of a page at this host; None = plain, as on loopback.
+    """TLS for a page at this host; None = plain HTTP, as on loopback.
 
-    Where there is a token it is asked for and no certificate, so that a browser or a Prometheus without one can read
-    the page; without a token the readers' certificates keep strangers out, as everywhere else.
+    If there is a token, it is required instead of a certificate, so that a browser or a Prometheus without one can read
+    the page; without a token, client certificates keep strangers out, as everywhere else.
     """
     if is_loopback(host) or security.tls_cert is None:
         return None
@@ -70,7 +70,7 @@ def tls_of(host: str, security: Security) -> ssl.SSLContext | None:
 
 
 def guarded(application: Application, security: Security, *, exposed: bool) -> Application:
-    """The page for those who may read it, and a sentence for all others."""
+    """The page for admitted readers, and an error message for all others."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         host = environ.get("HTTP_HOST", "")
@@ -81,10 +81,10 @@ def guarded(application: Application, security: Security, *, exposed: bool) -> A
             host=host,
             authorization=environ.get("HTTP_AUTHORIZATION", ""),
         )
-        if decided is Answer.PAGE:
+        if decided is PageAnswer.PAGE:
             return application(environ, start_response)
         headers = [("Content-Type", "text/plain; charset=utf-8")]
-        if decided is Answer.NEEDS_TOKEN:
+        if decided is PageAnswer.NEEDS_TOKEN:
             headers.append(("WWW-Authenticate", "Bearer"))
             sentence = "these metrics need the job's token: Authorization: Bearer TOKEN\n"
         else:
@@ -103,7 +103,7 @@ class _Handler(WSGIRequestHandler):
     timeout = READER_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a scrape every few seconds is no event."""
+        """Log nothing: a scrape every few seconds is not an event."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -115,7 +115,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*arguments, **settings)
 
     def server_bind(self) -> None:
-        # WSGIServer would ask the resolver for this machine's name, which may take seconds.
+        # WSGIServer would look up this machine's name, which may take seconds.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -139,11 +139,11 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a reader that goes away or shakes hands badly is its own affair."""
+        """Log nothing: a reader that disconnects or fails its handshake is not our error."""
 
 
 class MetricsPage:
-    """Serves an application at host:port, 0 = a free one, until close(). Raises OSError where it can't be bound."""
+    """Serves an application at host:port, 0 = a free one, until close(). Raises OSError if it can't be bound."""
 
     def __init__(self, host: str, port: int, application: Application, security: Security) -> None:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
@@ -157,7 +157,7 @@ class MetricsPage:
             handler_class=_Handler,
         )
         if context is not None:
-            # The handshake is the first thing that a connection's own thread waits for.
+            # Each connection's own thread does the handshake.
             self._server.socket = context.wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
             )

@@ -1,8 +1,8 @@
-"""What native code writes to this task's stderr, with lines that strangers can repeat said once a minute.
+"""Native code's output to this task's stderr; lines that strangers can provoke are shown once a minute.
 
-gRPC's core writes a line to file descriptor 2 for each connection that fails its TLS handshake, and offers no way to
-be told instead. So a task that serves with TLS puts a pipe there, and native_log_filter.py, a small process, passes on
-what comes out of it. Python's own words (sys.stderr, logging, faulthandler) go to the real stderr directly.
+gRPC's core writes a line to file descriptor 2 for each connection that fails its TLS handshake, and offers no hook to
+prevent it. So a task that serves with TLS redirects the descriptor to a pipe, whose output native_log_filter.py, a
+small process, passes on. Python's own output (sys.stderr, logging, faulthandler) goes to the real stderr directly.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ log = logging.getLogger("shardline.observability.native_log")
 
 STDERR = 2
 END_S = 2.0
-"""How long the end waits for the last words; children of this task may hold the pipe longer."""
+"""Seconds that the end waits for the last output; children of this task may hold the pipe longer."""
 WHOLE = ("GRPC_VERBOSITY", "GRPC_TRACE")
-"""Variables of gRPC's: who sets one wants all that it says."""
+"""gRPC's debug variables: if one is set, nothing is filtered."""
 _STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def wanted(security: Security, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether strangers can make gRPC write in this task: where it serves with TLS, and nobody debugs gRPC."""
+    """Whether strangers can make gRPC write in this task: it serves with TLS, and gRPC is not being debugged."""
     return security.tls_cert is not None and not any(environment.get(name) for name in WHOLE)
 
 
 @contextlib.contextmanager
 def condensed() -> Iterator[None]:
-    """Within it, native code's stderr goes through the filter. For the main thread of a task's process.
+    """Within the block, native code's stderr goes through the filter. For the main thread of a task's process.
 
-    Where the filter can't be started, nothing changes but for a warning.
+    If the filter can't be started, a warning is logged and nothing changes.
     """
     try:
         real = fcntl.fcntl(STDERR, fcntl.F_DUPFD_CLOEXEC, STDERR + 1)
     except OSError:
-        # Started without a stderr: nobody is told anything.
+        # Started without a stderr: nothing to filter.
         yield
         return
     sys.stderr.flush()
@@ -59,7 +59,7 @@ def condensed() -> Iterator[None]:
         return
     former = sys.stderr
     if _fd_of(former) == STDERR:
-        # Left open at the end: handlers of the log still write there.
+        # Left open at the end: log handlers still write to it.
         sys.stderr = _stream(real)
     if faulthandler.is_enabled():
         faulthandler.enable(file=real)
@@ -68,7 +68,7 @@ def condensed() -> Iterator[None]:
     finally:
         sys.stderr.flush()
         sys.stderr = former
-        # The last writer of the pipe goes, and with that the filter says what it has counted.
+        # This closes the last write end of the pipe, and the filter writes its counts.
         os.dup2(real, STDERR)
         if faulthandler.is_enabled():
             faulthandler.enable(file=STDERR)
@@ -79,11 +79,11 @@ def condensed() -> Iterator[None]:
 
 
 def _start(real: int) -> subprocess.Popen[bytes]:
-    """The filter, writing to the descriptor `real`, and its pipe at this process's stderr. Raises OSError."""
+    """Start the filter, writing to descriptor `real`, with its pipe as this process's stderr. Raises OSError."""
     read, write = os.pipe()
     try:
-        # The filter ends when all writers have gone, not before: signals to the whole group are not for it. What is
-        # blocked here stays blocked there.
+        # The filter must end only when all writers are gone, so it must ignore signals to the process group. Signals
+        # blocked here stay blocked in the child.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         try:
             process = subprocess.Popen(
@@ -102,7 +102,7 @@ def _start(real: int) -> subprocess.Popen[bytes]:
 
 
 def _fd_of(stream: TextIO) -> int | None:
-    """Its file descriptor; None where it has none, as in a test."""
+    """The stream's file descriptor; None if it has none, as in a test."""
     try:
         return stream.fileno()
     except (OSError, ValueError, AttributeError):

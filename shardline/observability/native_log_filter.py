@@ -1,8 +1,8 @@
-"""Passes on what native code writes to stderr; of lines that gRPC repeats, one per cause and minute, with a count.
+"""Passes on what native code writes to stderr; repeated lines of gRPC once per cause and minute, with a count.
 
-A program of its own, which native_log.py starts for a task: it reads the pipe (fd 0) and writes to the task's real
-stderr (fd 1). It outlives the task by what is still in the pipe, so the last words before an abort get through.
-It imports the standard library alone, and little of that: each task that serves with TLS has one beside it.
+A separate program, which native_log.py starts for a task: it reads the pipe (fd 0) and writes to the task's real stderr
+(fd 1). It outlives the task until the pipe is empty, so the last output before an abort gets through.
+It imports few modules, all from the standard library: each task that serves with TLS has one beside it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import time
 
 WINDOW_S = 60.0
 TEXTS = 16
-"""Causes told apart for one line of source. A stranger may have a say in the texts: further ones count as one cause."""
+"""Causes distinguished per source line. Strangers can influence the texts, so all further ones count as one cause."""
 HELD_BYTES = 16 << 10
-"""Of a line without an end. A longer one passes on."""
+"""Most bytes held of an unfinished line; a longer one is passed on."""
 HELD_S = 1.0
-"""How long the beginning of a line waits for its end."""
+"""Seconds that the beginning of a line is held."""
 READ_BYTES = 64 << 10
 
-# Severity, month and day, time, thread, source file and line: absl's format, in which gRPC's core logs.
+# Severity, month and day, time, thread, source file and line: absl's format, which gRPC's core uses for its log.
 _LINE = re.compile(rb"([IWE])\d{4} \d\d:\d\d:\d\d\.\d{6} +\d+ ([^ :\]]+:\d+)\] (.*)", re.DOTALL)
 _BEGINNING = re.compile(rb"[IWE](\d{0,4}|\d{4} [^\n]*)")
 _NUMBER = re.compile(rb"(0x)?[0-9A-Fa-f]*[0-9][0-9A-Fa-f]*")
@@ -31,7 +31,7 @@ Cause = tuple[bytes, bytes]
 
 
 class _Window:
-    """A minute of one cause, after a line that was passed on."""
+    """One minute of one cause, after a line that was passed on."""
 
     def __init__(self, until_s: float) -> None:
         self.until_s = until_s
@@ -46,7 +46,7 @@ class Repeats:
         self._windows: dict[Cause, _Window] = {}
 
     def take(self, line: bytes, now_s: float) -> bytes:
-        """What to write now for a line with its newline: itself, or nothing where it is counted."""
+        """What to write now for a complete line: the line, or nothing if it is only counted."""
         cause = self._cause(line)
         if cause is None:
             return line
@@ -59,7 +59,7 @@ class Repeats:
         return b""
 
     def due(self, now_s: float) -> bytes:
-        """The counts of the minutes that are over."""
+        """The counts of elapsed minutes."""
         found = []
         for cause, window in list(self._windows.items()):
             if window.until_s > now_s:
@@ -78,11 +78,11 @@ class Repeats:
         return b"".join(found)
 
     def next_s(self) -> float | None:
-        """When due() has something to do; None = not before another line."""
+        """Time at which due() has something to do; None = not before another line."""
         return min((window.until_s for window in self._windows.values()), default=None)
 
     def _cause(self, line: bytes) -> Cause | None:
-        """The cause of a line of gRPC's; None for another's, and for one that nobody may miss (fatal)."""
+        """The cause of a line of gRPC's; None for other lines, and for fatal ones, which must not be dropped."""
         match = _LINE.match(line)
         if match is None:
             return None
@@ -106,14 +106,14 @@ class Stream:
         self._held_until_s = 0.0
 
     def take(self, data: bytes, now_s: float) -> bytes:
-        """What to write for these bytes and for the minutes that are over."""
+        """What to write for these bytes and for elapsed minutes."""
         *lines, end = (self._held + data).split(b"\n")
         found = b"".join(self._repeats.take(line + b"\n", now_s) for line in lines)
         self._held = b""
         if len(end) <= HELD_BYTES and _BEGINNING.fullmatch(end):
             self._held, self._held_until_s = end, now_s + HELD_S
         else:
-            # Somebody's prompt or progress bar: not to be waited for.
+            # Some prompt or progress bar: don't hold it.
             found += end
         return found + self.tick(now_s)
 
@@ -125,18 +125,18 @@ class Stream:
         return late + self._repeats.due(now_s)
 
     def end(self) -> bytes:
-        """What to write when nothing more comes."""
+        """What to write at the end of the input."""
         held, self._held = self._held, b""
         return held + self._repeats.rest()
 
     def next_s(self) -> float | None:
-        """When tick() has something to do."""
+        """Time at which tick() has something to do; None = not before more input."""
         times = [self._repeats.next_s(), self._held_until_s if self._held else None]
         return min((at for at in times if at is not None), default=None)
 
 
 def _write(fd: int, data: bytes) -> None:
-    """Write all of it. What can't be written is lost: reading must go on, or the task's threads would wait."""
+    """Write all of it. What can't be written is dropped: reading must continue, or the task's threads would block."""
     while data:
         try:
             data = data[os.write(fd, data) :]
@@ -147,7 +147,7 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def main() -> None:
-    """Pass on from fd 0 to fd 1 until all writers have gone."""
+    """Pass on from fd 0 to fd 1 until all writers are gone."""
     stream = Stream()
     while True:
         due_s = stream.next_s()

@@ -1,9 +1,9 @@
-"""A cluster at a glance: what the chief's page and `shardline top` show, worked out once from the chief's status.
+"""The cluster at a glance: what the chief's page and `shardline top` show, computed from the chief's status.
 
 view = cluster_view(ChiefWatch(address, timeouts).status())
 json.dumps(as_json(view))
 
-Pure: no clock, no socket. What isn't known is None (null in JSON), never a zero that looks like a figure.
+Pure: no clock, no socket. Unknown values are None (null in JSON), never a zero that could be mistaken for a value.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shardline.cluster import ROLES, parse_task
 from shardline.core.status import ChiefStatus, TaskStatus
 
 MISSING = "missing"
-"""State of a task that is in the cluster spec and has never joined; the others are the chief's: alive, suspect, dead,
-left."""
+"""State of a task that is in the cluster spec and has never joined; the other states are the chief's: alive, suspect,
+dead, left."""
 GONE = ("dead", "left")
 PHASE_WORDS: Mapping[str, str] = {
     "waiting": "waiting for tasks",
@@ -37,23 +37,23 @@ STANDBY_WORDS: Mapping[str, str] = {
     "synced": "in step",
     "silent": "silent",
 }
-"""A standby as its primary sees it, see rpc.messages.status. Only one in step can take over."""
+"""A standby as its primary sees it, see rpc.messages.status. Only one in step can be promoted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardView:
-    """One shard and the ps that holds it."""
+    """One shard and its primary."""
 
     shard: int
     ps: str
     state: str
-    """State of that ps."""
+    """State of the primary's task."""
     bytes: int
-    """Of its values."""
+    """Bytes of its values."""
     held_bytes: int
-    """Memory it takes there: values, optimizer state, partial sums and cuts."""
+    """Bytes of memory on the primary: values, optimizer state, partial sums and cuts."""
     share: float
-    """Its bytes over those of the largest shard, 0 to 1."""
+    """Its bytes relative to the largest shard's, 0 to 1."""
     version: int
     step_min: int
     step_max: int
@@ -64,11 +64,11 @@ class ShardView:
     waiting_for: tuple[int, ...]
     """Replicas missing in its lowest open step."""
     standby: str
-    """The ps with its second copy, or that shall have it; empty where there is to be none."""
+    """The ps with its standby, or that is to get it; empty if there is to be none."""
     standby_state: str
     """One of STANDBY_WORDS."""
     standby_problem: str
-    """Why it is not in step, where that is known."""
+    """Why it is not in step, if known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,25 +81,25 @@ class TaskView:
     state: str
     """alive, suspect, dead, left or missing."""
     incarnation: str
-    """As people count: "2.5" is the fifth life since the second start of the chief; empty where it never joined."""
+    """For people: "2.5" is the fifth life since the second start of the chief; empty if the task never joined."""
     address: str
     metrics_address: str
     heard_s: float | None
     """Seconds since its last heartbeat."""
     step: int | None
-    """Of a ps: the lowest its shards have reached; where pushes are applied one by one, that is their version."""
+    """For a ps: the lowest step that its shards have reached; if pushes are applied one by one, their version."""
     replicas: tuple[int, ...]
     shards: tuple[int, ...]
     push_bytes_per_s: float
-    """Sent towards the parameters: up for a worker, in for a ps."""
+    """Bytes per second towards the parameters: sent by a worker, received by a ps."""
     pull_bytes_per_s: float
     steps_per_s: float
     staleness: float | None
-    """Mean of its last steps, in versions; None for tasks that don't train."""
+    """Mean of its recent steps, in versions; None for tasks that don't train."""
     compute_s: float | None
-    """Seconds of computing in a step, on average of the last ones."""
+    """Mean seconds of computation per recent step."""
     exchange_s: float | None
-    """The same of push, barrier wait and pull."""
+    """Mean seconds of push, barrier wait and pull per recent step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,15 +119,15 @@ class CheckpointView:
     bytes: int
     age_s: float
     best: bool
-    """The best evaluation so far is of this step."""
+    """Whether it has the best evaluation so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EventView:
-    """One sentence of the chief's."""
+    """One line of the chief's event log."""
 
     time: float
-    """Unix time."""
+    """Unix time in seconds."""
     level: str
     """info, warning or error."""
     sentence: str
@@ -135,62 +135,62 @@ class EventView:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterView:
-    """The whole cluster at one moment."""
+    """The whole cluster at one time."""
 
     time: float
-    """Unix time of the chief."""
+    """Unix time of the chief in seconds."""
     job: str
     mode: str
-    """sync or async; empty while the job is not known."""
+    """sync or async; empty until the job is known."""
     rule: str
     """Update rule, such as SGD."""
     replicas: int
     phase: str
     """One of shardline.rpc.messages.status.PHASES."""
     doing: str
-    """The phase in words, with who is waited for: "waiting for ps/1"."""
+    """The phase in words, with the awaited tasks: "waiting for ps/1"."""
     reason: str
-    """Why it ended."""
+    """Why the job ended."""
     exit_code: int
     step: int
     steps: int | None
-    """Steps to train; None where a script ends the job by itself."""
+    """Steps to train; None if a script decides when to end."""
     first_step: int
-    """Step this run started from."""
+    """Step at which this run started."""
     progress: float | None
-    """0 to 1."""
+    """Share of the steps done, 0 to 1."""
     seconds: float
-    """Of training so far."""
+    """Seconds of training so far."""
     left_s: float | None
-    """Seconds to the last step at the present speed."""
+    """Seconds to the last step at the present speed; None if unknown."""
     steps_per_s: float
     push_bytes_per_s: float
     pull_bytes_per_s: float
-    """Through all parameter servers."""
+    """Sum over all parameter servers."""
     loss: float | None
     staleness: float | None
-    """Mean of the last steps, in versions."""
+    """Mean of the recent steps, in versions."""
     staleness_max: int
-    """Highest of the run."""
+    """Highest of the run, in versions."""
     evaluation: ScoreView | None
-    """The newest."""
+    """The newest score."""
     best: ScoreView | None
     tasks: tuple[TaskView, ...]
-    """In the order chief, ps, worker, evaluator as cluster specs have them, then by index."""
+    """In the order chief, ps, worker, evaluator, as in cluster specs, then by index."""
     shards: tuple[ShardView, ...]
     checkpoints: tuple[CheckpointView, ...]
-    """The newest first."""
+    """Newest first."""
     events: tuple[EventView, ...]
-    """The newest last."""
+    """Newest last."""
     faults: tuple[str, ...]
-    """What fails at present while the job goes on, a sentence each."""
+    """Current faults that do not stop the job, one sentence each."""
     out_dir: str
     dead_s: float
-    """Silence after which a task is dead."""
+    """Seconds of silence after which a task is dead."""
 
 
 def cluster_view(status: ChiefStatus) -> ClusterView:
-    """What to show of a chief's status."""
+    """The view of a chief's status."""
     started = status.step > status.first_step
     ended = status.phase == "ended"
     tasks = _tasks(status)
@@ -210,7 +210,7 @@ def cluster_view(status: ChiefStatus) -> ClusterView:
         progress=min(1.0, status.step / status.steps) if status.steps else None,
         seconds=status.seconds,
         left_s=left_s(status),
-        # After the end nothing moves any more; then the speed of the whole run says more.
+        # After the end nothing moves any more; the average speed of the run is more informative.
         steps_per_s=_whole_rate(status) if ended else status.steps_per_s,
         push_bytes_per_s=0.0 if ended else status.push_bytes_per_s,
         pull_bytes_per_s=0.0 if ended else status.pull_bytes_per_s,
@@ -233,7 +233,7 @@ def cluster_view(status: ChiefStatus) -> ClusterView:
 
 
 def doing(status: ChiefStatus) -> str:
-    """What the job does now, such as "training" or "waiting for ps/1, worker/0"."""
+    """What the job is doing, such as "training" or "waiting for ps/1, worker/0"."""
     if status.phase == "waiting":
         lost = [task.task for task in status.tasks if task.state not in ("alive", "left")]
         awaited = [*status.missing, *lost]
@@ -243,7 +243,7 @@ def doing(status: ChiefStatus) -> str:
 
 
 def left_s(status: ChiefStatus) -> float | None:
-    """Seconds to the last step: by the speed of the last seconds, steadied by that of the whole run."""
+    """Seconds to the last step, from the current speed, smoothed with that of the whole run; None if unknown."""
     left = status.steps - status.step
     if not status.steps or status.phase not in ("running", "stopping") or status.steps_per_s <= 0:
         return None
@@ -254,18 +254,18 @@ def left_s(status: ChiefStatus) -> float | None:
 
 
 def _whole_rate(status: ChiefStatus) -> float:
-    """Steps/s of the whole run; 0 before the first."""
+    """Steps per second over the whole run; 0 before the first step."""
     return max(0, status.step - status.first_step) / status.seconds if status.seconds > 0 else 0.0
 
 
 def as_json(view: ClusterView) -> dict[str, Any]:
-    """The view as JSON values; a number that is none (NaN, infinity) becomes null."""
+    """The view as JSON values; a number that is not finite becomes null."""
     found: dict[str, Any] = _plain(dataclasses.asdict(view))
     return found
 
 
 def incarnation_text(incarnation: int) -> str:
-    """An incarnation as people count: "term.life"."""
+    """An incarnation for people: "term.life"."""
     return f"{incarnation >> 32}.{incarnation & 0xFFFFFFFF}"
 
 
@@ -276,7 +276,7 @@ def _tasks(status: ChiefStatus) -> tuple[TaskView, ...]:
 
 
 def _step(task: TaskStatus) -> int | None:
-    """Steps of a trainer, or what all shards of a ps have reached."""
+    """Step of a trainer, or the step that all shards of a ps have reached."""
     if task.state == MISSING:
         return None
     if not task.task.startswith("ps/"):
@@ -301,7 +301,7 @@ def _task(task: TaskStatus, phase: str) -> TaskView:
         step=_step(task),
         replicas=task.replicas,
         shards=tuple(shard.shard for shard in task.shards),
-        # What a dead task did in its last seconds is no rate of now.
+        # The last seconds of a dead task are not its current rate.
         push_bytes_per_s=task.push_bytes_per_s if moving else 0.0,
         pull_bytes_per_s=task.pull_bytes_per_s if moving else 0.0,
         steps_per_s=task.steps_per_s if moving else 0.0,

@@ -1,4 +1,4 @@
-"""Channels to peers, and calls with a deadline, retries with jitter, and errors that name the peer."""
+"""Channels to peers; calls with a deadline, retries with jitter, and errors that name the peer."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ T = TypeVar("T")
 RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 ONE_THREAD = grpc.experimental.ChannelOptions.SingleThreadedUnaryStream
-"""The replies to one message are taken by the thread that asked, not handed to it by one of gRPC's."""
+"""Option to read a reply on the calling thread, without handing it over from one of gRPC's threads."""
 
 
 def end_call(call: Any) -> None:
-    """End a call that may still run. By the thread that took its replies, where it takes them itself (ONE_THREAD).
+    """End a call that may still be running. With ONE_THREAD, call it on the thread that reads the replies.
 
-    gRPC frees such a call, 20 to 50 kB and the replies that came, when everything that was begun for it was taken; what
-    is cancelled it leaves to its thread, and offers no other way to take that.
+    gRPC frees such a call, 20 to 50 kB plus unread replies, only when all its pending operations have been read. After
+    a cancellation it leaves that to the reading thread, and offers no other way.
     """
     call.cancel()
     take = getattr(call, "_consume_next_event", None)
@@ -48,7 +48,7 @@ def channel_options(timeouts: Timeouts) -> Sequence[tuple[str, int]]:
     """Options of every channel: own connections, keepalive derived from the timeout, message limits, no retries."""
     keepalive_ms = int(max(1.0, timeouts.suspect_s) * 1000)
     return (
-        # Channels of one process would otherwise share one TCP connection per address.
+        # Otherwise all channels of a process to one address share a TCP connection.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -59,18 +59,18 @@ def channel_options(timeouts: Timeouts) -> Sequence[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
-        # A container that is started again has another address under the same name; gRPC would look every 30 s.
+        # A restarted container has a new address under the same name; by default gRPC looks only every 30 s.
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
         ("grpc.enable_http_proxy", 0),
-        # gRPC makes a call that its server has not seen again by itself. Where the server is gone then, such a call's
-        # status comes and its other events never do: whoever reads its replies waits for ever, past its deadline and
-        # whether it is cancelled or not. Shardline's calls are made again by who makes them.
+        # gRPC transparently retries a call that its server has not seen. If the server is gone by then, such a call
+        # gets its status but never its other events: a thread that reads its replies blocks for ever, past the deadline
+        # and despite cancellation. Shardline's calls are retried by their callers.
         ("grpc.enable_retries", 0),
     )
 
 
 class _Details(NamedTuple):
-    """A call's details with more metadata; gRPC takes any object with these fields."""
+    """A call's details with added metadata; gRPC accepts any object with these fields."""
 
     method: str
     timeout: float | None
@@ -86,10 +86,10 @@ class _Bearer(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds the job token to every call of a channel, of any kind, and to some proof of the admin token."""
+    """Adds the job token to every call of a channel, and proof of the admin token to calls that need it."""
 
     def __init__(self, security: Security, prover: Prover, channel: grpc.Channel, wait_s: float) -> None:
-        """channel: without this interceptor. wait_s: how long the challenge is waited for."""
+        """channel: without this interceptor. wait_s: how long to wait for the challenge."""
         self._tokens = security.metadata()
         self._prover = prover
         self._challenge = access_pb2_grpc.AccessStub(channel).Challenge
@@ -108,7 +108,7 @@ class _Bearer(
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         call = self._call(continuation, client_call_details, request)
         if takes_proof(client_call_details.method):
-            # Streams of commands follow unary ones, which find out first.
+            # Streaming commands follow unary ones, which detect a restart first.
             call.add_done_callback(lambda ended: forget_if_stale(self._prover, ended.trailing_metadata()))
         return call
 
@@ -123,13 +123,13 @@ class _Bearer(
 
 
 def forget_if_stale(prover: Prover, trailing: Metadata) -> None:
-    """Have the next call ask for the challenge, where the server said that it has another one now."""
+    """Ask for the challenge again before the next call, if the server reported a new one."""
     if any(key == STALE_KEY for key, _ in trailing or ()):
         prover.forget()
 
 
 class AioPeer:
-    """One parameter server, called from the running event loop by another that holds the admin token too."""
+    """A parameter server, called from the running event loop by another server, which has the admin token too."""
 
     def __init__(self, address: str, timeouts: Timeouts, security: Security = PLAIN) -> None:
         credentials, options = security.channel_credentials(), channel_options(timeouts)
@@ -142,7 +142,7 @@ class AioPeer:
         self._prover = Prover(security, address)
 
     async def metadata(self, method: str) -> Sequence[tuple[str, str]]:
-        """What a call of a method brings along. Raises grpc.aio.AioRpcError where the server can't be asked."""
+        """Metadata for a call of a method. Raises grpc.aio.AioRpcError if the server doesn't give its challenge."""
         if not takes_proof(method):
             return self._tokens
         if not self._prover.ready:
@@ -152,7 +152,7 @@ class AioPeer:
         return (*self._tokens, *self._prover.metadata(method))
 
     def failed(self) -> None:
-        """A call failed: the next one asks for the challenge anew, since the server may have been started anew."""
+        """Note a failed call: the next one asks for the challenge again, since the server may have been restarted."""
         self._prover.forget()
 
     async def close(self) -> None:
@@ -161,7 +161,7 @@ class AioPeer:
 
 
 def with_metadata(details: Any, more: Sequence[tuple[str, str]]) -> _Details:
-    """Details of a call with more metadata behind its own."""
+    """Details of a call with metadata appended."""
     return _Details(
         method=details.method,
         timeout=details.timeout,
@@ -175,9 +175,9 @@ def with_metadata(details: Any, more: Sequence[tuple[str, str]]) -> _Details:
 def open_channel(
     address: str, timeouts: Timeouts, security: Security = PLAIN, prover: Prover | None = None
 ) -> grpc.Channel:
-    """A channel with a connection of its own; TLS and tokens as `security` has them.
+    """A channel with its own connection; TLS and tokens according to `security`.
 
-    prover: of the admin token; by default one that takes whoever answers for the parameter server at this address.
+    prover: for the admin token; by default, one that expects a parameter server at this address.
     """
     credentials = security.channel_credentials()
     options = (*channel_options(timeouts), (ONE_THREAD, 1))
@@ -192,7 +192,7 @@ def open_channel(
 
 
 class Peer:
-    """One task at one address: a channel, and calls to it."""
+    """One task at one address: a channel, and calls on it."""
 
     def __init__(self, task: str, address: str, timeouts: Timeouts, security: Security = PLAIN) -> None:
         self.task = task
@@ -209,10 +209,10 @@ class Peer:
         return f"{self.task} at {self.address}"
 
     def call(self, method: Any, request: Any, *, what: str, timeout_s: float | None = None) -> Any:
-        """One unary call that may be repeated: retried with jitter while the peer is unavailable, until the deadline.
+        """One unary call, retried with jitter while the peer is unavailable, until the deadline.
 
-        Before the first call its host's name is waited for, as long as the cluster waits for a lost task. Only for
-        idempotent calls (all of Shardline's are). Raises the error of rpc.errors.from_status.
+        Before the first call, waits until the host name resolves, as long as the cluster waits for a lost task. Only
+        for idempotent calls (all of Shardline's are). Raises the error that rpc.errors.from_status returns.
         """
         if not self.await_name(timeout_s):
             raise UnreachableError(f"{self} was not called ({what}): this process is shutting down")
@@ -241,21 +241,21 @@ class Peer:
             raise self.failure(error, what=what, waited_s=waited_s) from error
 
     def await_name(self, wait_s: float | None = None) -> bool:
-        """Wait until the host's name has an address; at once where it had one before.
+        """Wait until the host name has an address; returns at once if it had one before.
 
-        wait_s: by default as long as the cluster waits for a lost task. Returns False after cancel() or close();
-        raises UnreachableError.
+        wait_s: seconds; by default as long as the cluster waits for a lost task. Returns False after cancel() or
+        close(); raises UnreachableError on timeout.
         """
         return self._name.wait(self.timeouts.lost_s if wait_s is None else wait_s)
 
     def cancel(self) -> None:
-        """Wait for no name any more."""
+        """Stop waiting for the host name."""
         self._name.cancel()
 
     def failure(self, error: grpc.RpcError, *, what: str, waited_s: float, connecting: bool = False) -> ShardlineError:
-        """The error of a failed call. Where there was no connection, looks whether name or TLS is why (some seconds).
+        """The error of a failed call. Without a connection, checks whether the host name or TLS is why (some seconds).
 
-        connecting: the call waited for a connection, so that its deadline may have ended there.
+        connecting: the call was waiting for a connection, so that its deadline may have passed meanwhile.
         """
         found = from_status(error, peer=str(self), what=what, waited_s=waited_s)
         code = error.code() if isinstance(error, grpc.Call) else None
@@ -266,7 +266,7 @@ class Peer:
         return found
 
     def obstacle(self) -> str:
-        """Why there is no connection, where the host's name or TLS is why; empty otherwise. Takes some seconds."""
+        """Why there is no connection, if the host name or TLS is why; else empty. Takes some seconds."""
         host, port = parse_address(self.address)
         cause = "" if is_literal(host) else unknown_name(host)
         return no_address(host, cause) if cause else self.security.diagnose(host, port)
@@ -278,12 +278,12 @@ class Peer:
 
 
 def is_retried(error: BaseException) -> bool:
-    """Whether a failed call may succeed if made again."""
+    """Whether a failed call may succeed on a retry."""
     return isinstance(error, grpc.RpcError) and isinstance(error, grpc.Call) and error.code() in RETRIED
 
 
 class Peers:
-    """Channels by address, made when first needed. Thread-safe."""
+    """Channels by address, opened on first use. Thread-safe."""
 
     def __init__(self, timeouts: Timeouts, security: Security = PLAIN) -> None:
         self._timeouts = timeouts

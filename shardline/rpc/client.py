@@ -1,4 +1,4 @@
-"""The chief's commands to a parameter server, and everybody's questions to the chief."""
+"""The chief's commands to a parameter server, and tasks' requests to the chief."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PsControl:
         self._timeouts = timeouts
 
     def lead(self) -> int:
-        """Take command; returns the timeline the ps is at. Raises FencedError where a newer chief commands it."""
+        """Take command; returns the ps's current timeline. Raises FencedError if a newer chief commands it."""
         reply = self.peer.call(self._stub.Lead, parameter_server_pb2.LeadRequest(term=self._term), what="Lead")
         if not reply.held:
             raise FencedError(
@@ -70,9 +70,10 @@ class PsControl:
         return int(reply.timeline)
 
     def configure(self, configuration: Configuration) -> int:
-        """Give the ps its shards; returns the bytes it will hold."""
+        """Give the ps its shards; returns the bytes that it will hold."""
         request = configuration_to_proto(configuration, self._term)
-        # Memory is taken and touched here: gigabytes need more than a plain call's deadline.
+        # The server allocates and touches its memory here: for gigabytes that takes longer than a plain call's
+        # deadline.
         reply = self.peer.call(self._stub.Configure, request, what="Configure", timeout_s=self._timeouts.total_s)
         return int(reply.memory_bytes)
 
@@ -85,7 +86,7 @@ class PsControl:
     ) -> int:
         """Replace the table of living incarnations by task; returns how many were fenced.
 
-        keys: by task, what its messages' secret is known by (see security.key_of); who has none needs none.
+        keys: digest of each task's secret (see security.key_of); a task without one needs no secret.
         """
         known = keys or {}
         request = parameter_server_pb2.SetMembershipRequest(
@@ -99,15 +100,10 @@ class PsControl:
         )
         return int(self.peer.call(self._stub.SetMembership, request, what="SetMembership").fenced)
 
-    def prepare(self, timeline: int) -> None:
-        """Stop admitting and drop open contributions; the timeline is the new one."""
-        request = parameter_server_pb2.PrepareRequest(term=self._term, timeline=timeline)
-        self.peer.call(self._stub.Prepare, request, what="Prepare")
-
     def activate(self, timeline: int) -> None:
         """Admit pushes and pulls of this timeline."""
         request = parameter_server_pb2.ActivateRequest(term=self._term, timeline=timeline)
-        # It waits for a renewal that was begun before it; a chief that was followed by this one may have.
+        # It waits for a reconfiguration that is still running, possibly by an earlier chief.
         reply = self.peer.call(self._stub.Activate, request, what="Activate", timeout_s=self._timeouts.total_s)
         if reply.empty_shards:
             raise ProtocolError(
@@ -115,7 +111,7 @@ class PsControl:
             )
 
     def promote(self, timeline: int, shard: int, appointment: int = 0) -> str:
-        """Make its standby the primary of a shard, which admits nothing yet; returns why not, empty where done.
+        """Make the standby the primary of a shard, which admits nothing yet; returns why not, or "" on success.
 
         appointment: the one that the standby must have been copied for.
         """
@@ -123,11 +119,11 @@ class PsControl:
             term=self._term, timeline=timeline, shard=shard, appointment=appointment
         )
         what = f"Promote of shard {shard}"
-        # As activate().
+        # Same deadline as in activate().
         return str(self.peer.call(self._stub.Promote, request, what=what, timeout_s=self._timeouts.total_s).reason)
 
     def cut(self, timeline: int, step: int, *, stop: bool = False) -> tuple[bool, int]:
-        """Ask for a cut at `step`; returns (passed, highest step): passed means too late, ask for a higher one."""
+        """Request a cut at `step`; returns (passed, highest step). passed: too late, request a higher step."""
         request = parameter_server_pb2.CutRequest(term=self._term, timeline=timeline, step=step, stop=stop)
         reply = self.peer.call(self._stub.Cut, request, what="Cut")
         return bool(reply.passed), int(reply.step_max)
@@ -143,16 +139,17 @@ class PsControl:
         pace: Callable[[int], None] = lambda nbytes: None,
         patience_s: float = 0.0,
     ) -> Iterator[BucketImage]:
-        """The held cut of one shard, bucket by bucket. max_bytes bounds one bucket's image.
+        """The cut of one shard, bucket by bucket. max_bytes: limit for one bucket's image.
 
-        pace: called with the payload of each frame that came; the next is read when it returns, and the server sends
-        no further than the call's window. patience_s: how long these waits may make the call, in all.
-        sequences: takes the last push of each worker that the cut holds (asynchronous mode), after the last bucket.
+        pace: called with the payload size of each frame; the next one is read when it returns, and the server sends no
+        further than the call's flow-control window. patience_s: most seconds that these waits may add to the call.
+        sequences: filled, after the last bucket, with each worker's last push that the cut includes (asynchronous
+        mode).
         """
         request = parameter_server_pb2.GetCutRequest(term=self._term, timeline=timeline, shard=shard, step=step)
         assembler = ImageAssembler(max_bytes=max_bytes)
-        # A stream is not begun anew, but a connection is, and on a busy machine that takes more than one try: the last
-        # checkpoint of a job has no other chance.
+        # A stream is not retried, but connecting is, and may take several attempts on a busy machine: the last
+        # checkpoint of a job has no second chance.
         self.status()
         start_s = time.monotonic()
         ended = False
@@ -174,7 +171,7 @@ class PsControl:
             waited_s = time.monotonic() - start_s
             raise from_status(error, peer=str(self.peer), what=f"GetCut of step {step}", waited_s=waited_s) from error
         finally:
-            # Whoever asked may have had enough.
+            # The consumer may have stopped early.
             end_call(call)
         if not ended or not assembler.idle:
             raise ProtocolError(f"{self.peer}: the cut of shard {shard} at step {step} ended early")
@@ -183,18 +180,14 @@ class PsControl:
         self,
         timeline: int,
         shard: int,
-        step: int,
-        version: int,
         images: Iterable[BucketImage],
         sequences: Mapping[str, WorkerSequence] | None = None,
     ) -> None:
-        """Replace one shard by these images. sequences: the last push of each worker that they hold."""
+        """Replace one shard by these images. sequences: each worker's last push that they include."""
 
         def frames() -> Iterator[parameter_server_pb2.RestoreFrame]:
             yield parameter_server_pb2.RestoreFrame(
-                head=parameter_server_pb2.RestoreHead(
-                    term=self._term, timeline=timeline, shard=shard, step=step, version=version
-                )
+                head=parameter_server_pb2.RestoreHead(term=self._term, timeline=timeline, shard=shard)
             )
             count = 0
             for image in images:
@@ -208,7 +201,7 @@ class PsControl:
         failure: list[Exception] = []
 
         def guarded() -> Iterator[parameter_server_pb2.RestoreFrame]:
-            # gRPC reports an exception of the request iterator as CANCELLED; keep the cause.
+            # gRPC reports an exception in the request iterator as CANCELLED; keep the cause.
             try:
                 yield from frames()
             except Exception as error:
@@ -226,7 +219,7 @@ class PsControl:
             ) from error
 
     def release(self, timeline: int, step: int) -> None:
-        """Forget a cut."""
+        """Drop a cut."""
         request = parameter_server_pb2.ReleaseRequest(term=self._term, timeline=timeline, step=step)
         self.peer.call(self._stub.Release, request, what="Release")
 
@@ -236,7 +229,7 @@ class PsControl:
         self.peer.call(self._stub.Stop, request, what="Stop", timeout_s=min(5.0, self._timeouts.rpc_s))
 
     def status(self) -> PsStatus:
-        """Steps, versions, held cuts and traffic of the ps."""
+        """Steps, versions, cuts, standbys and traffic of the ps."""
         reply = self.peer.call(self._stub.Status, parameter_server_pb2.PsStatusRequest(), what="Status")
         return ps_status_from_proto(reply)
 
@@ -247,14 +240,14 @@ class PsControl:
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """Global batches [first, first + count) to train on; count 0 = nothing now, ask again after retry_after_s."""
+    """Global batches [first, first + count) to train on; count 0 = none now, ask again after retry_after_s seconds."""
 
     number: int
     first: int
     count: int
     retry_after_s: float = 0.0
     ended: bool = False
-    """No batch will ever come again."""
+    """There will be no more batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,14 +259,14 @@ class Parameters:
 
 
 class ChiefClient(ChiefWatch):
-    """A task's questions to the chief; every call has a deadline and is safe to repeat."""
+    """A task's requests to the chief; every call has a deadline and is safe to repeat."""
 
     def __init__(self, address: str, timeouts: Timeouts | None = None, security: Security = PLAIN) -> None:
         super().__init__(address, timeouts, security)
         self.access = access_pb2_grpc.AccessStub(self.peer.channel)
 
     def get_job(self, who: Identity) -> JobView:
-        """Job, plan and placement in force."""
+        """The current job, plan and placement."""
         request = chief_pb2.GetJobRequest(task=who.task, incarnation=who.incarnation)
         reply = self.peer.call(self.stub.GetJob, request, what="GetJob")
         placement = tuple(Placement(shard=p.shard, task=p.task, address=p.address) for p in reply.placement)
@@ -300,7 +293,7 @@ class ChiefClient(ChiefWatch):
         )
 
     def report(self, who: Identity, step: int, metrics: Mapping[str, float], seconds: float, failure: str = "") -> bool:
-        """Evaluation metrics of a checkpoint; returns whether it is the best so far."""
+        """Report the metrics of a checkpoint; returns whether it is the best so far. Raises FencedError."""
         request = chief_pb2.ReportRequest(
             task=who.task,
             incarnation=who.incarnation,

@@ -1,4 +1,4 @@
-"""Shardline's errors to gRPC statuses and back, in one place each way."""
+"""Converts Shardline's errors to gRPC statuses and back."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shardline.host.printable import printable
 log = logging.getLogger("shardline.rpc")
 F = TypeVar("F", bound=Callable[..., Any])
 SENTENCE = 4000
-"""Characters of an error that travel: gRPC takes one that is longer than its metadata for another error."""
+"""Most characters of an error that are sent: gRPC replaces one that is too long for its metadata by another error."""
 
 
 async def _abort(servicer: Any, method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    # A servicer that counts what it refuses has this attribute.
+    # Servicers that count refusals have this attribute.
     refused: Callable[[str, Exception], None] | None = getattr(servicer, "on_refused", None)
     if refused is not None:
         refused(method, error)
     if not isinstance(error, ShardlineError):
-        # What we did not foresee is our defect: the caller gets no internals, the log gets everything.
+        # An unforeseen error is a bug of ours: the caller gets no internals, the log gets everything.
         log.error("unexpected error in a call from %s", context.peer(), exc_info=error)
-    # gRPC keeps what ended a call for a while; with its frames it would keep all that the call worked on.
+    # gRPC keeps the error for a while, and its frames would keep alive everything that the call used.
     drop_frames(error)
     if isinstance(error, ShardlineError):
         await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error)[:SENTENCE])
@@ -36,12 +36,12 @@ async def _abort(servicer: Any, method: str, context: grpc.aio.ServicerContext[A
 
 
 def drop_frames(error: BaseException) -> None:
-    """Make an error let go of the frames it passed and of the errors before it, and so of all that those work on."""
+    """Drop an error's traceback and its causes, and with them everything that their frames keep alive."""
     error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def unary(method: Callable[[Any, Any, Any], Awaitable[Any]]) -> Callable[[Any, Any, Any], Awaitable[Any]]:
-    """Translate errors of an async handler with one reply."""
+    """Convert errors of an async handler with one reply."""
 
     @functools.wraps(method)
     async def handler(self: Any, request: Any, context: Any) -> Any:
@@ -56,12 +56,12 @@ def unary(method: Callable[[Any, Any, Any], Awaitable[Any]]) -> Callable[[Any, A
 
 
 def stream(method: Callable[[Any, Any, Any], AsyncIterator[Any]]) -> Callable[[Any, Any, Any], AsyncIterator[Any]]:
-    """Translate errors of an async handler with a stream of replies."""
+    """Convert errors of an async handler with a stream of replies."""
 
     @functools.wraps(method)
     async def handler(self: Any, request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            # Closed at once when the call ends early, so that nothing it holds outlives the call.
+            # Closed as soon as the call ends, so that nothing it uses outlives the call.
             generator: Any = method(self, request, context)
             async with contextlib.aclosing(generator) as replies:
                 async for reply in replies:
@@ -75,16 +75,16 @@ def stream(method: Callable[[Any, Any, Any], AsyncIterator[Any]]) -> Callable[[A
 
 
 def writer(method: Callable[[Any, Any, Any], Awaitable[None]]) -> Any:
-    """unary() for an async handler that writes a stream of replies to its context.
+    """Like unary(), for an async handler that writes a stream of replies to its context.
 
-    For one that may be cancelled from within while a slow reader holds back a message: what it yields is sent outside
-    of it, so it could not tell the reader why.
+    For handlers that may be cancelled from within while a slow reader blocks a message: a yielded message is sent
+    outside of the handler, which then could not send the reader the reason.
     """
     return unary(method)
 
 
 def from_status(error: grpc.RpcError, *, peer: str, what: str, waited_s: float) -> ShardlineError:
-    """The Shardline error for a failed call; `peer` is "ps/0 at host:port"."""
+    """The Shardline error for a failed call. peer: such as "ps/0 at host:port". waited_s: seconds waited."""
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
     details = printable((error.details() or "") if isinstance(error, grpc.Call) else str(error))
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):

@@ -1,4 +1,4 @@
-"""Asking the standard gRPC health service of a task, without importing torch: containers ask every few seconds."""
+"""Queries the standard gRPC health service of a task without importing torch: containers ask every few seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OFF_DUTY = "NOT_SERVING"
 
 
 def check(address: str, *, timeout_s: float, security: Security = PLAIN) -> str:
-    """SERVING or NOT_SERVING, as the task at host:port says. Raises UnreachableError where it says nothing."""
+    """SERVING or NOT_SERVING, as reported by the task at host:port. Raises UnreachableError without an answer."""
     channel = open_channel(address, Timeouts(total_s=max(1.0, timeout_s)), security)
     try:
         stub = health_pb2_grpc.HealthStub(channel)

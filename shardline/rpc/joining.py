@@ -1,4 +1,4 @@
-"""Joining: a task asks the chief to admit it, until it does, refuses for good, or the time for that is over."""
+"""Joining: a task asks the chief for admission until it is admitted, refused for good, or out of time."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ log = logging.getLogger("shardline.link")
 
 @dataclass(frozen=True, kw_only=True)
 class Applicant:
-    """What a task says of itself when it joins."""
+    """A task's description of itself for its Join."""
 
     role: str
     index: int | None
-    """None: the chief chooses one."""
+    """None: the chief assigns one."""
     address: str = ""
-    """Where it serves, "host:port"; "" = nowhere."""
+    """Address it serves at, "host:port"; "" = none."""
     metrics_address: str = ""
     job: JobSpec | None = None
-    """The job as this task knows it; the chief compares."""
+    """The job according to this task; the chief compares it with its own."""
     machine: Mapping[str, str] = field(default_factory=dict)
-    """What the last bits of its gradients depend on; see shardline.host.fingerprint."""
+    """Facts that affect the last bits of its gradients; see shardline.host.fingerprint."""
     stable_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """The same whenever this process asks again."""
+    """Identifies this process when it asks again."""
 
     @property
     def task(self) -> str:
-        """Its name, as far as it is known before the chief has chosen."""
+        """Name of the task; the role alone until the chief has assigned an index."""
         return self.role if self.index is None else f"{self.role}/{self.index}"
 
 
 class _Away(Exception):
-    """The chief went away while it was asked."""
+    """The chief went away during a request."""
 
 
-class Joining:
-    """One task's attempts to join. cancelled: the process is asked to end. closed: this side has given up."""
+class JoinAttempts:
+    """One task's attempts to join. cancelled: the process was asked to end. closed: this side has given up."""
 
     def __init__(
         self,
@@ -73,16 +73,16 @@ class Joining:
         self._wake = threading.Event()
 
     def cancel(self) -> None:
-        """End a running join() early; for the thread of a signal."""
+        """End a running join() early; may be called from a signal's thread."""
         self._cancelled.set()
         self._client.peer.cancel()
         self._wake.set()
 
     def join(self) -> chief_pb2.JoinReply | None:
-        """Ask until the chief admits this task, also while it isn't there, and say meanwhile who is waited for.
+        """Ask until the chief admits this task, even before the chief is up, and log meanwhile what is awaited.
 
-        None where the process was asked to end. Raises UnreachableError when the time for joining is over,
-        MismatchError where the chief refuses for good, or FencedError.
+        None if the process was asked to end. Raises UnreachableError if the time for joining is over, MismatchError if
+        the chief refuses for good, or FencedError.
         """
         task, timeout_s = self._applicant.task, self._timeouts.join_s
         start_s = time.monotonic()
@@ -138,12 +138,12 @@ class Joining:
             log.info("%s", sentence)
 
     def _ask(self, request: chief_pb2.JoinRequest, waiting: Waiting) -> chief_pb2.JoinReply | None:
-        """One Join, waiting for a chief that isn't there yet; None where the process was asked to end meanwhile."""
+        """One Join, which waits for a chief that isn't up yet; None if the process was asked to end meanwhile."""
         start_s = time.monotonic()
         left_s = max(0.1, waiting.deadline_s - start_s)
         prover = self._client.peer.prover
         if not prover.ready:
-            # Before the call that needs it, which could not be given up while it waits for this.
+            # Asked for beforehand: a call that waits for its challenge could not be cancelled.
             reply = self._await(self._client.access.Challenge, access_pb2.ChallengeRequest(), left_s, waiting)
             if reply is None:
                 return None
@@ -153,12 +153,12 @@ class Joining:
         return joined
 
     def _await(self, method: Any, request: Any, left_s: float, waiting: Waiting) -> Any:
-        """The reply to one call of join(), which waits for the chief; None where the process was asked to end."""
+        """The reply to one call of join(), which waits for the chief; None if the process was asked to end."""
         start_s = time.monotonic()
         call = method.future(request, timeout=left_s, wait_for_ready=True)
         call.add_done_callback(lambda _: self._wake.set())
         while not call.done():
-            # Bounded by the call's own deadline.
+            # The call's own deadline limits this.
             self._wake.wait(waiting.pause_s(time.monotonic()) or 1.0)
             self._wake.clear()
             if self._cancelled.is_set() and not call.done():
@@ -172,6 +172,6 @@ class Joining:
             waited_s = time.monotonic() - start_s
             failure = self._client.peer.failure(error, what="Join", waited_s=waited_s, connecting=True)
             if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE and waited_s < left_s:
-                # It was there, so it may come back; if it had admitted this process, it does so again.
+                # It was up, so it may come back; if it had admitted this process, it will do so again.
                 raise _Away(str(failure)) from error
             raise failure from error

@@ -1,4 +1,4 @@
-"""A task's tie to its chief: join, heartbeats, orders."""
+"""A task's connection to its chief: join, heartbeats, orders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardline.core.waiting import Waiting
 from shardline.errors import FencedError, InternalError, ShardlineError, UnreachableError
 from shardline.rpc.channel import RETRIED
 from shardline.rpc.client import ChiefClient
-from shardline.rpc.joining import Applicant, Joining
+from shardline.rpc.joining import Applicant, JoinAttempts
 from shardline.rpc.messages.barrier import barrier_place_to_proto, barrier_state_from_proto
 from shardline.rpc.messages.fields import to_message
 from shardline.rpc.report_queue import ReportQueue
@@ -29,13 +29,13 @@ log = logging.getLogger("shardline.link")
 T = TypeVar("T")
 
 STREAM_S = 3600.0
-"""Deadline of one heartbeat stream; the next one follows at once."""
+"""Deadline of one heartbeat stream, in seconds; the next one follows at once."""
 GOODBYE_S = 2.0
-"""How long a task that ends waits for the chief to take its last beat."""
+"""Seconds that an ending task waits for the chief to take its last heartbeat."""
 
 
 class ChiefLink:
-    """Joins the chief, sends heartbeats from a thread, and hands out its orders.
+    """Joins the chief, sends heartbeats from a thread, and provides the chief's orders.
 
     on_orders is called on the heartbeat thread whenever orders change; it must not block.
     """
@@ -64,7 +64,7 @@ class ChiefLink:
         self._lock = threading.Condition()
         self._orders = Orders()
         self._waiting: Waiting | None = None
-        """What was told of the wait for other tasks."""
+        """The log of the current wait for other tasks."""
         self._reports = ReportQueue()
         self._step = 0
         self._leaving = False
@@ -76,7 +76,7 @@ class ChiefLink:
         self._dropped = False
         self._call: grpc.Call | None = None
         self._thread: threading.Thread | None = None
-        self._joining = Joining(
+        self._joining = JoinAttempts(
             self.client, timeouts, applicant, cancelled=cancelled or threading.Event(), closed=self._closed
         )
         self._broken_s: float | None = None
@@ -85,16 +85,16 @@ class ChiefLink:
         self.figures: dict[str, float] = {}
         self._barrier: BarrierPlace | None = None
         self._suspects: tuple[int, tuple[str, ...]] = (0, ())
-        """Timeline in which these tasks were not heard."""
+        """Unreachable tasks, and the timeline in which they are."""
 
     # Joining
 
     def cancel_join(self) -> None:
-        """End a running join() early; for the thread of a signal."""
+        """End a running join() early; may be called from a signal's thread."""
         self._joining.cancel()
 
     def join(self) -> bool:
-        """Join, and start the heartbeat; see Joining.join(). False where the process was asked to end meanwhile."""
+        """Join, and start the heartbeat; see JoinAttempts.join(). False if the process was asked to end."""
         reply = self._joining.join()
         if reply is None:
             return False
@@ -108,51 +108,51 @@ class ChiefLink:
 
     @property
     def identity(self) -> Identity:
-        """Who this task is, since it joined."""
+        """The identity of this task; valid once it has joined."""
         return Identity(self.task, self.incarnation, self.secret)
 
-    # What the task tells
+    # What the task reports
 
     def set_step(self, step: int) -> None:
-        """Latest step, told with the next beat."""
+        """Set the latest step, sent with the next heartbeat."""
         self._step = step
 
     def report(self, report: StepReport) -> None:
-        """A finished step, told with the next beat."""
+        """Report a finished step, sent with the next heartbeat."""
         self._reports.add(report)
 
     def beat_now(self) -> None:
-        """Send a beat without waiting for the interval."""
+        """Send a heartbeat without waiting for the interval."""
         self._wake.set()
 
     def leave(self) -> None:
-        """Tell the chief that this task was asked to end."""
+        """Report to the chief that this task was asked to end."""
         self._leaving = True
         self.beat_now()
 
     def finish(self) -> None:
-        """Tell the chief that this task has done its part."""
+        """Report to the chief that this task has finished."""
         self._finished = True
         self.beat_now()
 
     def reach(self, barrier: BarrierPlace) -> None:
-        """Tell the chief that this worker is at a barrier."""
+        """Report to the chief that this worker is at a barrier."""
         self._barrier = barrier
         self.beat_now()
 
     def suspect(self, tasks: Iterable[str], timeline: int) -> None:
-        """Tell the chief that these tasks are not heard from here, until told otherwise or as long as it names this
-        timeline: who has their names in the next one may be other processes.
+        """Report unreachable tasks to the chief, until the next call or the next timeline, in which the same names may
+        belong to other processes.
         """
         self._suspects = timeline, tuple(sorted(tasks))
         self.beat_now()
 
     def resume(self) -> None:
-        """There is more to do after all: the job went back to an earlier step."""
+        """Take finish() back: the job was rolled back to an earlier step."""
         self._finished = False
 
     def fail(self, sentence: str, code: int, *, timeout_s: float = 5.0) -> None:
-        """Tell the chief why this task can't go on; waits until the beat is written or the timeout ends."""
+        """Report to the chief why this task can't continue; waits until that is sent, for at most timeout_s seconds."""
         self._failure = (sentence, code)
         if self._thread is None or not self._thread.is_alive() or self.lost is not None:
             return
@@ -160,7 +160,7 @@ class ChiefLink:
         if not self._failure_sent.wait(timeout_s):
             log.warning("%s: could not tell the chief within %.1f s: %s", self.task, timeout_s, sentence)
 
-    # What the chief says
+    # What the chief sends
 
     @property
     def orders(self) -> Orders:
@@ -168,10 +168,10 @@ class ChiefLink:
         return self._orders
 
     def wait(self, predicate: Callable[[Orders], bool], timeout_s: float | None = None) -> bool:
-        """Wait until the orders satisfy the predicate; False when the timeout ran out.
+        """Wait until the orders satisfy the predicate; False on timeout. timeout_s: seconds, None = no limit.
 
-        Raises UnreachableError when the chief stays away for longer than the timeout of the cluster, FencedError
-        when this incarnation was replaced.
+        Raises UnreachableError if the chief stays away for longer than the cluster's timeout, FencedError if this
+        incarnation was replaced.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
@@ -184,9 +184,9 @@ class ChiefLink:
             return True
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Ask the chief something, again while it is away, for as long as this task waits for it.
+        """Ask the chief, repeatedly while it is away, for as long as this task waits for it.
 
-        Raises what the question raises, UnreachableError only after that time or the end of the job; and like check().
+        Raises what `question` and check() raise, but UnreachableError only after that time or the end of the job.
         """
         deadline_s = time.monotonic() + self.timeouts.total_s
         while True:
@@ -200,7 +200,7 @@ class ChiefLink:
                 self.wait(lambda orders: orders != seen, timeout_s=self.timeouts.heartbeat_s)  # noqa: B023 - used at once
 
     def check(self) -> None:
-        """Raise if the tie is cut for good."""
+        """Raise the error if the connection to the chief is lost for good."""
         if self._orders.fenced:
             raise FencedError(f"{self.task}: incarnation {self.incarnation:#x} was replaced; {self._orders.reason}")
         if self.lost is not None:
@@ -209,7 +209,7 @@ class ChiefLink:
     # Thread
 
     def _beats(self, ended: threading.Event) -> Iterator[chief_pb2.Beat]:
-        # A generator of a broken stream must not take reports that the next stream could still send.
+        # The generator of a broken stream must not take reports that the next stream could still send.
         while not (self._closed.is_set() or ended.is_set()):
             yield self._beat(ended)
             if self._failure is not None:
@@ -217,7 +217,7 @@ class ChiefLink:
             self._wake.wait(self.timeouts.heartbeat_s)
             self._wake.clear()
         if self._reports and not ended.is_set():
-            # Steps that ended after the beat before this one: without it their lines would lack in the logs.
+            # Steps that finished after the previous heartbeat; without this one they would be missing from the logs.
             yield self._beat(ended)
 
     def _beat(self, ended: threading.Event) -> chief_pb2.Beat:
@@ -231,7 +231,6 @@ class ChiefLink:
             leaving=self._leaving,
             finished=self._finished,
             steps=[to_message(chief_pb2.StepReport, item) for item in self._reports.take(ended)],
-            orders_seen=self._orders.version,
             figures=self.figures,
             suspects=suspects if timeline == self._orders.timeline else (),
         )
@@ -254,7 +253,7 @@ class ChiefLink:
         return beat
 
     def _tell_awaited(self) -> None:
-        """Say for whom the job waits, as often as is of use; how long still the chief says."""
+        """Log which tasks the job waits for, at useful intervals; only the chief knows the time left."""
         if self._orders.awaited:
             now_s = time.monotonic()
             self._waiting = self._waiting or Waiting(now_s)
@@ -269,25 +268,25 @@ class ChiefLink:
                 if self._closed.is_set() or not self._may_go_on(error):
                     return
             except Exception as error:
-                # A defect, ours or of on_orders: without heartbeats the task would only look dead.
+                # A bug, ours or in on_orders: without heartbeats the task would merely look dead.
                 log.exception("the heartbeat failed")
                 self._lose(InternalError(f"{self.task}: the heartbeat failed: {type(error).__name__}: {error}"))
                 return
             if self._orders.phase is Phase.ENDED or self._orders.fenced:
-                # The chief has said its last word and let go.
+                # The chief has sent its last orders and closed the stream.
                 return
-            # Jitter, so that a whole cluster does not return in the same instant.
+            # Jitter, so that a whole cluster does not reconnect at the same instant.
             self._closed.wait(self.timeouts.heartbeat_s * (0.25 + 0.5 * random.random()))
 
     def _may_go_on(self, error: grpc.RpcError) -> bool:
-        """Whether to try another stream after this one broke; tells the task where not."""
+        """Whether to try another stream after this one broke; if not, the task learns why."""
         code = error.code() if isinstance(error, grpc.Call) else None
         if code not in RETRIED and code not in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN):
             self._lose(UnreachableError(f"{self.task}: {self.client.peer} refused heartbeats: {error}"))
             return False
         now_s = time.monotonic()
         if self._broken_s is None:
-            # Also how a stream ends that has reached its own deadline: no silence yet.
+            # A stream that reached its own deadline also ends like this: that is no silence yet.
             self._broken_s = now_s
         silent_s = now_s - self._broken_s
         if silent_s <= self.timeouts.total_s:
@@ -306,7 +305,7 @@ class ChiefLink:
         with self._lock:
             self._call = call
             if self._dropped:
-                # close() has come in between and cancelled the call before this one.
+                # close() was called meanwhile, and cancelled the previous call.
                 call.cancel()
         try:
             for message in call:
@@ -343,7 +342,7 @@ class ChiefLink:
         self.close()
 
     def close(self) -> None:
-        """Send what was not told yet as a last beat, and end; a chief that does not take it is not waited for."""
+        """Send pending reports in a last heartbeat, and end; waits only briefly for the chief to take it."""
         self._closed.set()
         self._wake.set()
         if self._thread is not None:

@@ -1,7 +1,7 @@
-"""Host names that are not there yet: in a cluster manager a name often appears only once its container runs.
+"""Host names that don't resolve yet: in a cluster manager a name often appears only once its container runs.
 
-gRPC's resolver asks ever more rarely for a name that it did not find, and so may learn of it half a minute late. A task
-therefore waits for a name here, before gRPC asks for it the first time.
+gRPC's resolver retries a name less and less often, and may find it half a minute late. So a task waits for a name here,
+before gRPC first resolves it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from shardline.errors import UnreachableError
 log = logging.getLogger("shardline.rpc")
 
 ASK_EVERY_S = 1.0
-"""Longest pause between two questions for a name that has no address."""
+"""Longest pause between two queries for an unresolved name, in seconds."""
 
 Resolve = Callable[[str], str]
-"""Why a name leads nowhere; empty where it has an address. May block for as long as the system's resolver does."""
+"""Returns why a name doesn't resolve, or "" if it does. May block for as long as the system's resolver does."""
 
 
 def unknown_name(host: str) -> str:
-    """Why a host's name leads nowhere, such as "Name or service not known"; empty where it has an address."""
+    """Why a host name doesn't resolve, such as "Name or service not known"; empty if it does."""
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError:
         return "it is not a host name"
     except OSError as error:
-        # Not only the resolver's own: there may be no descriptor left to ask it with.
+        # Not only the resolver's own errors: there may be no file descriptor left for the query.
         return error.strerror or str(error) or type(error).__name__
     return ""
 
 
 def no_address(host: str, cause: str) -> str:
-    """The sentence about a name that leads nowhere."""
+    """The error message for a name that doesn't resolve."""
     return f"the name {host!r} has no address ({cause}); is it right in the cluster spec, and is that host up?"
 
 
@@ -53,9 +53,9 @@ def is_literal(host: str) -> bool:
 
 
 class HostName:
-    """A host that may come to have an address only later. Thread-safe.
+    """A host name that may not resolve yet. Thread-safe.
 
-    whose: what is at that host, such as "ps/0 at ps-0.ps:2222", for the sentences.
+    whose: owner of that host, such as "ps/0 at ps-0.ps:2222", for messages.
     """
 
     def __init__(self, host: str, whose: str, *, resolve: Resolve = unknown_name) -> None:
@@ -71,7 +71,7 @@ class HostName:
         self._cancelled = threading.Event()
 
     def wait(self, wait_s: float) -> bool:
-        """Wait until the name has an address, and say meanwhile that it has none yet.
+        """Wait until the name resolves, and log meanwhile that it doesn't yet.
 
         Returns False after cancel(). Raises UnreachableError, which names the host, after wait_s seconds.
         """
@@ -99,13 +99,13 @@ class HostName:
                 self._waiting -= 1
 
     def cancel(self) -> None:
-        """End every wait() now and from now on."""
+        """End all present and future calls of wait()."""
         self._cancelled.set()
         with self._changed:
             self._changed.notify_all()
 
     def _ask(self) -> None:
-        """Have a thread ask, since a resolver may take longer than anybody waits; the lock is held."""
+        """Resolve on a thread, since a resolver may take longer than callers wait; the lock is held."""
         if not self._asking:
             self._asking = True
             threading.Thread(target=self._ask_until_found, name=f"name-{self.host}", daemon=True).start()
@@ -122,10 +122,10 @@ class HostName:
                 if self._found or self._waiting == 0 or self._cancelled.is_set():
                     self._asking = False
                     return
-            # Jitter, so that a whole cluster does not ask its resolver in the same instant.
+            # Jitter, so that a whole cluster does not query its resolver at the same instant.
             self._cancelled.wait(ASK_EVERY_S * (0.5 + 0.5 * random.random()))
 
 
 def wait_for_own_name(task: str, host: str, wait_s: float) -> None:
-    """Wait until the host that a task listens at has an address; raises UnreachableError at the deadline."""
+    """Wait until the host that a task listens on has an address. Raises UnreachableError after wait_s seconds."""
     HostName(host, f"the host that {task} is to listen at").wait(wait_s)

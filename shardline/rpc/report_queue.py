@@ -1,4 +1,4 @@
-"""Finished steps on their way to the chief: each is told at least once, as long as there are not too many."""
+"""Finished steps on their way to the chief: each is sent at least once, unless there are too many."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from collections import deque
 from shardline.core.orders import StepReport
 
 MAX_REPORTS = 4096
-"""Finished steps that wait for the chief, at most; of more the oldest are dropped."""
+"""Most finished steps waiting to be sent; beyond that the oldest are dropped."""
 BEAT_REPORTS = 1024
-"""Steps in one beat, at most."""
+"""Most steps in one heartbeat."""
 
 
 class ReportQueue:
-    """What a task's beats tell of its steps. Thread-safe."""
+    """Step reports for a task's heartbeats. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[StepReport] = deque(maxlen=MAX_REPORTS)
         self._sent: deque[list[StepReport]] = deque()
-        """By beat that the chief may not have received, oldest first."""
+        """Reports of each heartbeat that the chief may not have received, oldest first."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def add(self, report: StepReport) -> None:
-        """A finished step."""
+        """Add a finished step."""
         with self._lock:
             self._waiting.append(report)
 
     def take(self, ended: threading.Event) -> list[StepReport]:
-        """Reports for the next beat, kept until it is answered; none where its stream has ended."""
+        """Reports for the next heartbeat, kept until it is answered; none if its stream has ended."""
         with self._lock:
             if ended.is_set():
                 return []
@@ -40,13 +40,13 @@ class ReportQueue:
             return taken
 
     def answered(self) -> None:
-        """The chief has said something: all beats but the newest, which may have crossed it, have arrived."""
+        """The chief has answered: all heartbeats but the newest, which may have crossed the answer, have arrived."""
         with self._lock:
             while len(self._sent) > 1:
                 self._sent.popleft()
 
     def take_back(self) -> None:
-        """The stream has ended: what may not have arrived is told again, some of it perhaps for the second time."""
+        """The stream has ended: send again what may not have arrived; some of it may be sent twice."""
         with self._lock:
             again = [report for beat in self._sent for report in beat]
             self._sent.clear()

@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 ACCESS = f"{PACKAGE}.Access"
 STREAMS = 1024
-"""Calls at once over one connection; further ones wait at their sender's."""
+"""Concurrent calls over one connection; further ones wait at the sender."""
 
 SERVER_OPTIONS: Sequence[tuple[str, int]] = (
-    # Without this a second process binds the same port in silence, and the two share the calls.
+    # Otherwise a second process could bind the same port unnoticed, and the two would share the calls.
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -43,13 +43,13 @@ SERVER_OPTIONS: Sequence[tuple[str, int]] = (
 
 
 class AccessGate(grpc.aio.ServerInterceptor):
-    """Refuses calls before any byte of them is read, where the caller lacks what rights.py says that they need."""
+    """Refuses calls before any byte of them is read, if the caller lacks what rights.py requires."""
 
     def __init__(self, access: Access, *, certificates: bool) -> None:
-        """certificates: callers show one, so that the role it names counts."""
+        """certificates: callers present one, and the role in it counts."""
         self._access = access
         self._certificates = certificates
-        # Of no kind but streams: a unary handler would first take the stranger's whole message.
+        # Streaming handlers only: a unary handler would first read the stranger's whole message.
         self._stranger: Any = grpc.stream_stream_rpc_method_handler(self._refuse_stranger)
         self._no_admin: Any = grpc.stream_stream_rpc_method_handler(self._refuse_command)
         self._stale: Any = grpc.stream_stream_rpc_method_handler(self._refuse_stale)
@@ -104,13 +104,13 @@ class AccessGate(grpc.aio.ServerInterceptor):
         )
 
     def _log(self, text: str, context: Any) -> None:
-        # Once each, or strangers could fill the disk with log lines.
+        # Warn once per text, or strangers could fill the disk with log lines.
         log.log(logging.DEBUG if text in self._told else logging.WARNING, text, context.peer())
         self._told.add(text)
 
 
 class SizeGate(grpc.aio.ServerInterceptor):
-    """Ends calls whose messages are longer than limits.py allows or can't be parsed, before their handlers see them."""
+    """Ends calls whose messages exceed the limits of limits.py or can't be parsed, before their handlers see them."""
 
     def __init__(self) -> None:
         self._bounded = HandlerCache(self._with_limit)
@@ -126,21 +126,21 @@ class SizeGate(grpc.aio.ServerInterceptor):
 
 
 class Health(health.aio.HealthServicer):  # type: ignore[misc]  # of a package without types
-    """The health service; one task has few services, so nobody needs a list of them."""
+    """The health service; a task has so few services that nobody needs a list of them."""
 
     async def List(self, request: Any, context: Any) -> None:
-        """Refused in a sentence: the library's own raises, and anybody could fill the log with that."""
+        """Refused with a status: the library's own version raises, so anyone could fill the log."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this task does not list its services here; use reflection")
 
 
 class AccessServicer(access_pb2_grpc.AccessServicer):
-    """Gives out the challenge that proofs of the admin token answer."""
+    """Provides the challenge for proofs of the admin token."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
 
     async def Challenge(self, request: access_pb2.ChallengeRequest, context: Any) -> access_pb2.ChallengeReply:
-        """The challenge; empty where no call needs a proof."""
+        """The challenge; empty if no call needs a proof."""
         return access_pb2.ChallengeReply(challenge=self._access.challenge)
 
 
@@ -150,8 +150,8 @@ class RpcServer:
     register: functions that add their servicer to the grpc.aio server, called on the loop.
     service_names: full names for health and reflection, such as "shardline.rpc.v1.Chief".
     security: TLS and tokens; rights.py has what each call needs.
-    access: who is calling, where servicers ask that too.
-    bind: interface to listen on where it is not the host of the address, such as 0.0.0.0 in a container.
+    access: identifies callers; pass it if servicers need that too.
+    bind: interface to listen on if it is not the host of the address, such as 0.0.0.0 in a container.
     The health service answers NOT_SERVING until set_serving(True).
     """
 
@@ -183,7 +183,7 @@ class RpcServer:
         self.loop.run_forever()
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
-        """Run a coroutine on the loop from another thread and wait for it."""
+        """Run a coroutine on the loop from another thread and wait for its result, for at most timeout_s seconds."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)
@@ -192,7 +192,7 @@ class RpcServer:
             raise InternalError(f"the server at {self._requested} did not finish within {timeout_s} s") from None
 
     def start(self) -> str:
-        """Bind and serve; returns the bound host:port. Raises UsageError where the port is in use."""
+        """Bind and serve; returns the bound host:port. Raises UsageError if the port is in use."""
         self._thread.start()
         try:
             self.address = self.run(self._start(), timeout_s=30.0)
@@ -203,7 +203,7 @@ class RpcServer:
 
     async def _start(self) -> str:
         credentials = self._security.server_credentials()
-        # First: who may not call is not read at all.
+        # First in the list: calls that are not allowed are not read at all.
         gate = AccessGate(self._access, certificates=self._security.tls_ca is not None)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[gate, SizeGate()])
         for register in self._register:
@@ -223,7 +223,7 @@ class RpcServer:
                 bound = server.add_secure_port(listen, credentials)
         except RuntimeError as error:
             bound = 0
-            # What follows is how to debug gRPC.
+            # The rest is advice on debugging gRPC.
             cause = str(error).partition("; set GRPC_VERBOSITY")[0]
         else:
             cause = "bind failed"

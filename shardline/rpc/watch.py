@@ -1,4 +1,4 @@
-"""What whoever watches a job asks the chief. Needs no torch, so that commands which only ask start at once."""
+"""Client for watching a job. Needs no torch, so that such commands start at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardline.security import PLAIN, Security
 
 
 class ChiefWatch:
-    """The job at a glance, and its end; every call has a deadline and is safe to repeat."""
+    """Status of the job, and its end; every call has a deadline and is safe to repeat."""
 
     def __init__(self, address: str, timeouts: Timeouts | None = None, security: Security = PLAIN) -> None:
         self.timeouts = timeouts or Timeouts()
@@ -19,13 +19,13 @@ class ChiefWatch:
         self.stub = chief_pb2_grpc.ChiefStub(self.peer.channel)
 
     def status(self, timeout_s: float | None = None) -> ChiefStatus:
-        """Job, tasks, rates."""
+        """Current status: phase, tasks, rates. timeout_s: deadline in seconds, None = the cluster's default."""
         request = chief_pb2.ChiefStatusRequest()
         reply = self.peer.call(self.stub.Status, request, what="Status", timeout_s=timeout_s)
         return chief_status_from_proto(reply)
 
     def stop(self, reason: str) -> int:
-        """Ask the chief to end the job with a checkpoint; returns the step it will stop at, 0 while not known."""
+        """Ask the chief to end the job with a checkpoint; returns the stop step, 0 if it is not known yet."""
         reply = self.peer.call(self.stub.Stop, chief_pb2.StopJobRequest(reason=reason), what="Stop")
         return int(reply.stop_step)
 

@@ -1,4 +1,4 @@
-"""A ps and a plain client of it, and services in threads of this process."""
+"""A ps and a plain client for it, and services in threads of this process."""
 
 from __future__ import annotations
 

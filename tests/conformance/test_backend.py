@@ -1,4 +1,4 @@
-"""A second service over the server half of push and pull: an aggregator serves sums over every lane of the table."""
+"""A second service on the server half of push and pull: an aggregator serves sums over every lane of the table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sums(lane: str) -> Iterator[Aggregator]:
 
 
 class Member:
-    """One worker, by one lane."""
+    """One worker, using one lane."""
 
     def __init__(self, sums: Aggregator, lane: str, index: int, incarnation: int = 1) -> None:
         self.index = index

@@ -1,4 +1,4 @@
-"""What every cadence owes, whoever wrote it: all that is in the table, and the toys beside it."""
+"""What every cadence must do, whoever wrote it: those in the table, and the toys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.jobs import Rich, make_job, mlp
 from tests.support.services import Services, backward, make_model
 
 MORE = {"every": ("every:steps=1", "every:steps=3"), "local": ("local:steps=1", "local:steps=3")}
-"""Further choices of one cadence; every other is tried with its defaults."""
+"""Further settings of some cadences; the others are tested with their defaults."""
 
 
 def choices() -> Iterator[Cadence]:
@@ -54,7 +54,7 @@ def outgoing(seed: int) -> Outgoing:
 
 
 def round_of(local: LocalTraining, cadence: Cadence, replicas: int = 2, seed: int = 0) -> dict[int, Outgoing]:
-    """One step of all replicas in turn; what is sent."""
+    """One step of all replicas, one after another; returns what is sent."""
     sent: dict[int, Outgoing] = {}
     for tick in range(cadence.ticks):
         for replica in range(replicas):
@@ -75,7 +75,7 @@ def same(a: Mapping[int, Outgoing], b: Mapping[int, Outgoing]) -> bool:
 
 
 def trained(cadence: Cadence, ownership: list[list[int]], wrap: Any = lambda lane: lane, **more: Any) -> ClusterState:
-    """Where a job of three steps ends."""
+    """The final state of a job of three steps."""
     job = make_job("momentum", cadence=str(cadence), steps=3, **{"replicas": 2, **more})
     with Cluster(job, ps=2) as cluster:
         workers = [cluster.worker(index, wrap=wrap) for index in range(len(ownership))]
@@ -89,7 +89,7 @@ def test_it_is_written_as_it_is_read_and_says_what_it_is(cadence: Cadence) -> No
     assert CADENCES.parse(str(cadence)) == cadence
     assert doc_line(type(cadence)).endswith(".")
     assert cadence.ticks >= 1
-    # What leaves while it is computed can't be held back, or be computed from.
+    # What is sent during the computation can't be held back, or be used by it.
     assert not cadence.streams or (cadence.ticks == 1 and not cadence.copies and not cadence.sends_deltas)
 
 
@@ -103,7 +103,7 @@ def test_a_step_that_starts_over_is_the_step_that_was_never_begun(cadence: Caden
     local.began(5)
     local.enter(0, 0)
     local.take(0, 0, outgoing(99))
-    # As where the job went back: the servers' parameters, and nothing of what was begun.
+    # As after a rollback: the servers' parameters, and nothing of the step that was begun.
     local.began(3)
     assert same(round_of(local, cadence), wanted)
 
@@ -181,9 +181,9 @@ def test_a_worker_that_is_told_to_start_its_step_over_ends_in_the_same_bits(cade
     with Cluster(job, ps=2) as cluster:
         worker = cluster.worker(0).run([0, 1], 1)
         worker.tick([0, 1])
-        if not worker.trainer.course.ticks.last:
-            worker.trainer.course.ticks.advance()
-        # Its orders have changed in the middle of a step.
+        if not worker.trainer.methods.ticks.last:
+            worker.trainer.methods.ticks.advance()
+        # Its orders have changed in mid-step.
         worker.trainer.give_up()
         worker.run([0, 1], job.steps)
         assert_same_end(cluster.state(), trained(cadence, [[0, 1]]))

@@ -1,4 +1,4 @@
-"""What every codec owes, whoever wrote it: all that is in the table, and the toy beside it."""
+"""What every codec must do, whoever wrote it: those in the table, and the toy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.conformance.toys import toy_codec
 
 FLOATS = ("float32", "float64")
 MORE = {"top": ("top:ratio=0.25", "top:ratio=1.0")}
-"""Further choices of one codec; every other is tried with its defaults."""
+"""Further settings of some codecs; the others are tested with their defaults."""
 
 
 def choices() -> Iterator[Codec]:
@@ -43,7 +43,7 @@ EACH = pytest.mark.parametrize("codec", list(choices()), ids=str)
 
 @dataclass(frozen=True)
 class Kept(toy_codec.Top):
-    """The toy, with memory that comes back after a rollback."""
+    """The toy, with memory that is restored after a rollback."""
 
     name: ClassVar[str] = "kept"
     memory = Memory.RESTORED
@@ -59,7 +59,7 @@ def spec(name: str, shape: Sequence[int], dtype: str = "float32", kind: TensorKi
 
 
 def model(dtype: str = "float32", kind: TensorKind = TensorKind.PARAM) -> Plan:
-    """One bucket: a matrix, a vector that leaves padding, a scalar, an empty tensor; and a tensor that is trained."""
+    """One bucket: a matrix, a vector that needs padding, a scalar, an empty tensor; and a trained tensor."""
     shapes = {"matrix": (40, 8), "vector": (33,), "scalar": (), "empty": (3, 0)}
     tensors = [spec(name, shape, dtype, kind) for name, shape in shapes.items()]
     return make_plan([*tensors, spec("trained", (4,))], 1)
@@ -76,7 +76,7 @@ def first(codec: Codec, plan: Plan) -> BucketCoding:
 
 
 def numbers(layout: Layout, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    """Numbers of all slices; padding is zero."""
+    """Random values for all slices; padding is zero."""
     bucket = layout.bucket
     draw = torch.randn(bucket.elements, generator=torch.Generator().manual_seed(seed)) * 40.0 * scale
     dtype = DTYPES[bucket.dtype]
@@ -91,7 +91,7 @@ def turn(step: int = 0, replica: int = 0, memory: dict[MemoryKey, torch.Tensor] 
     return Turn(step, replica, seed=7, memory={} if memory is None else memory)
 
 
-# What it says of itself
+# What it reports about itself
 
 
 @EACH
@@ -106,7 +106,7 @@ def test_what_it_says_of_itself_agrees(codec: Codec) -> None:
     assert isinstance(codec.direction, Direction)
     assert codec.exact or not codec.is_view
     assert not codec.exact or codec.memory is Memory.NONE
-    # What is read where it lies can't be made for one receiver.
+    # What is read in place can't be made for one receiver.
     assert codec.fixed_size or not codec.is_view
     for shape in ((), (3,), (4, 5), (2, 3, 4)):
         assert codec.wants_whole(shape) in (True, False)
@@ -137,7 +137,7 @@ def test_one_that_does_not_exist_is_refused_with_those_that_do() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tensors_that_it_does_not_take_travel_to_the_bit(codec: Codec, dtype: str, kind: TensorKind) -> None:
     if kind is TensorKind.PARAM and dtype not in FLOATS and not DTYPES[dtype].is_floating_point:
-        # Only numbers that have gradients are trained.
+        # Only dtypes that can have gradients are trained.
         kind = TensorKind.BUFFER
     written = first(codec, model(dtype, kind))
     taken = any(codec.takes(part.tensor) for part in written.layout.parts(codec.scope))
@@ -205,7 +205,7 @@ def test_a_view_is_one_and_what_is_none_keeps_nothing_of_its_source(codec: Codec
     memory = bytearray(kept)
     back = written.decoder.decode(memory, turn())
     assert not codec.is_view or back.data_ptr() == torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    # Read-only bytes are not written to through what was decoded.
+    # Decoding must not write through to read-only bytes.
     written.decoder.decode(kept, turn()).zero_()
     assert kept == bytes(memory)
 
@@ -213,7 +213,7 @@ def test_a_view_is_one_and_what_is_none_keeps_nothing_of_its_source(codec: Codec
 # There and back
 
 RELATIVE_ERROR = {"raw": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""Of a number well inside the wire type's range; half a unit in its last place."""
+"""Relative to a number well inside the wire type's range; half a unit in its last place."""
 FIXED = pytest.mark.parametrize("codec", [c for c in choices() if c.name in RELATIVE_ERROR], ids=str)
 
 
@@ -230,7 +230,7 @@ def test_element_wise_codecs_come_back_within_their_bound(codec: Codec, dtype: s
     assert back.dtype == tensor.dtype and back.shape == tensor.shape
     tiny = 2.0**-25 if codec.name == "fp16" else 1e-38 if codec.name == "bf16" else 0.0
     assert bool(((back - tensor).abs() <= RELATIVE_ERROR[codec.name] * tensor.abs() + tiny).all())
-    # What came once over the wire goes over it again unchanged.
+    # What has been sent once is sent again unchanged.
     assert bytes(written.encoder.encode(back, PLAIN_TURN)) == payload
 
 
@@ -404,7 +404,7 @@ def test_a_step_that_is_computed_again_is_encoded_to_the_same_bits(codec: Codec)
     for step in range(4):
         values = numbers(layout, seed=step)
         sent = push(worker, step, values)
-        # Given up, and found again: other replicas' steps are not this one's business.
+        # Given up, and started again: other replicas' steps don't matter to this one.
         worker.locate({(0, 0): step})
         assert push(worker, step, values) == sent == push(other, step, values)
         worker.settle()
@@ -431,7 +431,7 @@ def test_a_push_that_counts_at_some_shards_and_is_sent_again_to_all_leaves_its_m
     layout = worker.coding.bucket(0, 0).layout
     push(worker, 0, numbers(layout))
     push(other, 0, numbers(layout))
-    # This shard has it and another has not, so that a loop that can't be run again sends all of it again.
+    # One shard has it and another does not, so a loop that can't be repeated sends all of it again.
     worker.locate({(0, 0): 1})
     push(worker, 0, numbers(layout))
     worker.settle()
@@ -466,7 +466,7 @@ def test_memory_is_each_replicas_own_and_goes_with_it(codec: Codec) -> None:
                 assert push(alone, step, numbers(layout, seed=10 * step + 1), 1) == sent
         both.settle()
         alone.settle()
-    # Replica 1 is another worker's now; when it comes back, it starts from zero.
+    # Replica 1 now belongs to another worker; when it comes back, it starts from zero.
     both.locate({(0, 0): 3})
     assert not both.state_dict(1) and both.state_dict(0)
     assert push(both, 3, numbers(layout), 1) == push(encoders(codec, plan), 3, numbers(layout), 1)
@@ -517,7 +517,7 @@ def test_memory_is_part_of_a_replicas_state_on_any_number_of_servers(codec: Code
         assert set(moved.state_dict(3)) == set(state)
 
 
-# Who asks
+# Uses of the codec
 
 
 def test_nobody_outside_asks_for_a_codec_by_name() -> None:

@@ -1,4 +1,4 @@
-"""Every codec trains through real servers: on every lane, any number of workers, over exchanges given up."""
+"""Every codec trains on real servers: over every lane, with any number of workers, and with abandoned exchanges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.jobs import Rich, Wide, make_job
 
 LANES = ("grpc", "tcp", "shm")
 MORE = {"top": "top:ratio=0.25"}
-"""What a codec is tried with where its defaults are too coarse for a few steps."""
+"""Codec settings for these tests, if the defaults are too coarse for a few steps."""
 NAMES = [MORE.get(name, name) for name in CODECS.names]
 EACH = pytest.mark.parametrize("codec", NAMES)
 LOSSY = pytest.mark.parametrize("codec", [name for name in NAMES if not CODECS.parse(name).exact])
@@ -53,7 +53,7 @@ def test_the_same_holds_asynchronously(codec: str, lane: str) -> None:
 
 
 def run_with_losses(worker: Worker, steps: int) -> None:
-    """Train all replicas; every other exchange is given up when it has begun, whatever became of it."""
+    """Train all replicas; every other exchange is abandoned after it has begun, whatever its outcome."""
     replicas = range(worker.job.replicas)
     worker.trainer.exchange.arm()
     todo = worker.trainer.locate(replicas, worker.cluster.timeline)

@@ -1,6 +1,6 @@
-"""Every consistency in the table, with and without what a job may add to it, over one shard and its standby.
+"""Every consistency in the table, with and without a job's options, on one shard and its standby.
 
-Residents of files that SHARDLINE_PLUGINS names are in the table too, and pass the same suite.
+Residents from files named in SHARDLINE_PLUGINS are in the table too, and run the same suite.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ each = pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.mode}-{s.clip_n
 
 
 class Job:
-    """A shard, and two workers that contribute to it as its mode wants."""
+    """A shard, and two workers that contribute to it as its mode requires."""
 
     def __init__(self, spec: ConsistencySpec, shard: Shard | None = None) -> None:
         self.mode = consistency.of(spec)
@@ -75,7 +75,7 @@ class Job:
         again: bool = False,
         guard: Callable[[], Decision | None] = lambda: None,
     ) -> set[Outcome]:
-        """A whole contribution of one worker; again: the one before, once more. What its buckets were answered."""
+        """A whole contribution of one worker; again: repeat the previous one. Returns the outcomes for its buckets."""
         shard = self.shard
         if self.mode.whole_pushes:
             task = f"worker/{worker}"
@@ -96,7 +96,7 @@ class Job:
         return found
 
     def update(self, amount: float = 1.0) -> None:
-        """Contributions of both workers in turns until there is one more update."""
+        """Contributions of both workers, alternating, until there is one more update."""
         version = self.shard.version
         for turn in range(ENOUGH):
             assert self.contribute(turn % 2, amount) <= {*COUNTED}
@@ -127,7 +127,7 @@ def test_the_traits_of_a_mode_fit_together(spec: ConsistencySpec) -> None:
     assert not (mode.whole_pushes and (mode.sums_in_tree or mode.waits_for_verdict))
     assert mode.whole_pushes or not mode.replies_with_push
     assert mode.assigns_replicas != mode.leases_batches
-    # A worker that is replaced in mid-step needs the step before, and only steps can be asked for by number.
+    # A worker replaced in mid-step needs the previous step, and only steps can be requested by number.
     assert mode.keeps_previous or not mode.pulls_by_step
     assert mode.whole_pushes != mode.publishes_after_standby
 
@@ -198,15 +198,15 @@ def test_a_pull_gets_what_is_there_waits_for_what_comes_and_is_told_what_is_gone
 
 
 @each
-def test_dropped_contributions_leave_no_trace(spec: ConsistencySpec) -> None:
+def test_contributions_of_before_a_restore_leave_no_trace(spec: ConsistencySpec) -> None:
     job, other = Job(spec), Job(spec)
     for each_job in (job, other):
         each_job.update()
+    assert job.shard.request_cut(1, stop=False) == (False, 1)
+    cut = job.shard.cuts.whole(1)
+    assert cut is not None
     job.contribute(0, 9.0)
-    if job.shard.version > 1:
-        # A contribution is an update at once: nothing is ever open.
-        other.contribute(0, 9.0)
-    job.shard.drop_contributions()
+    job.shard.restore(cut.in_order(), cut.sequences)
     assert job.shard.partial_bytes == 0
     assert same(job.values(), other.values())
     for each_job in (job, other):
@@ -285,7 +285,7 @@ def test_what_is_published_waits_for_the_standby_or_its_answers_do(spec: Consist
 
 
 def copy_to_standby(job: Job) -> tuple[Standby, Callable[[], None]]:
-    """A standby that holds what the shard does, and what brings it everything that was recorded since."""
+    """A standby with the shard's content, and a function that sends it everything recorded since."""
     heir, shard = Job(job.shard.settings.consistency), job.shard
     heir.shard.storage.observers = Observers()
     standby, log = Standby(heir.shard), RecordLog(on_entry=lambda: None, run=lambda release: release())

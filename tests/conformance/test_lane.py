@@ -1,6 +1,6 @@
-"""What holds on every lane of the table: a real parameter server, a worker's half of the lane, and what breaks between.
+"""What applies to every lane in the table: a real parameter server, a worker's half of it, and faults between.
 
-What a lane does beside that is in tests/contract/test_<name>_lane.py and the unit tests of its halves.
+Tests for single lanes are in tests/contract/test_<name>_lane.py and the unit tests of their halves.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ every_opened_lane = pytest.mark.parametrize("name", OPENED)
 
 
 def config(kind: LaneKind) -> RoleConfig:
-    """Settings of either side."""
+    """Settings for either side."""
     cluster = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:0",)})
     return RoleConfig(role="ps", index=0, cluster=cluster, timeouts=TIMEOUTS, lane=kind.name)
 
 
 class KindBench(Bench[Lane]):
-    """A lane of the table to one ps, whose shard is not made yet."""
+    """A lane from the table to one ps, whose shard is not configured yet."""
 
     sink = Mapping
 
@@ -89,7 +89,7 @@ class KindBench(Bench[Lane]):
             ps.store.make_publication = lambda spec, two: publication(offer, otherwise, spec, two)
         super().__init__(ps, offer, lambda peer: kind.connect(config(kind), peer, 0, spec()))
         self.openings = 0
-        """How often a worker has opened the lane."""
+        """How many times a worker has opened the lane."""
         given = ps.attachments.open
 
         def count(*arguments: Any) -> Any:
@@ -100,31 +100,31 @@ class KindBench(Bench[Lane]):
 
     def close(self) -> None:
         super().close()
-        # Errors that a test looked at refer to frames, and those to segments: other tests count what is mapped.
+        # Errors that a test looked at refer to frames, and those to segments; other tests count the mapped ones.
         gc.collect()
 
     def another(self, peer: Peer | None = None) -> Lane:
-        """One more worker's half."""
+        """Another worker's half."""
         return self.kind.connect(config(self.kind), peer or self.peer, 0, spec())
 
     @property
     def open(self) -> int:
-        """Attachments that the ps has for this lane."""
+        """Number of attachments on the ps for this lane."""
         return int(on_loop(self.ps, lambda: sum(self.ps.attachments.count().values())))
 
     @property
     def acceptor(self) -> token_acceptor.TokenAcceptor[Any]:
-        """Who lets workers in, on a lane that is opened."""
+        """The acceptor that admits workers, for a lane that is opened."""
         acceptor = self.offer.acceptor
         assert isinstance(acceptor, token_acceptor.TokenAcceptor)
         return acceptor
 
     def opening(self) -> Any:
-        """What a call gives a worker to open the lane with."""
+        """The reply to OpenLane, with which a worker opens the lane."""
         return self.lane._open(SENDER, timeout_s=DEADLINE_S)  # type: ignore[attr-defined]
 
     def call(self, said: bytes = b"") -> socket.socket:
-        """A stranger at the lane's own socket, who says something."""
+        """Connect to the lane's own socket as a stranger and send something."""
         opening = self.opening()
         if opening.port:
             sock = socket.create_connection(("127.0.0.1", opening.port), timeout=10.0)
@@ -138,7 +138,7 @@ class KindBench(Bench[Lane]):
 
 
 def publication(offer: LaneOffer, otherwise: Callable[..., Any], spec: Any, two: bool) -> Any:
-    """Where a shard publishes on this lane."""
+    """A shard's publication memory on this lane."""
     made = offer.publish(spec, keeps_previous=two)
     return otherwise(spec, two) if made is None else made
 
@@ -153,7 +153,7 @@ def bench(name: str, ps: Ps, client: PlainClient) -> Iterator[KindBench]:
 
 @pytest.fixture
 def two(name: str, ps: Ps, client: PlainClient) -> Iterator[KindBench]:
-    """The same of a job of two replicas."""
+    """The same for a job of two replicas."""
     made = KindBench(name, ps)
     client.start(replicas=2)
     yield made
@@ -167,7 +167,7 @@ def of(replica: int, value: float, *, items: Sequence[BucketPayload] | None = No
 
 
 def hears_refusal(sock: socket.socket) -> bool:
-    """Whether the stranger is sent away: with a word of its lane's, or without."""
+    """Whether the stranger is refused, with a message of the lane's or without."""
     with contextlib.suppress(ConnectionError):
         sock.recv(1)
     return True
@@ -276,7 +276,7 @@ def test_a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: KindBench
 
 @every_lane
 def test_more_bytes_than_a_bucket_has_are_refused_by_their_number(bench: KindBench, client: PlainClient) -> None:
-    # Far more than buffers on the way hold: the shard's own words come before what breaks then.
+    # Far more than the buffers on the way hold: the shard's answer comes before the connection breaks.
     with pytest.raises(ProtocolError, match=r"67108864 bytes (announced|don.t fit)"):
         bench.exchange(gradient(items=[payload(bytes(64 << 20))]), Want(step=1, wait_s=5.0))
     unchanged(client)
@@ -297,7 +297,7 @@ def test_a_gradient_that_is_refused_changes_nothing(bench: KindBench, client: Pl
 def test_bytes_that_travel_are_compared_with_their_digest(bench: KindBench, client: PlainClient) -> None:
     lying = dataclasses.replace(payload(floats([1.0] * 12)), digest=1)
     if bench.lane.by_reference:
-        # They lie where the worker made them; nothing carried them.
+        # The bytes stay where the worker made them; nothing was sent.
         assert [ack.outcome for ack in bench.exchange(gradient(items=[lying])).acks] == [Outcome.COUNTED]
         return
     with pytest.raises(ProtocolError, match="bucket 0: the digest of the received bytes differs"):
@@ -315,7 +315,7 @@ def test_a_wrong_token_is_refused_and_counted(bench: KindBench, monkeypatch: pyt
 
     def with_wrong_tokens(lane: Any, *arguments: Any, **settings: Any) -> Any:
         opened = given(lane, *arguments, **settings)
-        # Right in its first bytes, by which it is looked up.
+        # Correct in its first bytes, which are used to look it up.
         wrong = {key: getattr(opened, key)[:16] + bytes(16) for key in ("up_token", "down_token", "token")}
         return dataclasses.replace(opened, **wrong)
 
@@ -388,7 +388,7 @@ def test_a_crowd_that_says_nothing_keeps_a_worker_waiting_and_no_longer(
         one.close()
 
 
-# Where it can't be
+# If it is unavailable
 
 
 @every_opened_lane
@@ -424,7 +424,7 @@ def test_a_door_that_is_shut_makes_the_lane_unavailable_and_the_next_one_takes_o
     pair.close()
 
 
-# Ends and new beginnings
+# Closing and reopening
 
 
 @every_opened_lane
@@ -467,7 +467,7 @@ def test_an_exchange_is_cancelled_wherever_it_waits(bench: KindBench) -> None:
     bench.pull(0)
     push = Contribution(payloads=Payloads((), (W, FROZEN, STATS)), step=0, block=Block(0, 1))
     with ThreadPoolExecutor(1) as pool:
-        # Waits for a step that nobody completes.
+        # Waits for a step that is never completed.
         running = pool.submit(bench.exchange, push, Want(step=9, wait_s=15.0))
         assert waiting.wait(5.0)
         bench.lane.cancel()
@@ -513,7 +513,7 @@ def test_a_worker_killed_in_mid_push_leaves_what_came_whole_and_its_next_life_co
     sink = two.sink()
     done = two.exchange(of(1, 3.0), Want(step=1, wait_s=5.0), sink=sink)
     assert done.end is not None and done.end.outcome is Outcome.SERVED
-    # The mean of 1, which the dead worker brought, and 3.
+    # The mean of 1, from the dead worker, and 3.
     assert sink.weights() == tuple(value - 2 * RATE for value in FIRST_W)
 
 
@@ -543,7 +543,7 @@ def test_nothing_is_left_of_a_lane_that_is_closed(bench: KindBench) -> None:
         sender = dataclasses.replace(SENDER, who=Identity(f"worker/{number}", 1))
         done = lane.exchange(sender, [], Want(step=0, wait_s=5.0), bench.sink(), timeout_s=DEADLINE_S)
         assert done.end is not None and done.end.outcome is Outcome.SERVED
-    # Its workers cost no thread each.
+    # Its workers don't need a thread each.
     assert threading.active_count() - before[1] < 8
     for lane in lanes:
         lane.close()

@@ -1,4 +1,4 @@
-"""What every topology owes, whoever wrote it: all that is in the table, and the toy beside it."""
+"""What every topology must do, whoever wrote it: those in the table, and the toy."""
 
 from __future__ import annotations
 

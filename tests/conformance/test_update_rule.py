@@ -1,4 +1,4 @@
-"""What every update rule of the table has to hold, torch.optim's classes and rules from outside alike."""
+"""What every update rule in the table must do: torch.optim's classes and plugin rules alike."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def draw(shape: tuple[int, ...], *seed: object) -> Tensor:
 
 
 class Servers:
-    """The buckets of all shards, as parameter servers hold them."""
+    """The buckets of all shards, as on parameter servers."""
 
     def __init__(self, case: Case, shards: int = 1, *, bucket_bytes: int = 50_000) -> None:
         self.case = case
@@ -116,7 +116,7 @@ class Servers:
 
     @staticmethod
     def _memory(spec: BucketSpec, number: int) -> tuple[Tensor, Tensor]:
-        """One buffer or two by turns: in place and beside the values before."""
+        """One buffer or two, alternating: updated in place, or beside the previous values."""
         first = torch.zeros(spec.elements, dtype=DTYPES[spec.dtype])
         return first, torch.zeros_like(first) if number % 2 else first
 
@@ -145,11 +145,11 @@ class Servers:
             assert torch.equal(gradient, kept)
 
     def pull(self, worker: str) -> dict[str, Tensor]:
-        """What the worker gets, by tensor."""
+        """The values that the worker gets, by tensor."""
         return self.joined([bucket.answer(bucket.step, worker) for bucket in self.buckets])
 
     def train(self, steps: Sequence[int]) -> None:
-        """Each step another worker pulls and a third one pushes."""
+        """In each step one worker pulls and another one pushes."""
         for step in steps:
             self.pull(WORKERS[step % 3])
             self.push(step, WORKERS[(step + step // 3) % 3])
@@ -193,7 +193,7 @@ class Servers:
 
 
 def assert_same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
-    """Equal to the bit."""
+    """Equal, bit for bit."""
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert tensor.dtype == right[name].dtype, name
@@ -256,7 +256,7 @@ def test_the_memory_sum_printed_at_start_is_what_training_comes_to(case: Case) -
         bucket.spec.nbytes - sum(4 * piece.elements for piece in bucket.spec.slices) for bucket in servers.buckets
     )
     whole = any(tensor.whole for tensor in case.tensors)
-    # A rule of whole tensors keeps no padding, which is planned as it is part of images.
+    # A whole-tensor rule keeps no padding, which is included in the plan since images contain it.
     assert held == planned if not whole else held <= planned <= held + 2 * padding
 
 
@@ -391,7 +391,7 @@ def test_a_worker_that_leaves_takes_its_state_along(case: Case) -> None:
         assert not any(parse_state_key(key)[1] == WORKERS[1] for key in (*state.tensors, *state.scalars))
     servers.members()
     assert all(parse_state_key(key)[1] == "" for state in servers.states for key in (*state.tensors, *state.scalars))
-    # Nobody has pushed: members change nothing.
+    # Nothing has been pushed: members change nothing.
     never.members(*WORKERS)
     never.members()
     assert never.state_bytes == 0 and all(not any(state.initialized) for state in never.states)

@@ -1,4 +1,4 @@
-"""Every update rule trains through real servers: one asynchronous worker ends where the rule alone would."""
+"""Every update rule trains on real servers: one asynchronous worker ends where the rule alone would."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 6
 @pytest.mark.parametrize("rule", RULES.names)
 @pytest.mark.parametrize(("lane", "model"), [("grpc", Wide), ("tcp", Rich), ("shm", Wide)])
 def test_one_worker_ends_where_the_rule_alone_ends(rule: str, lane: str, model: Any) -> None:
-    # Wide needs small steps: infinities would be equal whatever the rule.
+    # Wide needs small steps: infinities would be equal under any rule.
     job = make_job("sgd", model=model, steps=STEPS, consistency="async", rule=rule, optimizer_args={"lr": 1e-5})
     with Cluster(job, ps=2, bucket_bytes=1 << 14, lane=lane) as cluster:
         cluster.worker(0).run_async(list(range(STEPS)))

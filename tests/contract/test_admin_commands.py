@@ -64,7 +64,6 @@ def commands(client: PlainClient) -> dict[str, tuple[str, list[Any]]]:
         "Release": client.command("Release", step=5),
         "Promote": client.command("Promote", shard=0),
         "Activate": client.command("Activate"),
-        "Prepare": parameter_server_pb2.PrepareRequest(term=client.term, timeline=TIMELINE + 1),
         "Restore": parameter_server_pb2.RestoreFrame(head=head),
     }
     kinds = {"GetCut": "unary_stream", "Restore": "stream_unary"}
@@ -126,7 +125,7 @@ class Watched:
 def test_only_who_has_the_admin_token_stops_the_job(tokens: Security, tmp_path: Path) -> None:
     control = Watched()
     access = Access(tokens, CHIEF_AUDIENCE)
-    servicer = ChiefServicer(cast(Control, control), CheckpointStore(tmp_path / "c", 1), TIMEOUTS, access, term=1)
+    servicer = ChiefServicer(cast(Control, control), CheckpointStore(tmp_path / "c", 1), access, term=1)
     server = RpcServer("127.0.0.1:0", register=[register_chief(servicer)], name="chief", security=tokens, access=access)
     address = server.start()
     try:

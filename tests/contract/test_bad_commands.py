@@ -182,7 +182,7 @@ def restore(client: PlainClient, frames: list[parameter_server_pb2.RestoreFrame]
 
 def images(client: PlainClient) -> list[parameter_server_pb2.RestoreFrame]:
     """A whole Restore of step 4 with another `w`."""
-    head = parameter_server_pb2.RestoreHead(term=client.term, timeline=client.timeline, shard=0, step=4, version=4)
+    head = parameter_server_pb2.RestoreHead(term=client.term, timeline=client.timeline, shard=0)
     frames = [parameter_server_pb2.RestoreFrame(head=head)]
     for number in range(3):
         value = parameter_server_pb2.ImageTensor(name="value", dtype=common_pb2.DTYPE_FLOAT32, elements=ELEMENTS)

@@ -99,7 +99,6 @@ def test_only_the_held_term_is_obeyed(client: PlainClient) -> None:
     commands = [
         ("Configure", client.configuration(replicas=3)),
         ("SetMembership", client.command("SetMembership")),
-        ("Prepare", client.command("Prepare")),
         ("Activate", client.command("Activate")),
         ("Cut", client.command("Cut", step=5)),
         ("Release", client.command("Release", step=5)),
@@ -197,9 +196,9 @@ def test_cut_fetch_restore_and_release(client: PlainClient) -> None:
     assert frames[-1].end.buckets == 3
 
     client.timeline += 1
-    client.call("Prepare", client.command("Prepare"))
+    client.call("Configure", client.configuration(cut_every=2))
     assert client.pull()[2].outcome == common_pb2.OUTCOME_NOT_CONFIGURED
-    head = parameter_server_pb2.RestoreHead(term=client.term, timeline=client.timeline, shard=0, step=2, version=2)
+    head = parameter_server_pb2.RestoreHead(term=client.term, timeline=client.timeline, shard=0)
     requests = [parameter_server_pb2.RestoreFrame(head=head)]
     for frame in frames:
         part = parameter_server_pb2.RestoreFrame()

@@ -16,7 +16,7 @@ from shardline.core.orders import Phase
 from shardline.errors import UsageError
 from shardline.rpc.channel import open_channel
 from shardline.rpc.client import ChiefClient
-from shardline.rpc.place import take_place
+from shardline.rpc.index_request import take_place
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc, common_pb2, data_pb2, parameter_server_pb2
 from shardline.security import PLAIN, Security, key_of
 from tests.support.chief_process import TIMEOUTS, Chief

@@ -270,7 +270,7 @@ def test_pods_variables_make_the_task_that_others_will_find(
         asked.append((chief, role, address))
         return f"{role}/{1 if role == 'worker' else 0}"
 
-    monkeypatch.setattr("shardline.rpc.place.take_place", place)
+    monkeypatch.setattr("shardline.rpc.index_request.take_place", place)
     monkeypatch.setattr("socket.gethostname", lambda: "evaluator-host")
     values = environment(found, settings(), pod=f"{role}-1", index=1)
     mounted = {name: files.get(value, value) for name, value in values.items()}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardline.cli.fates import Ended
 from shardline.cli.launcher import LocalCluster
+from shardline.cli.process_exits import Ended
 from tests.e2e.support import PATIENCE_S, events, expected_sha256, mortal_cluster, summary_of, wait_until, write_job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -178,7 +178,7 @@ def _frames() -> list[data_pb2.PushFrame]:
 
 
 def _pull_request() -> data_pb2.PullRequest:
-    return data_pb2.PullRequest(exact_step=1 << 40, buckets=[1, 2], accepted_codecs=["raw"], priority=-1, wait_s=2.0)
+    return data_pb2.PullRequest(exact_step=1 << 40, buckets=[1, 2], have_step=3, wait_s=2.0)
 
 
 def _ack() -> data_pb2.PushAck:

@@ -192,7 +192,6 @@ class PsHost(Host):
             "Lead": [[parameter_server_pb2.LeadRequest(term=client.term)]],
             "Configure": [[client.configuration(**self.configuration)]],
             "SetMembership": [[self._members()]],
-            "Prepare": [[command("Prepare")]],
             "Restore": [self._restore()],
             "Activate": [[command("Activate")]],
             "Promote": [[command("Promote", shard=0)]],

@@ -16,7 +16,7 @@ from shardline.core.status import HeldCut
 from shardline.rpc.client import PsControl
 from shardline.testing import reference
 from shardline_chief.io.checkpointer import Checkpointer
-from shardline_chief.io.pacing import Links, Pace, TokenBucket
+from shardline_chief.io.pacing import FetchPace, Links, TokenBucket
 from shardline_chief.rules.actions import Save, Saved
 from tests.support.cluster import PATIENCE_S, Cluster, assert_same_end
 from tests.support.jobs import Rich, make_job
@@ -144,7 +144,7 @@ def test_a_capped_fetch_of_a_real_server_takes_its_bytes_at_the_capped_rate_unle
                 return 4.0 * nbytes
 
         def fetch(hurry: threading.Event) -> float:
-            pace = Pace(address, SlowLinks(), TokenBucket(burst=0), hurry, capped=True)
+            pace = FetchPace(address, SlowLinks(), TokenBucket(burst=0), hurry, capped=True)
             start_s = time.monotonic()
             for _ in control.get_cut(cluster.timeline, 0, 0, max_bytes=1 << 20, pace=pace):
                 pass

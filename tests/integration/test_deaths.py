@@ -222,16 +222,16 @@ def test_a_push_or_pull_of_another_timeline_is_refused_by_name() -> None:
     job = death_job()
     with Cluster(job, ps=2) as cluster:
         worker = cluster.worker(0).run([0, 1, 2], 1)
-        for control in cluster.controls:
-            control.prepare(cluster.timeline + 1)
-        before = cluster.state()
+        before, timeline = cluster.state(), cluster.timeline + 1
+        for host, control in enumerate(cluster.controls):
+            control.configure(replace(cluster.configuration(host), timeline=timeline, keep=(host,)))
         with pytest.raises(Restart, match="wrong_timeline: the timeline is 0x100000002, the message says 0x100000001"):
             worker.step([0, 1, 2])
         worker.trainer.exchange.arm()
         with pytest.raises(Restart, match="wrong_timeline"):
             worker.trainer.locate([0], cluster.timeline)
         with pytest.raises(Restart, match="being prepared"):
-            worker.trainer.locate([0], cluster.timeline + 1)
+            worker.trainer.locate([0], timeline)
         assert cluster.state().step == before.step == 1
 
 
@@ -269,11 +269,9 @@ def test_a_rollback_to_a_cut_ends_in_the_same_bits(clip_norm: float) -> None:
         interrupted = threading.Thread(target=straggle)
         interrupted.start()
         wait_for(lambda: all(counted(cluster, shard, 0) for shard in range(2)), "the straggler's push")
-        cluster.timeline += 1
+        cluster.configure_anew(cluster.timeline + 1)
         for shard, control in enumerate(cluster.controls):
-            control.prepare(cluster.timeline)
-            version = images[shard][0].version
-            control.restore(cluster.timeline, shard, 2, version, images[shard])
+            control.restore(cluster.timeline, shard, images[shard])
         for control in cluster.controls:
             control.activate(cluster.timeline)
         interrupted.join(PATIENCE_S)
@@ -289,9 +287,8 @@ def test_the_step_before_a_restore_was_never_published_here() -> None:
     with Cluster(job, cut_every=2) as cluster:
         worker = cluster.worker(0).run([0, 1, 2], 2)
         images = cut_of(cluster, 2)
-        cluster.timeline += 1
-        cluster.controls[0].prepare(cluster.timeline)
-        cluster.controls[0].restore(cluster.timeline, 0, 2, 2, images[0])
+        cluster.configure_anew(cluster.timeline + 1)
+        cluster.controls[0].restore(cluster.timeline, 0, images[0])
         cluster.controls[0].activate(cluster.timeline)
         worker.trainer.locate([0], cluster.timeline)
         with pytest.raises(Restart, match="overtaken: step 1 of bucket 0 is gone; the bucket is at 2"):

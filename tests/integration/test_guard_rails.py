@@ -33,7 +33,7 @@ from shardline.rpc.link import ChiefLink
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import chief_pb2, chief_pb2_grpc
 from shardline_ps.shard.shard import Shard
-from tests.support.builders import make_shard
+from tests.support.builders import make_shard, roll_back
 from tests.support.cluster import Orders
 
 TENSORS = (TensorSpec(name="w", shape=(64,), dtype="float16"),)
@@ -86,7 +86,7 @@ def test_finite_gradients_with_an_infinite_sum_are_never_applied_under_stop() ->
 def test_a_learning_rate_of_a_dropped_step_is_not_used_for_the_next() -> None:
     shard = half_precision_shard([])
     shard.contribute(0, 0, Block(0, 1), gradient(1.0), hyper={0: {"lr": 9.0}})
-    shard.drop_contributions()
+    roll_back(shard)
     shard.contribute(0, 0, Block(0, 1), gradient(1.0))
     shard.contribute(0, 0, Block(1, 1), gradient(1.0))
     assert shard.buckets[0].values[0] == -1.0

@@ -7,7 +7,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -47,13 +46,6 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def configure_anew(cluster: Cluster, timeline: int, keep: tuple[int, ...] = ()) -> None:
-    cluster.timeline = timeline
-    for number, control in enumerate(cluster.controls):
-        mine = cluster.configuration(number)
-        control.configure(replace(mine, keep=tuple(shard for shard in mine.shards if shard in keep)))
-
-
 def held_by(worker: Worker) -> list[weakref.ref[object]]:
     """Segments and sockets of a worker's lanes."""
     found: list[weakref.ref[object]] = []
@@ -83,7 +75,7 @@ def test_memory_and_sockets_of_the_history_before_are_let_go_when_the_next_one_b
         held = held_by(worker)
         assert len(held) == 2
         shards = [weakref.ref(shard) for shard in cluster.shards]
-        configure_anew(cluster, NEXT)
+        cluster.configure_anew(NEXT)
         worker.trainer.close()
         assert [item() for item in held] == [None, None]
         # The last thread of the pool may be about to leave its work.
@@ -116,7 +108,7 @@ def test_each_asynchronous_push_counts_once_though_histories_change_under_it() -
         def change() -> None:
             for number in range(1, 9):
                 threading.Event().wait(0.05)
-                configure_anew(cluster, TIMELINE + number, keep=(0, 1))
+                cluster.configure_anew(TIMELINE + number, keep=(0, 1))
                 for control in cluster.controls:
                     control.activate(cluster.timeline)
             over.set()

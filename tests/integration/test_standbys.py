@@ -220,11 +220,10 @@ def test_a_stream_that_breaks_goes_on_where_it_ended() -> None:
 def test_a_rollback_leaves_no_standby_of_the_history_before() -> None:
     with Protected(standby_job(), ps=2) as cluster:
         cluster.await_synced()
-        for control in cluster.controls:
-            control.prepare(cluster.timeline + 1)
+        cluster.configure_anew(cluster.timeline + 1)
         for host in cluster.hosts:
             assert not host.store.standbys
-        assert "holds no standby" in cluster.controls[1].promote(cluster.timeline + 2, 0)
+        assert "holds no standby" in cluster.controls[1].promote(cluster.timeline + 1, 0)
 
 
 # Asynchronous

@@ -21,7 +21,7 @@ from shardline.client.step.retained_contribution import RetainedContribution
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.consistency import of
-from shardline.consistency.worker import Mark
+from shardline.consistency.worker import ComputedAt
 from shardline.consistency.worker.base import WorkerHalf
 from shardline.core.exchange import Exchanged
 from shardline.core.orders import JobView, Orders, Phase
@@ -364,7 +364,7 @@ def test_where_the_job_went_back_the_loop_is_told_the_step_and_holds_its_paramet
         cluster.await_synced()
         made = RetainedContribution.__init__
 
-        def later(self: RetainedContribution, mark: Mark, parts: Any) -> None:
+        def later(self: RetainedContribution, mark: ComputedAt, parts: Any) -> None:
             made(self, replace(mark, step=mark.step + trap.left), parts)
 
         monkeypatch.setattr(RetainedContribution, "__init__", later)

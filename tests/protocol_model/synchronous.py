@@ -418,7 +418,7 @@ class Model(Servers):
         self.releases.clear()
         self.next_cut = self.rollback_to + self.setup.cut_every
         self.commands = []
-        for order in ("activate", "restore", "prepare"):  # popped from the end
+        for order in ("activate", "restore", "configure"):  # popped from the end
             shards = list(self.shards)
             self.random.shuffle(shards)
             self.commands += [(order, shard) for shard in shards]
@@ -427,7 +427,7 @@ class Model(Servers):
 
     def continue_rollback(self) -> None:
         order, shard = self.commands.pop()
-        if order == "prepare":
+        if order == "configure":
             shard.reset(self.timeline)
         elif order == "restore":
             numbers = [b for b, (home, _) in enumerate(self.home) if home is shard]

@@ -58,7 +58,7 @@ class Shard:
         """Dead, and the chief hasn't begun to repair it."""
 
     def reset(self, timeline: int) -> None:
-        """Prepare: admit nothing, drop contributions, votes and copies."""
+        """Configure for another timeline: admit nothing, drop contributions, votes and copies."""
         self.timeline = timeline
         self.status = "prepared"
         self.verdict: tuple[int, Verdict] | None = None

@@ -1,4 +1,4 @@
-"""One builder for each value that many tests need: what a test doesn't name has nothing to do with it."""
+"""One builder for each value that many tests need; a test names only what matters to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SGD = rule("SGD", ({"lr": 1.0},))
 
 
 def make_job_spec(**changes: Any) -> JobSpec:
-    """A job of one small matrix and ten steps."""
+    """A job with one small matrix and ten steps."""
     fields: dict[str, Any] = {
         "name": "job",
         "tensors": (TensorSpec(name="weight", shape=(3, 2), dtype="float32"),),
@@ -44,8 +44,13 @@ def make_settings(tensors: Sequence[TensorSpec] | Plan, **changes: Any) -> Shard
 def make_shard(
     tensors: Sequence[TensorSpec] | Plan, *, value: float = 0.0, observers: Observers | None = None, **changes: Any
 ) -> Shard:
-    """A shard whose elements all begin with this value."""
+    """A shard whose elements all start at `value`."""
     shard = Shard(0, make_settings(tensors, **changes), observers=observers)
     for bucket in shard.buckets:
         shard.initialize(bucket.number, torch.full((bucket.spec.elements,), value, dtype=DTYPES[bucket.spec.dtype]))
     return shard
+
+
+def roll_back(shard: Shard) -> None:
+    """Restore a shard to the values it holds: what its open steps have gathered is dropped."""
+    shard.restore([bucket.image() for bucket in shard.buckets])

@@ -12,7 +12,7 @@ KEEP = 2
 
 
 def write_on(folder: Path, reports: Connection) -> None:
-    """Go on from the newest whole checkpoint; tell -1 before the first write, and each step that is committed."""
+    """Continue from the newest valid checkpoint; report -1 before the first write, then each committed step."""
     store = CheckpointStore(folder, KEEP)
     step = store.newest_valid().step
     reports.send(-1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardline.checkpoint import CheckpointStore, Cut
+from shardline.checkpoint import CheckpointContents, CheckpointStore
 from shardline.checkpoint.files import Files
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import Plan, make_plan
@@ -58,7 +58,7 @@ def job_of(tensors: tuple[TensorSpec, ...] = SMALL, *, rule: str = "Adam", **mor
 
 @functools.lru_cache(maxsize=64)
 def random_tensor(elements: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """The same tensor each time: not to be written to."""
+    """The same tensor each time; don't write to it."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(0, 2, (elements,), generator=generator).bool()
@@ -84,7 +84,7 @@ def padded_with_zeros(plan: Plan, shard: int, bucket: int, make: Callable[[Tenso
 
 
 def images_of(plan: Plan, step: int, seed: int = 0, version: int | None = None) -> dict[int, list[BucketImage]]:
-    """Images with content that depends on tensor names, step and seed only, never on the plan."""
+    """Images whose content depends only on tensor names, step and seed, never on the plan."""
 
     def content(salt: int, dtype: torch.dtype | None = None) -> Callable[[TensorSpec], torch.Tensor]:
         def make(tensor: TensorSpec) -> torch.Tensor:
@@ -119,7 +119,7 @@ def images_of(plan: Plan, step: int, seed: int = 0, version: int | None = None) 
 
 def cut_of(
     job: JobSpec | None = None, *, step: int = 0, shards: int = 2, seed: int = 0, plan: Plan | None = None, **more: Any
-) -> Cut:
+) -> CheckpointContents:
     job = job or job_of()
     plan = plan or make_plan(job.tensors, shards)
     fields: dict[str, Any] = {
@@ -132,7 +132,7 @@ def cut_of(
         "versions": [step] * len(plan.shards),
         "images": images_of(plan, step, seed),
     }
-    return Cut(**{**fields, **more})
+    return CheckpointContents(**{**fields, **more})
 
 
 def assert_same_images(ours: list[BucketImage], theirs: list[BucketImage]) -> None:
@@ -155,11 +155,11 @@ def state_of(tensors: tuple[TensorSpec, ...], step: int, seed: int = 0) -> dict[
 
 
 class Killed(BaseException):
-    """The process is gone: nothing after this line runs, not even clean-up."""
+    """The process is killed: nothing runs after this line, not even clean-up."""
 
 
 class MortalFiles(Files):
-    """Real files that die, or fail with an OSError, at operation number `at`."""
+    """Real files; the process is killed, or an OSError raised, at operation number `at`."""
 
     def __init__(self, at: int = -1, error: OSError | None = None) -> None:
         self.at, self.error, self.count = at, error, 0
@@ -190,7 +190,7 @@ class MortalFiles(Files):
         return written
 
     def sync(self, fd: int) -> None:
-        # No real fsync: these deaths are of the process, and hundreds of commits would wait for the disk.
+        # No real fsync: only the process dies here, and hundreds of commits would wait for the disk.
         self._point()
 
     def rename(self, source: Path, target: Path) -> None:

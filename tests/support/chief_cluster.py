@@ -1,4 +1,4 @@
-"""A cluster without a network: servers that answer the chief's commands, and a clock that tests move."""
+"""A cluster without a network: servers that answer the chief's commands, and a clock moved by tests."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shardline_chief.rules.actions import (
     Find,
     Finish,
     Found,
+    JournalLine,
     Lead,
     MarkBest,
     Members,
     Order,
     Promote,
-    Record,
     Release,
     Restore,
     Save,
@@ -38,7 +38,7 @@ from shardline_chief.rules.actions import (
 )
 from shardline_chief.rules.messages import Beat, Join, JoinAnswer
 from shardline_chief.rules.program import Program
-from shardline_chief.rules.state.settings import Settings
+from shardline_chief.rules.state.settings import ChiefSettings
 from tests.support.builders import make_job_spec
 
 T = 60.0
@@ -62,7 +62,7 @@ def make_job(**changes: Any) -> JobSpec:
 
 @dataclass
 class FakeResume:
-    """A checkpoint to go on from."""
+    """A checkpoint to resume from."""
 
     step: int = 40
     path: str = "/out/checkpoints/step-00000040"
@@ -94,23 +94,23 @@ class FakePs:
     asynchronous: bool = False
     kept: bool = False
     passes: int = 0
-    """So many Cut commands come too late."""
+    """Number of Cut commands that come too late."""
     failure: str = ""
     waiting_for: tuple[int, ...] = ()
     restored: int = 40
-    """Step of the checkpoint that Restore brings."""
+    """Step of the checkpoint that Restore uses."""
     shards: tuple[int, ...] = ()
     room: int = 8
-    """So many shards at most, those that it holds as a standby included."""
+    """Most shards that it can hold, including standbys."""
     standbys: dict[int, str] = field(default_factory=dict)
-    """By shard held as primary, the server of its standby."""
+    """Server of the standby, by shard whose primary is here."""
     standby_state: str = "synced"
     held: tuple[int, ...] = ()
-    """Shards whose standby it holds."""
+    """Shards whose standby is here."""
     refuses: str = ""
-    """Why it does not let a standby be promoted."""
+    """Why it refuses to have a standby promoted; empty if it does not."""
     copies: dict[int, int] = field(default_factory=dict)
-    """By shard, the appointment that a standby was copied for, until this server is told to forget it."""
+    """Appointment of each standby copied here, by shard, until this server is ordered to drop it."""
     took_over: bool = False
 
     @property
@@ -127,7 +127,7 @@ class FakePs:
             waiting_for=self.waiting_for,
             cuts=tuple(self.cuts.values()),
         )
-        # One that took over another's shards tells the same of all of them.
+        # A server that took over another's shards reports the same state for all of them.
         held = [
             dataclasses.replace(
                 shard,
@@ -149,7 +149,7 @@ class FakePs:
         )
 
     def advance(self, step: int) -> None:
-        """Close steps until `step`, not past the stop, cutting where asked."""
+        """Close steps until `step`, but not past the stop step, cutting as requested."""
         target = step if self.stop is None else min(step, self.stop)
         for wanted in list(self.cuts.values()):
             if not wanted.complete and self.step <= wanted.step <= target:
@@ -207,7 +207,7 @@ class FakePs:
         return None
 
     def _hold(self, order: Configure) -> None:
-        """Standbys that are kept stay what they are, others are copied from their primaries at once."""
+        """Keep the standbys to be kept; copy the others from their primaries at once."""
         mine = {place.shard: place.appointment for place in order.placement if place.standby_task == self.task}
         kept = {n: held for n, held in self.copies.items() if n in order.keep_standbys and mine.get(n) == held}
         self.held, self.copies = tuple(mine), {**mine, **kept}
@@ -226,7 +226,7 @@ class FakePs:
 
 
 class Cluster:
-    """The program and its surroundings."""
+    """The program and its environment."""
 
     def __init__(
         self,
@@ -242,15 +242,15 @@ class Cluster:
         self.commands: list[Order] = []
         self.said: list[Say] = []
         self.told: list[str] = []
-        self.journal: list[Record] = []
+        self.journal: list[JournalLine] = []
         self.log: list[str] = []
-        """Names of records and orders in the order in which they were given."""
+        """Names of records and orders, in order."""
         self.saves: list[Save] = []
         self.bests: list[int] = []
         self.disk_full = False
         self.lost_disk = False
         self.led: set[str] = set()
-        """Servers that commands go to."""
+        """Servers that get commands."""
         self.hold_commands = False
         self.held: list[Command] = []
         self.hold_saves = False
@@ -258,12 +258,12 @@ class Cluster:
         self.held_finds: list[Find] = []
         self.finished: set[str] = set()
         self.suspects: dict[str, tuple[str, ...]] = {}
-        """By task, the servers that it says it does not hear."""
+        """Servers that each task reports as unreachable, by task."""
         self.finish: Finish | None = None
         self.lives: dict[str, int] = {}
         self._stable = 0
         self.program = Program(
-            Settings(
+            ChiefSettings(
                 term=3,
                 chief_uuid="u",
                 chief_address="chief:1",
@@ -278,7 +278,7 @@ class Cluster:
         )
         self.settle()
 
-    # Doing what the program wants
+    # Carrying out the program's actions
 
     def settle(self) -> None:
         while actions := self.program.take():
@@ -291,7 +291,7 @@ class Cluster:
                 self.said.append(action)
             case Tell():
                 self.told.append(action.sentence)
-            case Record():
+            case JournalLine():
                 self.journal.append(action)
                 self.log.append(f"record {action.kind}")
             case Answer():
@@ -331,7 +331,7 @@ class Cluster:
 
     def _find(self, find: Find) -> None:
         if self.held_saves:
-            # Both are the work of one thread.
+            # One thread does both.
             self.held_finds.append(find)
             return
         if self.lost_disk:
@@ -368,7 +368,7 @@ class Cluster:
         self.saves.append(save)
         self.program.saved(Saved(step=save.step, path=f"/out/step-{save.step}", seconds=0.1, nbytes=10), self.now_s)
 
-    # What happens
+    # Events
 
     def ask(self, role: str, index: int | None = 0, **fields: Any) -> list[JoinAnswer]:
         self._stable += 1
@@ -389,7 +389,7 @@ class Cluster:
 
     def beat(self, task: str, **fields: Any) -> bool:
         ps = next((p.status() for p in self.ps if p.task == task), None)
-        # Once said it is said with every beat, until it is taken back.
+        # Once reported, these are in every heartbeat until taken back.
         fields.setdefault("suspects", self.suspects.get(task, ()))
         fields.setdefault("finished", task in self.finished)
         (self.finished.add if fields["finished"] else self.finished.discard)(task)
@@ -398,7 +398,7 @@ class Cluster:
         return alive
 
     def tick(self, seconds: float = 0.1, *, silent: tuple[str, ...] = ()) -> None:
-        """Let time pass; everybody who is not silent (or a dead ps) beats about twice per suspect time."""
+        """Let time pass; every task that is not silent (or a dead ps) sends two heartbeats or so per suspect time."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s = min(end_s, self.now_s + 2.0)
@@ -413,19 +413,19 @@ class Cluster:
         return self.program.orders(task, self.lives[task])
 
     def kill_ps(self, number: int) -> None:
-        """Its process dies, and the stream breaks."""
+        """Its process dies, which breaks its stream."""
         self.ps[number].dead = True
         task = f"ps/{number}"
         self.program.stream_broken(task, self.lives[task], self.now_s)
         self.settle()
 
     def restart_ps(self, number: int) -> None:
-        """Another process takes its index, holding nothing."""
+        """A new, empty process takes its index."""
         self.ps[number] = FakePs(number, restored=self.ps[number].restored)
         self.join("ps", number)
 
     def initialize(self) -> None:
-        """The worker that was told to sets the first values."""
+        """The chosen worker sets the first values."""
         assert any(self.orders(task).init for task in self.lives)
         for ps in self.ps:
             ps.initialized = True
@@ -433,7 +433,7 @@ class Cluster:
         self.tick()
 
     def start(self, workers: int = 2) -> None:
-        """All join and training begins."""
+        """All tasks join and training begins."""
         for ps in self.ps:
             self.join("ps", ps.number)
         for index in range(workers):
@@ -461,7 +461,7 @@ def other(job: JobSpec, **changes: Any) -> JobSpec:
 
 
 def running(**fields: object) -> Cluster:
-    """A cluster whose job is under way."""
+    """A cluster whose job is running."""
     cluster = Cluster(job=make_job(**fields))
     cluster.start()
     assert cluster.program.state.phase is Phase.RUNNING

@@ -47,7 +47,7 @@ class Chief:
         self.code = self.process.run(Termination())
 
     def link(self, role: str, index: int = 0, **fields: Any) -> ChiefLink:
-        """A task's tie to this chief. fields: of Applicant or of ChiefLink."""
+        """A task's link to this chief. fields: of Applicant or of ChiefLink."""
         own = {item.name for item in dataclasses.fields(Applicant)} & fields.keys()
         said: dict[str, Any] = {"address": "127.0.0.1:9", **{name: fields.pop(name) for name in own}}
         return ChiefLink(

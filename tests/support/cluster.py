@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from shardline import topology
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.factory import Ties, Wishes, make_trainer
-from shardline.client.step.course import Course
+from shardline.client.step.worker_methods import WorkerMethods
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
@@ -58,7 +58,7 @@ SERVICES = ("shardline.rpc.v1.ParameterServer", "shardline.rpc.v1.Coordinator", 
 
 
 class Ps:
-    """One parameter server without a process of its own."""
+    """A parameter server without a process of its own."""
 
     def __init__(self, index: int, timeouts: Timeouts, *, address: str = "127.0.0.1:0", lane: str = "grpc") -> None:
         self.task = f"ps/{index}"
@@ -93,7 +93,7 @@ class Ps:
 
 
 class Orders(Observer):
-    """What the chief would want of a worker, as a test has it, and what the worker's exchanges met."""
+    """Replaces the chief's orders for a worker, as set by the test; also records what its exchanges reported."""
 
     def __init__(self) -> None:
         self.stand: Callable[[], bool] = lambda: True
@@ -107,7 +107,7 @@ class Orders(Observer):
 
 
 class Worker:
-    """One life of a worker: a model of its own and a trainer. Used by one thread."""
+    """One life of a worker, with its own model and trainer. Used by one thread."""
 
     def __init__(
         self,
@@ -144,12 +144,12 @@ class Worker:
             timeouts=cluster.timeouts,
             observer=self.orders,
         )
-        self.trainer = make_trainer(cluster.view, Course(self.cluster.spec, self.values), ties, wishes)
-        self.clips = self.trainer.course.mode.clips_at_worker and self.job.clip_norm > 0.0
+        self.trainer = make_trainer(cluster.view, WorkerMethods(self.cluster.spec, self.values), ties, wishes)
+        self.clips = self.trainer.methods.mode.clips_at_worker and self.job.clip_norm > 0.0
         self.figures: list[StepFigures] = []
 
     def run(self, replicas: Sequence[int], steps: int) -> Worker:
-        """Train these replicas from where the shards stand up to `steps`."""
+        """Train these replicas from the shards' current step up to `steps`."""
         self.trainer.exchange.arm()
         todo = self.trainer.locate(replicas, self.cluster.timeline)
         while self.trainer.step < steps:
@@ -158,21 +158,21 @@ class Worker:
         return self
 
     def step(self, replicas: Sequence[int]) -> None:
-        """One synchronous step: all ticks of it that are left."""
+        """One synchronous step: all its remaining ticks."""
         while not self.tick(replicas):
-            self.trainer.course.ticks.advance()
+            self.trainer.methods.ticks.advance()
         self.figures.append(self.trainer.finish())
 
     def tick(self, replicas: Sequence[int]) -> bool:
         """One pass of each replica; returns whether it ends the step."""
-        ticks = self.trainer.course.ticks
+        ticks = self.trainer.methods.ticks
         with COMPUTE:
             for replica in replicas:
                 self.compute(ticks.number(self.trainer.step), replica)
         return ticks.last
 
     def compute(self, step: int, replica: int) -> None:
-        """Compute one replica's gradients and stage them. COMPUTE held."""
+        """Compute one replica's gradients and stage them. COMPUTE must be held."""
         self.trainer.begin(replica)
         loss, samples = replica_gradients(self.model, self.job, self.source, step, replica)
         if self.clips:
@@ -199,7 +199,7 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterState:
-    """What the shards hold, by tensor name; see ReferenceResult."""
+    """Content of the shards, by tensor name; see ReferenceResult."""
 
     step: int
     version: int
@@ -209,7 +209,7 @@ class ClusterState:
 
 
 class Cluster:
-    """S parameter servers with a job, active and with its first values."""
+    """S parameter servers with a job, active and with first values set."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class Cluster:
         lane: str = "grpc",
         spare: int = 0,
     ) -> None:
-        """spare: servers more than shards."""
+        """spare: number of servers beyond the number of shards."""
         self.job = job
         self.lane = lane
         self.timeouts = timeouts or Timeouts(total_s=20.0)
@@ -254,20 +254,20 @@ class Cluster:
 
     @property
     def view(self) -> JobView:
-        """What a chief would tell a worker."""
+        """The job view that a chief would send to a worker."""
         return JobView(job=self.spec, plan=self.plan, placement=self.placement, timeline=self.timeline)
 
     def host_of(self, shard: int) -> int:
-        """Index of the ps that holds a shard."""
+        """Index of the ps that hosts a shard."""
         return shard
 
     def make_placement(self) -> tuple[Placement, ...]:
-        """Where the shards are."""
+        """The placement of the shards."""
         hosts = [self.hosts[self.host_of(shard)] for shard in range(len(self.plan.shards))]
         return tuple(Placement(shard=shard, task=host.task, address=host.address) for shard, host in enumerate(hosts))
 
     def configuration(self, host: int) -> Configuration:
-        """What one ps is told."""
+        """The configuration of one ps."""
         return Configuration(
             job=self.spec.name,
             timeline=self.timeline,
@@ -281,8 +281,15 @@ class Cluster:
             placement=self.placement,
         )
 
+    def configure_anew(self, timeline: int, keep: Sequence[int] = ()) -> None:
+        """A new timeline: every ps holds its shards without values, but for those to keep."""
+        self.timeline = timeline
+        for host, control in enumerate(self.controls):
+            mine = self.configuration(host)
+            control.configure(replace(mine, keep=tuple(shard for shard in mine.shards if shard in keep)))
+
     def lane_config(self, lane: str) -> RoleConfig:
-        """Settings of a task of this cluster, as far as lanes and offers ask for them."""
+        """Settings of a task of this cluster, as far as lanes and offers need them."""
         spec = ClusterSpec({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",), "worker": ("127.0.0.1:0",)})
         return RoleConfig(role="worker", index=0, cluster=spec, timeouts=self.timeouts, lane=lane)
 
@@ -309,7 +316,7 @@ class Cluster:
         return self.together(jobs)
 
     def together(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run functions in threads of their own, return their results; raises the first error of any of them."""
+        """Run functions in separate threads and return their results; raises the first error of any of them."""
         futures: list[Future[Any]] = [Future() for _ in functions]
 
         def run(future: Future[Any], function: Callable[[], Any]) -> None:
@@ -319,7 +326,7 @@ class Cluster:
                 future.set_exception(error)
 
         for pair in zip(futures, functions, strict=True):
-            # Daemons: a hanging one fails its test and doesn't hold up the process.
+            # Daemon threads: a hanging one fails its test without blocking the process.
             threading.Thread(target=run, args=pair, daemon=True).start()
         done, late = wait(futures, PATIENCE_S, FIRST_EXCEPTION)
         for future in done:
@@ -344,7 +351,7 @@ class Cluster:
         return found
 
     def state(self, images: Sequence[Sequence[BucketImage]] | None = None) -> ClusterState:
-        """Everything the shards (or images of a cut) hold; every bucket has to be at one step."""
+        """The whole content of the shards, or of a cut's images; all buckets must be at one step."""
         images = images or self.images()
         steps = {image.step for shard in images for image in shard}
         versions = {image.version for shard in images for image in shard}
@@ -379,7 +386,7 @@ class Cluster:
 
 
 def gather(plan: Plan, images: Sequence[Sequence[BucketImage]]) -> list[dict[str, torch.Tensor]]:
-    """Per tensor: its value and states put together from the slices; states that are one number stay 0-d."""
+    """Per tensor: its value and states, assembled from the slices; states that are one number stay 0-d."""
     found: list[dict[str, torch.Tensor]] = [{} for _ in plan.tensors]
     for shard, held in zip(plan.shards, images, strict=True):
         for bucket, image in zip(shard.buckets, held, strict=True):
@@ -403,7 +410,7 @@ def _gather_slice(plan: Plan, target: dict[str, torch.Tensor], piece: Slice, num
 
 
 def assert_same_end(ours: ClusterState, expected: ReferenceResult) -> None:
-    """Parameters, buffers and optimizer state are the reference's to the bit."""
+    """Parameters, buffers and optimizer state equal the reference's, bit for bit."""
     assert (ours.step, ours.version) == (expected.step, expected.version)
     for kind, mine, theirs in (
         ("parameter", ours.params, expected.params),
@@ -415,7 +422,7 @@ def assert_same_end(ours: ClusterState, expected: ReferenceResult) -> None:
     for name, state in expected.optimizer.items():
         held = ours.optimizer.get(name, {})
         if not held and float(state.get("step", 1.0)) == 0.0:
-            continue  # Adagrad makes its state before the first gradient, a bucket with it
+            continue  # Adagrad creates its state before the first gradient, a bucket with it
         for key, item in state.items():
             if not isinstance(item, torch.Tensor):
                 continue
@@ -428,7 +435,7 @@ def assert_same_end(ours: ClusterState, expected: ReferenceResult) -> None:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal values of one dtype and shape."""
+    """Equal values, dtype and shape."""
     return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b.detach()))
 
 
@@ -437,5 +444,5 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def split_evenly(replicas: int, workers: int) -> list[list[int]]:
-    """StandbySender of each worker, round robin: blocks that don't line up with the tree."""
+    """Replicas of each worker, round robin: blocks that don't line up with the tree."""
     return [list(range(index, replicas, workers)) for index in range(workers)]

@@ -1,4 +1,4 @@
-"""Products of parameters of which `make test` tries a part and `make test-long` the rest."""
+"""Products of parameters; `make test` tries a part of them and `make test-long` the rest."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from _pytest.mark import ParameterSet
 
 
 def covering(first: Collection[Any], *others: Collection[Any]) -> list[ParameterSet]:
-    """Every combination; short are only so many that each value of `first` and each combination of the others appears.
+    """Every combination; just enough are short to cover each value of `first` and each combination of `others`.
 
-    The others' combinations are gone through once, and the values of `first` in turns with them.
+    The combinations of `others` appear once each, with the values of `first` in rotation.
     """
     rest = list(itertools.product(*others))
     short = {(number % len(first), number % len(rest)) for number in range(max(len(first), len(rest)))}

@@ -1,4 +1,4 @@
-"""Stand-ins for the roles, for whoever starts processes and needs no training."""
+"""Stand-ins for the roles, for tests that start processes and need no training."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from shardline.cli.fates import Ended
 from shardline.cli.launcher import LaunchOptions, LocalCluster
+from shardline.cli.process_exits import Ended
 from shardline.config import Timeouts
 
-# Stand-ins for the roles. The chief obeys lines sent to its address ("exit 4"); the others end when it does, as real
-# tasks do, and so nothing here needs a sleep. A job file may make one of them fail.
+# Stand-ins for the roles. The chief obeys lines sent to its address ("exit 4"); the others end when it does, like real
+# tasks, so nothing here needs a sleep. A job file may make one of them fail.
 FAKE_ROLES = """
 import json, os, signal, socket, sys
 
@@ -67,7 +67,7 @@ def other(config):
 
 @pytest.fixture
 def fake_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the children's path whose roles stand before the installed ones."""
+    """A folder on the children's path whose roles take precedence over the installed ones."""
     folder = tmp_path / "fakes"
     info = folder / "fake_roles-1.0.dist-info"
     info.mkdir(parents=True)
@@ -76,7 +76,7 @@ def fake_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     roles = {"chief": "chief", "ps": "other", "worker": "other", "evaluator": "other"}
     lines = [f"{role} = fake_roles:{function}" for role, function in roles.items()]
     (info / "entry_points.txt").write_text("[shardline.roles]\n" + "\n".join(lines) + "\n")
-    # Before whatever else the children are to find, such as this very tree.
+    # Before anything else that the children are to find, such as this source tree.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.delenv("TF_CONFIG", raising=False)
     return folder
@@ -122,7 +122,7 @@ def start_train(tmp_path: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 def children(tmp_path: Path) -> dict[str, int]:
-    """Pids of the tasks of a `shardline train`, once it says that all of them were started."""
+    """Pids of the tasks of a `shardline train`, once it reports that all have been started."""
     found = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Fixtures that more than one folder of tests uses; each folder's conftest.py names its own."""
+"""Fixtures for more than one folder of tests; each folder's conftest.py names those it uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.services import Services
 
 @pytest.fixture(autouse=True)
 def one_thread_per_replica() -> Iterator[None]:
-    """As in the worker and ps processes: the last bits of gradients depend on the number of threads."""
+    """As in worker and ps processes: the last bits of gradients depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -31,13 +31,13 @@ def one_thread_per_replica() -> Iterator[None]:
 
 @pytest.fixture
 def no_push_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models of tests are: here they stand for larger ones, whose buckets leave one by one."""
+    """Test models are small; here they stand for larger ones, whose buckets are sent one by one."""
     monkeypatch.setattr(data, "SMALL_BYTES", 0)
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Services]]:
-    # Signals and the log belong to the process, which is pytest's.
+    # Signals and logging belong to the process, which is pytest's.
     monkeypatch.setattr(Termination, "install", lambda self: None)
     monkeypatch.setattr(log, "setup", lambda *_, **__: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -71,7 +71,7 @@ def client(ps: Ps) -> Iterator[PlainClient]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """One that everybody may enter, with a short name: addresses of unix sockets have little more than 100 bytes."""
+    """A folder open to everyone, with a short path: addresses of unix sockets have little more than 100 bytes."""
     with tempfile.TemporaryDirectory(prefix="sl-") as name:
         os.chmod(name, 0o755)
         yield Path(name)

@@ -1,4 +1,4 @@
-"""Small jobs that touch what training has to get right."""
+"""Small jobs that cover what training must get right."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class Rich(nn.Module):
         hidden = self.drop(torch.relu(self.norm(self.inner(x))))
         hidden = hidden + self.tied_again(torch.tanh(self.tied(hidden))) + self.frozen(hidden)
         value = self.scale * self.out(hidden)
-        # Counted by a buffer, so every process agrees on when a parameter comes into use.
+        # Counted by a buffer, so every process agrees on when a parameter is first used.
         assert self.norm.num_batches_tracked is not None
         if int(self.norm.num_batches_tracked) > 2:
             value = value + self.late.sum()
-        # By the data, so some replicas of a step use it and others don't.
+        # Depends on the data, so some replicas of a step use it and others don't.
         if float(x[0, 0]) > 0:
             value = value + self.some.sum()
         return value
 
 
 class Wide(nn.Module):
-    """A matrix of 480 KB, which a plan cuts over shards and buckets at several quanta, and small tensors."""
+    """A matrix of 480 KB, which a plan cuts into several quanta over shards and buckets, and small tensors."""
 
     def __init__(self) -> None:
         super().__init__()

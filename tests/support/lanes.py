@@ -1,4 +1,4 @@
-"""What the contract tests of both lanes have in common: a lane to one ps, what is sent over it and taken from it."""
+"""Shared by the contract tests of both lanes: a lane to one ps, what is sent over it and received from it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ L = TypeVar("L", bound=Lane)
 
 
 class Taken:
-    """A sink that keeps what it gets."""
+    """A sink that keeps what it receives."""
 
     def __init__(self) -> None:
         self.memory: dict[int, bytearray] = {}
@@ -66,7 +66,7 @@ class Mapping(Taken):
 
 
 def on_loop(ps: Ps, act: Callable[[], Any]) -> Any:
-    """Attachments are used on the server's loop."""
+    """Run on the server's loop, where attachments must be used."""
 
     async def now() -> Any:
         return act()
@@ -87,7 +87,7 @@ def payload(data: Buffer, bucket: int = W) -> BucketPayload:
 
 
 def gradient(value: float = 1.0, *, step: int = 0, items: Sequence[BucketPayload] | None = None) -> Contribution:
-    """A push of one number for every element of `w`."""
+    """A push with one number for all elements of `w`."""
     items = [payload(floats([value] * 12))] if items is None else items
     return Contribution(payloads=Whole(items, (FROZEN, STATS)), step=step, block=Block(0, 1))
 
@@ -122,12 +122,12 @@ class Bench(Generic[L]):
         return sink
 
     def drop(self) -> None:
-        """The ps closes its side of the lane."""
+        """Have the ps close its side of the lane."""
         on_loop(self.ps, lambda: self.ps.attachments.drop_all("a test"))
 
     @property
     def open(self) -> int:
-        """Attachments that the ps holds."""
+        """Number of attachments on the ps."""
         return int(on_loop(self.ps, lambda: self.ps.attachments.count()[self.offer.lane]))
 
     def close(self) -> None:
@@ -151,12 +151,12 @@ class ShmBench(Bench[ShmLane]):
         super().__init__(ps, offer, lambda peer: ShmLane(peer, 0, spec(), timeout_s=TIMEOUTS.rpc_s))
 
     def knock(self, message: bytes, fds: Sequence[int]) -> int:
-        """Say something at the ps's socket; returns whether it was taken."""
+        """Send a message to the ps's socket; returns whether it was accepted."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(5.0)
             sock.connect(segments.to_kernel(self.offer.address))
             answer = b""
-            # Who is sent away before speaking may find the door shut already.
+            # The server may close the connection before the message is sent.
             with contextlib.suppress(ConnectionError):
                 socket.send_fds(sock, [message], list(fds))
                 answer = sock.recv(64)
@@ -172,7 +172,7 @@ class ShmBench(Bench[ShmLane]):
         return segments.layout([bucket.nbytes for bucket in spec().buckets])[-1]
 
 
-# What holds on every lane
+# What applies to every lane
 
 
 def unchanged_buckets_come_without_bytes(bench: Bench[Any]) -> None:

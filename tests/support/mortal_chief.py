@@ -1,4 +1,4 @@
-"""A cluster without a network whose chief can be killed, and is followed by the next one."""
+"""A cluster without a network whose chief can be killed and replaced by the next one."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from shardline_chief.rules.actions import (
     Action,
     Command,
     Cut,
-    Record,
+    JournalLine,
 )
 from shardline_chief.rules.program import Program
 from shardline_chief.rules.replay import Remembered, replay
-from shardline_chief.rules.state.settings import Settings
+from shardline_chief.rules.state.settings import ChiefSettings
 from tests.support.chief_cluster import Cluster, make_job, phase
 
 
 class Killed(Exception):
-    """The chief's process is gone."""
+    """The chief's process has been killed."""
 
 
 class Mortal(Cluster):
-    """A cluster whose chief can be killed. Each chief has the next term and reads what those before it noted."""
+    """A cluster whose chief can be killed. Each chief has the next term and reads what earlier ones recorded."""
 
     def __init__(self, **fields: Any) -> None:
         self.entries: list[dict[str, Any]] = []
         self.kill_in = -1
-        """Actions that are still carried out before the chief is killed; negative: it lives on."""
+        """Number of actions carried out before the chief is killed; negative: it stays alive."""
         self.changes: list[str] = []
-        """Names of commands of the newest chief."""
+        """Names of the newest chief's commands."""
         super().__init__(**fields)
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> ChiefSettings:
         return self.program.state.settings
 
     def act(self, action: Action) -> None:
@@ -44,7 +44,7 @@ class Mortal(Cluster):
         super().act(action)
         if isinstance(action, Command) and not self.held:
             self.changes.append(type(action.order).__name__)
-        if isinstance(action, Record):
+        if isinstance(action, JournalLine):
             self.note(action.kind, **action.fields)
 
     def note(self, kind: str, **fields: Any) -> None:
@@ -65,7 +65,7 @@ class Mortal(Cluster):
         fields = {
             name: getattr(old, name) for name in ("ps", "workers", "evaluators", "min_workers", "timeouts", "standbys")
         }
-        settings = Settings(term=old.term + 1, chief_uuid="v", chief_address="chief:1", **fields)
+        settings = ChiefSettings(term=old.term + 1, chief_uuid="v", chief_address="chief:1", **fields)
         trained_s = self.now_s - remembered.began_s if remembered.began_s is not None else 0.0
         known = remembered if remembered.unfinished else None
         job = self.program.state.job
@@ -75,7 +75,7 @@ class Mortal(Cluster):
         return remembered
 
     def hear(self) -> None:
-        """Everybody beats, and the chief thinks."""
+        """All tasks send a heartbeat, and the chief handles them."""
         for task in list(self.lives):
             if not any(ps.dead for ps in self.ps if ps.task == task):
                 self.beat(task)

@@ -1,6 +1,6 @@
-"""Workers whose gradients leave during the backward pass and whose next forward pass waits per layer.
+"""Workers that send gradients during the backward pass and whose next forward pass waits per layer.
 
-Besides: models whose passes can be made to stand still, and a lane that breaks.
+Also models whose passes can be paused, and a lane that breaks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ T = TypeVar("T")
 class OverlapWorker(Worker):
     """One life of a worker that overlaps. Used by one thread.
 
-    per_layer: the next forward pass begins before the parameters have come. COMPUTE is let go of while it waits, since
-    other workers of this process may have to compute what it waits for.
+    per_layer: the next forward pass begins before the parameters have arrived. COMPUTE is released while it waits,
+    since other workers of this process may have to compute what it waits for.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OverlapWorker(Worker):
         )
 
     def run(self, replicas: Sequence[int], steps: int) -> OverlapWorker:
-        """Train these replicas from where the shards stand up to `steps`."""
+        """Train these replicas from the shards' current step up to `steps`."""
         self.trainer.exchange.arm()
         todo = self.trainer.locate(replicas, self.cluster.timeline)
         while self.trainer.step < steps:
@@ -78,7 +78,7 @@ class OverlapWorker(Worker):
         return self
 
     def pass_of(self, step: int, replica: int, owned: Sequence[int]) -> None:
-        """Compute one replica's gradients; they may leave meanwhile. COMPUTE held."""
+        """Compute one replica's gradients; they may be sent meanwhile. COMPUTE must be held."""
         trainer = self.trainer
 
         def expect(loss: Callable[[], float], samples: int) -> None:
@@ -95,14 +95,14 @@ class OverlapWorker(Worker):
         trainer.contribute(replica, gradients, samples=samples, loss=loss, keep=True)
 
     def send(self) -> None:
-        """Close the step, or let it be on its way."""
+        """Close the step, or start sending it."""
         if self.per_layer and not self.trainer.open.first:
             self.trainer.send()
         else:
             self.figures.append(self.trainer.finish())
 
     def settle(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for what is being sent."""
         figures = self.trainer.settle()
         if figures is not None:
             self.figures.append(figures)
@@ -111,7 +111,7 @@ class OverlapWorker(Worker):
         self.yielding(lambda: self.trainer.wait_for(tensors))
 
     def yielding(self, function: Callable[[], T]) -> T:
-        """Call a function that waits, without COMPUTE and without touching this replica's random numbers."""
+        """Call a function that waits, with COMPUTE released and this replica's random state preserved."""
         if not self.trainer.open.sent:
             return function()
         state = torch.get_rng_state()
@@ -128,7 +128,7 @@ class OverlapWorker(Worker):
 
 
 class Middle(nn.Module):
-    """Two layers; calls a function when the gradient of what is between them is known."""
+    """Two layers; calls a function when the gradient between them is known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Middle(nn.Module):
 
 
 class Layers(nn.Module):
-    """Five layers, each a bucket of its own, whose backward pass can be made to stand still after the last one's."""
+    """Five layers, each in a bucket of its own, whose backward pass can be paused after the last layer's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Layers(nn.Module):
 
 
 class LosingLane(Lane):
-    """Breaks every exchange of one step a few times, after some of its payloads or with the reply lost."""
+    """Breaks every exchange of some steps a few times, after some of its payloads or with the reply lost."""
 
     name = "losing"
 

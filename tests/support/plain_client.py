@@ -1,4 +1,4 @@
-"""A client of a ps made of generated stubs and the .proto files alone: what another language would write.
+"""A ps client made of generated stubs and the .proto files alone: what another language would use.
 
 The plan has three tensors in buckets of their own: `w` (4 x 3, trained), `frozen` (2) and `stats` (2, a buffer).
 """
@@ -18,7 +18,7 @@ import xxhash
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc, plan_pb2
 
 ELEMENTS = 64
-"""Of every bucket: the tensors' elements, padded."""
+"""Elements of every bucket, including padding."""
 SIZES = {"w": 12, "frozen": 2, "stats": 2}
 W, FROZEN, STATS = range(3)
 TIMELINE = 5 << 32 | 1
@@ -41,7 +41,7 @@ def plan() -> plan_pb2.PlanSpec:
 
 
 def plan_id() -> str:
-    """Digest of the plan as docs describe it: SHA-256 over its compact JSON form, 32 hex digits."""
+    """Digest of the plan as documented: SHA-256 of its compact JSON form, 32 hex digits."""
     kinds = ("param", "frozen", "buffer")
     rows = (4, 2, 2)
     tensors = [
@@ -53,7 +53,7 @@ def plan_id() -> str:
 
 
 def floats(values: Sequence[float]) -> bytes:
-    """A bucket's payload: little-endian float32, zeros up to the bucket's length."""
+    """A bucket's payload: little-endian float32, padded with zeros to the bucket's length."""
     return struct.pack(f"<{ELEMENTS}f", *values, *([0.0] * (ELEMENTS - len(values))))
 
 
@@ -129,7 +129,7 @@ class PlainClient:
         commit: dict[str, Any] | None = None,
         **header: Any,
     ) -> list[data_pb2.PushFrame]:
-        """One push, one part per frame. What has no payload is named as empty."""
+        """One push, one part per frame. Buckets without a payload are named as empty."""
         empty = [number for number in range(len(SIZES)) if number not in payloads]
         settings: dict[str, Any] = {"kind": data_pb2.PUSH_KIND_GRADIENT, "empty_buckets": empty}
         frames = [
@@ -173,11 +173,11 @@ class PlainClient:
         return frames
 
     def gradient(self, value: float = 1.0, **header: Any) -> list[data_pb2.PushFrame]:
-        """A push of one number for every element of `w`."""
+        """A push with one number for all elements of `w`."""
         return self.frames({W: floats([value] * 12)}, **header)
 
     def complete(self) -> None:
-        """Whatever came before, step 0 can be completed."""
+        """Complete step 0, whatever came before."""
         assert self.push(self.gradient()).outcome == common_pb2.OUTCOME_COUNTED
         assert self.weights() == tuple(value - RATE for value in FIRST_W)
 
@@ -216,7 +216,7 @@ class PlainClient:
         return list(self.stub.PushPull(iter(requests), timeout=DEADLINE_S))
 
     def weights(self) -> tuple[float, ...]:
-        """`w` as the shard holds it."""
+        """`w` on the shard."""
         return self.pull()[0][W]
 
     def progress(self, *replicas: int) -> data_pb2.ProgressReply:

@@ -1,4 +1,4 @@
-"""What a refusal looks like, and that it changed nothing."""
+"""Checks for refusals, and that they changed nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unchanged(client: PlainClient) -> None:
 
 
 def refused(code: grpc.StatusCode, sentence: str, function: Callable[[], Any]) -> None:
-    """The call ends in this status, with details that match."""
+    """The call ends with this status, and with details that match."""
     with pytest.raises(grpc.RpcError) as caught:
         function()
     call: Any = caught.value
@@ -33,7 +33,7 @@ def refused(code: grpc.StatusCode, sentence: str, function: Callable[[], Any]) -
 
 
 def says(text: str, sentence: str) -> bool:
-    """Whether a pattern occurs in a text; the failing assertion shows both."""
+    """Whether a text matches a pattern; the failing assertion shows both."""
     assert re.search(sentence, text), f"{text!r} does not say {sentence!r}"
     return True
 

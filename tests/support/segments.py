@@ -1,4 +1,4 @@
-"""What this process holds of shared segments, and segments that nobody should map."""
+"""Shared segments held by this process, and segments that must not be mapped."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def mappings(name: str) -> set[str]:
-    """Inodes of this process's mappings of segments of a name."""
+    """Inodes of this process's mappings of segments with this name."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line.split()[4] for line in lines if f"/memfd:{name}" in line}
 
 
 def descriptors(name: str) -> int:
-    """Open descriptors of segments of a name."""
+    """Number of open descriptors of segments with this name."""
     found = 0
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

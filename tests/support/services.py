@@ -1,4 +1,4 @@
-"""A chief and servers as threads of this process, for a person's own loop; the sockets between them are real."""
+"""A chief and servers as threads of this process, for a user's own loop; the sockets between them are real."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Services:
         )
 
     def workers(self, *bodies: Callable[[], T]) -> list[T]:
-        """Run the bodies at the same time; their results."""
+        """Run the functions concurrently; returns their results."""
         futures = [self._pool.submit(body) for body in bodies]
         return [future.result(PATIENCE_S) for future in futures]
 
     def end(self, code: int = 0) -> dict[str, Any]:
-        """Everybody has ended by itself, the servers well and the chief with this code; the summary."""
+        """Wait until all have ended by themselves, the servers with 0, the chief with `code`; returns the summary."""
         assert self.chief.result(PATIENCE_S) == code
         assert [server.result(PATIENCE_S) for server in self.ps] == [0] * len(self.ps)
         self._pool.shutdown(wait=True)
@@ -70,7 +70,7 @@ class Services:
 
 
 SEEDING = threading.Lock()
-"""The generator belongs to the process, and workers are threads of it."""
+"""The random generator belongs to the process, which all workers share as threads."""
 
 
 def make_model() -> nn.Module:

@@ -1,4 +1,4 @@
-"""The project's own sources, each of them parsed once in a process."""
+"""The project's own sources, each parsed once per process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def nodes_in(source: str) -> tuple[ast.AST, ...]:
-    """All nodes of a source's syntax tree, its module first: not to be changed."""
+    """All nodes of a source's syntax tree, its module first; don't change them."""
     return tuple(ast.walk(ast.parse(source)))
 
 

@@ -1,4 +1,4 @@
-"""Parameter servers with standbys in one process, and what a chief does when one of them is gone.
+"""Parameter servers with standbys in one process, and a chief's actions when one of them is lost.
 
 with Protected(job, ps=2) as cluster:
     cluster.await_synced()
@@ -25,7 +25,7 @@ MEMBERS = {f"worker/{index}": 1 for index in range(8)}
 
 
 class Protected(Cluster):
-    """A cluster in which the next server holds each shard's standby."""
+    """A cluster in which each shard's standby is on the next server."""
 
     def __init__(self, job: Job, *, ps: int = 2, **options: Any) -> None:
         self._primary: dict[int, int] = {}
@@ -54,10 +54,10 @@ class Protected(Cluster):
         standbys = tuple(shard for shard, holder in sorted(self._standby.items()) if holder == host)
         return replace(super().configuration(host), standbys=standbys)
 
-    # What is known
+    # State
 
     def status(self, shard: int) -> ShardStatus:
-        """What a shard's primary says of it."""
+        """Status of a shard, as its primary reports it."""
         statuses = self.controls[self.host_of(shard)].status().shards
         return next(item for item in statuses if item.shard == shard)
 
@@ -76,13 +76,13 @@ class Protected(Cluster):
         for shard in range(len(self.plan.shards)):
             self.await_standby(shard, "synced")
 
-    # What a chief does
+    # The chief's actions
 
     def living(self) -> list[int]:
         return [host for host in range(len(self.hosts)) if host not in self.gone]
 
     def fail_over(self, lost: int, *, zombie: bool = False) -> None:
-        """A server is gone: its shards' standbys take over, and whoever had theirs there goes on alone."""
+        """Lose a server: its shards' standbys are promoted, and shards whose standby was there continue without one."""
         self.gone.add(lost)
         if not zombie:
             self.hosts[lost].close(grace_s=0.0)
@@ -110,7 +110,7 @@ class Protected(Cluster):
             worker.trainer.exchange.interrupt()
 
     def place_standby(self, shard: int, host: int | None, *, appointment: int = 0, unheard: Sequence[int] = ()) -> None:
-        """Have a standby elsewhere, or none. unheard: servers that are not told."""
+        """Move a shard's standby, or remove it. unheard: servers that are not notified."""
         self._standby[shard], self.appointments[shard] = host, appointment
         self.placement = self.make_placement()
         for number in set(self.living()) - set(unheard):
@@ -122,7 +122,7 @@ class Protected(Cluster):
         return self
 
     def persist(self, index: int, run: Callable[[Worker], Any]) -> Any:
-        """Run a worker until it ends; it starts again where the timeline changes, as a session's does."""
+        """Run a worker until it ends; restart it when the timeline changes, as a session does."""
         while True:
             with self.moved:
                 timeline = self.timeline
@@ -131,14 +131,14 @@ class Protected(Cluster):
                 return run(worker)
             except (Restart, Interrupted, UnreachableError):
                 with self.moved:
-                    # Or none: one that has begun anew may still be told of the change.
+                    # It may time out: a worker that was restarted may still be notified of the same change.
                     self.moved.wait_for(functools.partial(self._later, timeline), 0.2)
 
     def _later(self, timeline: int) -> bool:
         return self.timeline > timeline
 
     def train_through(self, ownership: Sequence[Sequence[int]], *others: Callable[[], Any]) -> None:
-        """Train to the end with one worker per entry, while others disturb."""
+        """Train to the end with one worker per entry, while others interfere."""
 
         def trainer(index: int, owned: Sequence[int]) -> Callable[[], Any]:
             return lambda: self.persist(index, lambda worker: worker.run(owned, self.job.steps))
@@ -146,7 +146,7 @@ class Protected(Cluster):
         self.together([*(trainer(index, owned) for index, owned in enumerate(ownership)), *others])
 
     def at_step(self, step: int, shard: int, function: Callable[[], Any]) -> Callable[[], Any]:
-        """A function that waits until some bucket of a shard has published a step."""
+        """A function that waits until some bucket of a shard has published a step, then calls `function`."""
 
         def run() -> None:
             pause = threading.Event()

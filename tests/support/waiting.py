@@ -1,4 +1,4 @@
-"""Waiting for what another thread brings about."""
+"""Waiting for another thread's effect."""
 
 from __future__ import annotations
 

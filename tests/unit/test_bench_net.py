@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardline.cli.bench import link as bench_link
-from shardline.cli.bench.command import Figures, headline, table
+from shardline.cli.bench.command import BenchFigures, headline, table
 from shardline.cli.bench.lane import LaneFigures
 from shardline.cli.bench.link import LINE_BYTES, MAGIC, LinkClient, LinkFigures, LinkServer, check_request, is_local
 from shardline.cli.main import main
@@ -179,7 +179,7 @@ def test_port_0_elsewhere_needs_a_port(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_figures_for_people_name_what_was_not_used() -> None:
-    found = Figures(
+    found = BenchFigures(
         sender="worker/0",
         server="ps/0",
         address="10.0.0.1:2222",

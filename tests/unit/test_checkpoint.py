@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardline.checkpoint import Checkpoint, CheckpointStore, Cut, export, find_checkpoint
+from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore, export, find_checkpoint
 from shardline.checkpoint.content import ContentDigest, Key, shard_entries, slice_rows
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.plan import BucketSpec, Plan, ShardSpec, Slice, make_plan
@@ -432,7 +432,7 @@ class Tied(torch.nn.Module):
         self.bn = torch.nn.BatchNorm1d(3)
 
 
-def tied_cut() -> tuple[Tied, Cut]:
+def tied_cut() -> tuple[Tied, CheckpointContents]:
     model = Tied()
     state = model.state_dict()
     kinds = {name: PARAM for name, _ in model.named_parameters()}

@@ -10,13 +10,13 @@ import pytest
 from shardline.core.orders import BarrierPlace, BarrierState
 from shardline.rpc.messages.barrier import barrier_state_from_proto, barrier_state_to_proto
 from shardline_chief.rules.flows.barriers import Barriers
-from shardline_chief.rules.state.settings import Settings
+from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.state import State
 from tests.support.chief_cluster import Cluster, make_job
 
 
 def rules(*, workers: int = 3, mode: str = "sync", first_step: int = 0) -> Barriers:
-    settings = Settings(term=1, chief_uuid="u", chief_address="a:1", ps=("b:1",), workers=workers)
+    settings = ChiefSettings(term=1, chief_uuid="u", chief_address="a:1", ps=("b:1",), workers=workers)
     state = State(settings, 0.0, resume=None)
     state.adopt(make_job(script=True, steps=0, mode=mode))
     state.progress.first_step = first_step

@@ -61,12 +61,10 @@ class Server:
         self,
         timeline: int,
         shard: int,
-        step: int,
-        version: int,
         images: Iterable[BucketImage],
         sequences: Mapping[str, WorkerSequence],
     ) -> None:
-        self.restored = {"step": step, "version": version, "images": list(images), "sequences": sequences}
+        self.restored = {"images": list(images), "sequences": sequences}
 
     def close(self) -> None:
         """Nothing to close."""
@@ -108,13 +106,12 @@ def test_an_asynchronous_checkpoint_holds_versions_and_push_numbers_of_each_shar
     assert checkpoint.manifest.versions == (12, 11)
     for shard in (0, 1):
         restore(server, checkpoint, plan, shard, (3 << 32) | 2)  # type: ignore[arg-type]
-        assert server.restored["version"] == (12, 11)[shard]
         assert server.restored["sequences"] == PUSHES[shard]
         assert_same_images(server.restored["images"], images_of(plan, 4, version=(12, 11)[shard])[shard])
     # Numbers belong to a shard, so another plan's shards have none of them.
     other = make_plan(job.tensors, 1)
     restore(server, checkpoint, other, 0, (3 << 32) | 2)  # type: ignore[arg-type]
-    assert server.restored["sequences"] == {} and server.restored["version"] == 12
+    assert server.restored["sequences"] == {} and {image.version for image in server.restored["images"]} == {12}
 
 
 def test_push_numbers_that_can_not_be_read_are_refused(tmp_path: Path) -> None:

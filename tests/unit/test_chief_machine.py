@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from shardline_chief.rules import after, events
+from shardline_chief.rules import events
+from shardline_chief.rules.continuations import After
 from shardline_chief.rules.machine import Flows, continuations, rows
 from shardline_chief.rules.stages import ANY, PHASES, TAKEOVER, Stage
-from shardline_chief.rules.state.settings import Settings
+from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.state import State
 from tests.support.chief_cluster import running
 
@@ -24,7 +25,7 @@ MOST_ROOMS = 8
 
 @pytest.fixture
 def flows() -> Flows:
-    settings = Settings(term=1, chief_uuid="u", chief_address="a:1", ps=("b:1",), workers=1)
+    settings = ChiefSettings(term=1, chief_uuid="u", chief_address="a:1", ps=("b:1",), workers=1)
     return Flows.of(State(settings, 0.0, resume=None))
 
 
@@ -34,7 +35,7 @@ def test_every_event_has_its_rows(flows: Flows) -> None:
 
 
 def test_every_continuation_has_its_rule(flows: Flows) -> None:
-    assert set(continuations(flows)) == set(after.After.__subclasses__())
+    assert set(continuations(flows)) == set(After.__subclasses__())
 
 
 def test_every_stage_has_a_phase_but_those_in_which_tasks_keep_theirs() -> None:

@@ -11,8 +11,8 @@ import pytest
 from shardline_chief.io.pacing import (
     FREE_BYTES,
     LEAST_RATE,
+    FetchPace,
     Links,
-    Pace,
     TokenBucket,
     fetched,
     on_this_machine,
@@ -48,7 +48,7 @@ class Wire:
 
     def fetch(self, nbytes: int, links: Links, bucket: TokenBucket, *, capped: bool = True) -> float:
         """Frames of one shard's cut; returns the seconds."""
-        pace = Pace("ps:1", links, bucket, self, capped=capped, clock=lambda: self.now_s)
+        pace = FetchPace("ps:1", links, bucket, self, capped=capped, clock=lambda: self.now_s)
         start_s = self.now_s
         pace(0)
         for frame in frames(nbytes):

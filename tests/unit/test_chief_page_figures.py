@@ -13,7 +13,7 @@ from shardline.core.orders import StepReport
 from shardline.errors import ClusterSpecError
 from shardline.observability.metrics import Metrics
 from shardline.observability.view import cluster_view
-from shardline_chief.io.reporter import Pace, Reporter, Shelf
+from shardline_chief.io.reporter import Reporter, Shelf, TaskSpeed
 from shardline_chief.io.summary import overview
 from tests.support.chief_cluster import Cluster, make_job, running
 
@@ -27,7 +27,7 @@ def curve(reporter: Reporter, name: str) -> list[tuple[float, float]]:
 
 
 def test_pace_is_the_mean_of_the_last_steps() -> None:
-    pace = Pace()
+    pace = TaskSpeed()
     assert (pace.staleness, pace.compute_s, pace.exchange_s) == (0.0, 0.0, 0.0)
     for step in range(1000):
         pace.add(report(step, staleness=step % 2 * 4, compute_s=0.25, exchange_s=0.5))
@@ -36,7 +36,7 @@ def test_pace_is_the_mean_of_the_last_steps() -> None:
 
 
 def test_a_worker_of_several_replicas_makes_one_step_of_their_reports() -> None:
-    pace = Pace()
+    pace = TaskSpeed()
     for step in (7, 7, 7, 8, 8, 8, 3):
         pace.add(report(step))
     assert pace.steps == 3

@@ -23,7 +23,7 @@ from shardline.errors import ClusterSpecError, UsageError
 from shardline.observability.host_header import host_of
 from shardline.security import PLAIN, Security, is_loopback
 from shardline_chief.page import server as page_server
-from shardline_chief.page.access import Access, check_exposure
+from shardline_chief.page.access import PageAccess, check_exposure
 from shardline_chief.page.app import SECURITY_HEADERS, STREAMS
 from shardline_chief.page.files import read_static
 from shardline_chief.page.history import History
@@ -282,9 +282,9 @@ def test_a_form_that_is_too_long_is_refused(locked: PageServer) -> None:
 
 
 def test_chiefs_with_different_tokens_have_cookies_of_different_names(tmp_path: Path) -> None:
-    access = Access(with_token(tmp_path))
+    access = PageAccess(with_token(tmp_path))
     (tmp_path / "other").write_text(TOKEN + "2")
-    other = Access(Security(token_file=tmp_path / "other"))
+    other = PageAccess(Security(token_file=tmp_path / "other"))
     assert access.cookie_name != other.cookie_name
     assert "Secure" in access.cookie(secure=True)
 

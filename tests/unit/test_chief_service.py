@@ -17,7 +17,7 @@ import prometheus_client
 import pytest
 import torch
 
-from shardline.checkpoint import Cut
+from shardline.checkpoint import CheckpointContents
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
@@ -248,7 +248,9 @@ def test_parameters_of_a_committed_checkpoint_come_whole_and_exact(chief: Chief)
     image = BucketImage(shard=0, bucket=0, step=4, version=4, tensors={VALUE: value}, initialized=(False,))
     store = chief.process._checkpointer.store
     store.commit(
-        Cut(job=job, plan=plan, step=4, timeline=1, term=1, consistent=True, versions=[4], images={0: [image]})
+        CheckpointContents(
+            job=job, plan=plan, step=4, timeline=1, term=1, consistent=True, versions=[4], images={0: [image]}
+        )
     )
     found = chief.client.fetch_parameters(4)
     assert found.step == 4

@@ -10,7 +10,7 @@ from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.core.spec import TensorSpec
 from shardline.core.status import PsStatus, ShardStatus, StandbyStatus
-from shardline_chief.rules.actions import AskStatus, Configure, Promote, Promotion, Record, Restore
+from shardline_chief.rules.actions import AskStatus, Configure, JournalLine, Promote, Promotion, Restore
 from shardline_chief.rules.replay import replay
 from shardline_chief.rules.stages import UNHEARD
 from shardline_chief.rules.state.standbys import as_found, protected, without_standbys
@@ -221,7 +221,7 @@ def test_standbys_are_noted_with_the_timeline_and_before_a_primary_goes_on_witho
     cluster.tick()
     cluster.tick(T / 3 + 1)
     assert cluster.log.index("record standbys") < cluster.log.index("Configure")
-    noted = [record for record in cluster.journal if isinstance(record, Record) and record.kind == "standbys"]
+    noted = [record for record in cluster.journal if isinstance(record, JournalLine) and record.kind == "standbys"]
     assert [shard for shard, *_ in noted[-1].fields["standbys"]] == [0, 1, 2]
 
 

@@ -20,8 +20,8 @@ from click.testing import CliRunner
 from shardline import errors, methods, plugins
 from shardline.cli import cluster_commands, options, progress, roles
 from shardline.cli import main as command_line
-from shardline.cli.fates import Ended
 from shardline.cli.main import main
+from shardline.cli.process_exits import Ended
 from shardline.cli.terminal import PlainConsole
 from shardline.cli.train import Polled, _Run, check_summary, launch_options, report, train
 from shardline.cluster import ClusterSpec

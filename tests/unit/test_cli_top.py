@@ -22,7 +22,7 @@ from shardline.cli import progress
 from shardline.cli.main import main
 from shardline.cli.terminal import PlainConsole
 from shardline.cli.top import Keys, Poller, Screen
-from shardline.cli.top_frame import ASCII, FANCY, Curves, Silence, bar, frame, plain_line, seconds, size, sparkline
+from shardline.cli.top_frame import ASCII, FANCY, ChiefSilence, Curves, bar, frame, plain_line, seconds, size, sparkline
 from shardline.core.status import CheckpointStatus, ChiefStatus, EventStatus, ShardStatus, TaskStatus
 from shardline.errors import UnreachableError, UsageError
 from shardline.observability.view import ClusterView, cluster_view
@@ -92,7 +92,7 @@ def drawn(
     *,
     height: int | None = None,
     curves: Curves | None = None,
-    silence: Silence | None = None,
+    silence: ChiefSilence | None = None,
 ) -> list[str]:
     """Lines of a frame as a terminal without colours shows them."""
     console = PlainConsole(file=io.StringIO(), width=width, color_system=None)
@@ -196,7 +196,7 @@ def test_frame_of_a_large_cluster_is_no_higher_than_the_terminal(height: int) ->
 
 
 def test_silent_chief_is_named_with_since_when_and_until_when() -> None:
-    silence = Silence(since=NOON, now=NOON + 7, until=NOON + 15, reason="no route to host")
+    silence = ChiefSilence(since=NOON, now=NOON + 7, until=NOON + 15, reason="no route to host")
     text = " ".join(drawn(VIEW, 60, silence=silence)[:2])
     clocks = [time.strftime("%H:%M:%S", time.localtime(NOON + after)) for after in (0, 15)]
     assert text == f"no answer from the chief at 10.0.0.1:2222 since {clocks[0]} (7.0 s); trying until {clocks[1]}"

@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from shardline.cli.cluster_commands import headline
-from shardline.cli.fates import Ended, lacking
-from shardline.cli.news import AGAIN_S, News
+from shardline.cli.process_exits import Ended, lacking
+from shardline.cli.status_warnings import AGAIN_S, StatusWarnings
 from shardline.cli.top_frame import Curves, frame
 from shardline.cli.train import Polled, _Run
 from shardline.core.status import ChiefStatus, EventStatus, TaskStatus
@@ -108,7 +108,7 @@ def said(*events: tuple[float, str, str], reason: str = "") -> ChiefStatus:
 
 
 def test_news_are_warnings_and_errors_once_and_the_same_with_other_numbers_once_a_minute() -> None:
-    news = News()
+    news = StatusWarnings()
     first = [(1.0, "info", "worker/0 joined"), (2.0, "error", "no checkpoint at step 10: full")]
     assert news.of(said(*first), 0.0) == ["no checkpoint at step 10: full"]
     assert news.of(said(*first), 1.0) == []

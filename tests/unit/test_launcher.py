@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from shardline.cli.fates import MAX_RESTARTS, Ended, may_restart
 from shardline.cli.launcher import LaunchError, LocalCluster, task_command, task_environment
+from shardline.cli.process_exits import MAX_RESTARTS, Ended, may_restart
 from shardline.cli.terminal import PlainConsole
 from shardline.cli.train import _Hopeless, _Run, run
 from shardline.core.status import ChiefStatus, TaskStatus

@@ -100,12 +100,6 @@ def test_names_labels_and_kinds_outside_the_table_are_refused(worker: Metrics) -
         worker.counter("shardline_loss")
 
 
-def test_chief_that_trains_has_the_workers_metrics_too() -> None:
-    metrics = Metrics("chief", "chief/0", also=["worker"])
-    metrics.gauge("shardline_checkpoint_bytes").set(1)
-    metrics.histogram("shardline_compute_seconds").observe(1)
-
-
 def test_port_in_use_is_refused_with_the_address_and_the_flag(worker: Metrics) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

@@ -18,10 +18,10 @@ from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.rpc import channel, names
 from shardline.rpc.channel import Peer
+from shardline.rpc.index_request import take_place
 from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.rpc.names import HostName
-from shardline.rpc.place import take_place
 
 UNKNOWN = "Name or service not known"
 NOWHERE = "no-such-host.invalid"

@@ -17,12 +17,12 @@ from shardline.config import RoleConfig
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, MismatchError, ProtocolError, UnreachableError, UsageError
 from shardline.rpc.auth.access import Access
-from shardline.rpc.place import take_place
+from shardline.rpc.index_request import take_place
 from shardline.rpc.server import RpcServer
 from shardline.rpc.v1 import places_pb2, places_pb2_grpc
 from shardline.security import PLAIN, Security
 from shardline_chief.io.control import Control
-from shardline_chief.io.places import register_places
+from shardline_chief.io.places_servicer import register_places
 from shardline_chief.rules.messages import PlaceAnswer
 
 T = Timeouts(total_s=2.0, join_s=2.0)

@@ -28,7 +28,7 @@ from shardline.storage.publication import PlainPublication, num_areas
 from shardline.update import bucket_rule, rule
 from shardline_ps.shard.bucket import Bucket
 from shardline_ps.shard.shard import Shard
-from tests.support.builders import make_shard
+from tests.support.builders import make_shard, roll_back
 
 TENSORS = (
     TensorSpec(name="w", shape=(3,), dtype="float32"),
@@ -299,7 +299,7 @@ def test_a_vote_on_contributions_that_were_dropped_is_none() -> None:
     shard = shard_of_kinds(nan_policy="skip", observers=Observers(on_complete=complete.append))
     whole(shard, 0, 1.0)
     assert complete == [0]
-    assert shard.drop_contributions() == 1
+    roll_back(shard)
     assert shard.mode.vote(0) is None
     whole(shard, 0, 1.0)
     assert complete == [0, 0]
@@ -316,7 +316,7 @@ def test_a_verdict_of_before_a_rollback_changes_nothing() -> None:
     whole(shard, 0, 1.0)
     voted = shard.mode.vote(0)
     assert voted is not None
-    shard.drop_contributions()
+    roll_back(shard)
     shard.mode.apply_verdict(voted[1], scale=1.0, skip=False)
     assert shard.step_max == 0
 

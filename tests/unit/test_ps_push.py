@@ -26,6 +26,7 @@ from shardline.server.push_receiver import NoRoomError, PushReceiver
 from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PushFrameView, read_push
 from shardline_ps.store import ParameterStore, PsConfiguration
+from tests.support.builders import roll_back
 
 ELEMENTS = 1024
 NBYTES = 4 * ELEMENTS
@@ -540,7 +541,7 @@ def test_a_message_that_is_little_more_than_its_payload_is_used_where_it_lies() 
         del frame
         gc.collect()
         assert alive() is not None
-        store.shards[0].drop_contributions()
+        roll_back(store.shards[0])
         gc.collect()
         assert alive() is None
         store.close()

@@ -17,6 +17,7 @@ from shardline.core.spec import ConsistencySpec, ScheduleSpec, TensorSpec
 from shardline.update import rule
 from shardline_ps.service import offers
 from shardline_ps.store import ParameterStore, PsConfiguration
+from tests.support.builders import roll_back
 
 MB = 1_000_000
 
@@ -120,7 +121,7 @@ def test_a_voted_total_counts_as_staged_until_its_verdict() -> None:
             voted = shard.mode.vote(shard.step_min)
             assert voted is not None and store.staging.in_use == size
             if dropped:
-                shard.drop_contributions()
+                roll_back(shard)
             else:
                 shard.mode.apply_verdict(voted[1], scale=1.0, skip=False)
             assert store.staging.in_use == 0

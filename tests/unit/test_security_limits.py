@@ -48,9 +48,9 @@ class Chief(chief_pb2_grpc.ChiefServicer):
 
 class Server(parameter_server_pb2_grpc.ParameterServerServicer):
     async def Restore(self, request: AsyncIterator[Any], context: Any) -> parameter_server_pb2.RestoreReply:
-        steps = [frame.head.step async for frame in request]
+        shards = [frame.head.shard async for frame in request]
         READ.append("Restore")
-        return parameter_server_pb2.RestoreReply(step=sum(steps))
+        return parameter_server_pb2.RestoreReply(step=sum(shards))
 
 
 class Standby(parameter_server_pb2_grpc.ReplicationServicer):
@@ -115,7 +115,7 @@ def test_calls_of_every_kind_go_through_as_before(channel: grpc.Channel) -> None
     assert [frame.step for frame in chief.FetchCut(chief_pb2.FetchCutRequest(step=5), timeout=10)] == [5]
     beats = (chief_pb2.Beat(step=step) for step in (3, 4))
     assert [orders.version for orders in chief.Heartbeat(beats, timeout=10)] == [3, 4]
-    frames = (parameter_server_pb2.RestoreFrame(head=parameter_server_pb2.RestoreHead(step=step)) for step in (1, 2))
+    frames = (parameter_server_pb2.RestoreFrame(head=parameter_server_pb2.RestoreHead(shard=shard)) for shard in (1, 2))
     assert parameter_server_pb2_grpc.ParameterServerStub(channel).Restore(frames, timeout=10).step == 3
 
 

@@ -15,7 +15,7 @@ import trustme
 
 from shardline.observability import metrics_page
 from shardline.observability.metrics import Metrics
-from shardline.observability.metrics_page import Answer, decide
+from shardline.observability.metrics_page import PageAnswer, decide
 from shardline.security import PLAIN, Security
 
 TOKEN = "the-job-token-of-this-test"
@@ -138,11 +138,11 @@ def test_silent_readers_hold_nobody_up_and_are_not_any_number(
     ],
 )
 def test_rule_of_who_may_read(peer: str, authorization: str, expected: bool, files: Files) -> None:
-    def asked(security: Security) -> Answer:
+    def asked(security: Security) -> PageAnswer:
         return decide(security, exposed=True, peer=peer, host="127.0.0.1:9464", authorization=authorization)
 
-    assert asked(Security(token_file=files.token)) is (Answer.PAGE if expected else Answer.NEEDS_TOKEN)
-    assert asked(PLAIN) is Answer.PAGE
+    assert asked(Security(token_file=files.token)) is (PageAnswer.PAGE if expected else PageAnswer.NEEDS_TOKEN)
+    assert asked(PLAIN) is PageAnswer.PAGE
 
 
 @pytest.mark.parametrize(
@@ -163,16 +163,16 @@ def test_rule_of_who_may_read(peer: str, authorization: str, expected: bool, fil
     ],
 )
 def test_rule_of_the_names_under_which_the_page_may_be_read_here(host: str, own: bool, files: Files) -> None:
-    def asked(security: Security, *, exposed: bool, authorization: str = "") -> Answer:
+    def asked(security: Security, *, exposed: bool, authorization: str = "") -> PageAnswer:
         return decide(security, exposed=exposed, peer="127.0.0.1", host=host, authorization=authorization)
 
     # Whoever reads without the token because they are here: a web site in somebody's browser is here, too.
-    here = Answer.PAGE if own else Answer.WRONG_HOST
+    here = PageAnswer.PAGE if own else PageAnswer.WRONG_HOST
     token = Security(token_file=files.token)
     assert asked(PLAIN, exposed=False) is asked(token, exposed=False) is asked(token, exposed=True) is here
     # No web site knows the token; and what anybody on the network may read needs no protection here.
-    assert asked(token, exposed=False, authorization=BEARER["Authorization"]) is Answer.PAGE
-    assert asked(PLAIN, exposed=True) is Answer.PAGE
+    assert asked(token, exposed=False, authorization=BEARER["Authorization"]) is PageAnswer.PAGE
+    assert asked(PLAIN, exposed=True) is PageAnswer.PAGE
 
 
 @pytest.mark.parametrize("token", [False, True], ids=["no token", "token"])

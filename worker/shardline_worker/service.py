@@ -1,4 +1,4 @@
-"""The training replica: a job file's loop over the same session that a person's own script uses."""
+"""The worker's process: a job file's training loop, over the same session that a user's script uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("shardline.worker")
 
 
 def run(config: RoleConfig) -> int:
-    """Train until the job ends or this worker is asked to go; returns the exit code."""
+    """Train until the job ends or this worker is asked to leave; returns the exit code."""
     termination = Termination()
     termination.install()
     if config.job is None:
@@ -36,7 +36,7 @@ def run(config: RoleConfig) -> int:
 
 
 def train(session: Session, job: Job, config: RoleConfig) -> None:
-    """Join with the job's model, then run the replicas that the chief assigns, step after step."""
+    """Join with the job's model, then run the replicas that the chief assigns, step by step."""
     model = job.build_model().to(session.device)
     spec = job.spec(model)
     optimizer = session.attach(model, job.build_optimizer(model), job=spec)

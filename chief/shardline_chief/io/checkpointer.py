@@ -1,4 +1,4 @@
-"""Fetches cuts from the servers and commits them, in a thread of its own: training and membership never wait for it."""
+"""Fetches cuts from the servers and commits them on a thread of its own; training and membership never wait for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardline import consistency
-from shardline.checkpoint import Checkpoint, CheckpointStore, Cut
+from shardline.checkpoint import Checkpoint, CheckpointContents, CheckpointStore
 from shardline.checkpoint.compat import resume_changes
 from shardline.checkpoint.manifest import SEQUENCES, sequences_to_json
 from shardline.core.digest import params_sha256
@@ -20,89 +20,77 @@ from shardline.core.plan import Plan
 from shardline.core.spec import JobSpec, TensorKind
 from shardline.errors import CheckpointError, ShardlineError
 from shardline.rpc.client import PsControl
-from shardline_chief.io.pacing import LEAST_RATE, Links, Pace, TokenBucket, fetched, on_this_machine
+from shardline_chief.io.pacing import LEAST_RATE, FetchPace, Links, TokenBucket, fetched, on_this_machine
 from shardline_chief.rules.actions import Save, Saved
 
 log = logging.getLogger("shardline_chief.io.checkpointer")
 
 STATES = 8
-"""A bucket's image is at most this many times its values (value, optimizer states in a wider dtype), or refused."""
+"""Largest accepted bucket image, in multiples of the bucket's values (values plus optimizer states in wider dtypes)."""
 
 UNREMARKABLE = ("name", "steps", "checkpoint_every", "checkpoint_keep", "best_metric", "best_is_lowest")
-"""Settings that change nothing of what a step computes: a resumed job may have others without a word."""
+"""Settings that don't affect what a step computes: a resumed job may change them without a warning."""
 
 Connect = Callable[[str, str], PsControl]
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     checkpoint: Checkpoint
 
     @property
     def step(self) -> int:
-        """Step it was taken at."""
+        """Step of the checkpoint."""
         return self.checkpoint.step
 
     @property
     def path(self) -> str:
-        """Its folder."""
+        """Path of its folder."""
         return str(self.checkpoint.path)
 
     @property
     def cursor(self) -> Mapping[str, Any]:
-        """Leases done, where the chief hands out batches."""
+        """Finished leases, if the chief hands out batches; else {}."""
         leases = self.checkpoint.manifest.extra.get("leases", {})
         return leases if isinstance(leases, dict) else {}
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Version of each shard of its plan."""
+        """Version of each shard of the checkpoint's plan."""
         return tuple(self.checkpoint.manifest.versions)
 
     def check(self, job: JobSpec) -> Sequence[str]:
-        """What the job does otherwise than the one it is of, a phrase each; raises CheckpointError for another job."""
+        """Changed settings, one phrase each. Raises CheckpointError if the checkpoint belongs to another job."""
         self.checkpoint.compatible(job)
         changes = resume_changes(self.checkpoint.job, job)
         return [phrase for path, phrase in changes.items() if path not in UNREMARKABLE]
 
 
 class Checkpointer:
-    """One cut at a time."""
+    """Saves one cut at a time."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        connect: Connect,
-        *,
-        term: int,
-        spares: Callable[[str], bool] = lambda address: not on_this_machine(address),
-        links: Links | None = None,
-    ) -> None:
-        """spares: whether the link to a server's address is shared with training, so that fetching leaves most of it.
-
-        links: what is known of the links' rates.
-        """
+    def __init__(self, store: CheckpointStore, connect: Connect, *, term: int) -> None:
         self.store = store
-        self._spares = spares
-        self._links = links or Links()
+        self._links = Links()
+        """What is known of the links' rates."""
         self._bucket = TokenBucket()
         self._hurry = threading.Event()
-        """Set while somebody waits for the save under way."""
+        """Set while someone waits for the running save."""
         self._hurried = 0
-        """How many wait behind it."""
+        """How many callers wait for it."""
         self._connect = connect
         self._term = term
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpointer")
         self._lock = threading.Lock()
         self._fetching: tuple[str, PsControl] | None = None
-        """The server that is being asked for its cut."""
+        """The server whose cut is being fetched."""
         self._gone: frozenset[str] = frozenset()
-        """Servers that the save under way must not wait for."""
+        """Servers that the running save must not wait for."""
 
     def submit(self, save: Save, told: Callable[[Saved], None]) -> None:
-        """Do it in the background; told() is called on the checkpointer's thread."""
+        """Save in the background; told() is called on the checkpointer's thread."""
         if save.urgent:
             self._hasten(1)
         future: Future[Saved] = self._pool.submit(self._save, save)
@@ -115,11 +103,11 @@ class Checkpointer:
         future.add_done_callback(done)
 
     def hurry(self) -> None:
-        """Fetch what is being fetched as fast as it comes from here on."""
+        """Fetch the rest of the running save at full speed."""
         self._hurry.set()
 
     def _hasten(self, change: int) -> None:
-        """One more waits, or one has what it waited for."""
+        """Change the number of waiting callers by `change`."""
         with self._lock:
             self._hurried += change
             if self._hurried:
@@ -128,16 +116,16 @@ class Checkpointer:
                 self._hurry.clear()
 
     def find(self, lost: Collection[str], told: Callable[[Checkpoint | None, str], None]) -> None:
-        """The newest whole checkpoint after what is being written, None where there is none yet; or why there is none.
+        """Look for the newest valid checkpoint, once the running save is over.
 
-        lost: servers from which nothing comes any more, so that a save does not wait for them. told() is called on the
-        checkpointer's thread.
+        told(checkpoint, error) is called on the checkpointer's thread; checkpoint is None if there is none yet, or if
+        error says why none can be used. lost: servers that no longer answer, so a save does not wait for them.
         """
         self._hasten(1)
         with self._lock:
             self._gone = frozenset(lost)
             if self._fetching is not None and self._fetching[0] in lost:
-                # Its call ends with the connection, and the save with the call.
+                # Closing the connection ends the call, and with it the save.
                 self._fetching[1].close()
 
         def look() -> tuple[Checkpoint | None, str]:
@@ -193,7 +181,7 @@ class Checkpointer:
         if mode.whole_pushes:
             extra[SEQUENCES] = fetch.sequences
         path = self.store.commit(
-            Cut(
+            CheckpointContents(
                 job=save.job,
                 plan=save.plan,
                 step=save.step,
@@ -208,7 +196,7 @@ class Checkpointer:
         return str(path), fetch
 
     def _images(self, fetch: _Fetch, shard: int) -> Iterator[BucketImage]:
-        """Ask the shard's server for its part of the cut."""
+        """Fetch a shard's part of the cut from its server."""
         save = fetch.save
         if not save.plan.shards[shard].buckets:
             return
@@ -222,7 +210,7 @@ class Checkpointer:
         try:
             yield from fetch.read(control, shard, self._pace(fetch, shard, place.address))
         except (ShardlineError, ValueError) as error:
-            # On a connection that find() has closed gRPC refuses further calls with a ValueError.
+            # gRPC raises ValueError for further calls on a connection that find() has closed.
             with self._lock:
                 lost = place.task in self._gone
             if lost:
@@ -233,20 +221,21 @@ class Checkpointer:
                 self._fetching = None
             control.close()
 
-    def _pace(self, fetch: _Fetch, shard: int, address: str) -> Pace:
-        spared = not fetch.save.urgent and self._spares(address)
+    def _pace(self, fetch: _Fetch, shard: int, address: str) -> FetchPace:
+        # A link to another machine is shared with training, so that fetching leaves most of it.
+        spared = not fetch.save.urgent and not on_this_machine(address)
         if spared:
             fetch.spared[shard] = address
-        return Pace(address, self._links, self._bucket, self._hurry, capped=spared)
+        return FetchPace(address, self._links, self._bucket, self._hurry, capped=spared)
 
     def close(self) -> None:
-        """Wait for what is being written; drop what waits."""
+        """Wait for the running save; drop queued ones."""
         self._hasten(1)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 class _Fetch:
-    """What comes of one cut, by shard; the manifest is written after the last of it."""
+    """The fetched parts of one cut, by shard; the manifest is written after the last shard."""
 
     def __init__(self, save: Save) -> None:
         self.save = save
@@ -256,9 +245,9 @@ class _Fetch:
         self.seconds: dict[int, float] = {}
         self.nbytes: dict[int, int] = {}
         self.spared: dict[int, str] = {}
-        """Addresses of servers whose link is shared with training."""
+        """Addresses of servers whose link is shared with training, by shard."""
 
-    def read(self, control: PsControl, shard: int, pace: Pace) -> Iterator[BucketImage]:
+    def read(self, control: PsControl, shard: int, pace: FetchPace) -> Iterator[BucketImage]:
         """The images of a shard, as fast as the pace lets them come."""
         start_s = time.monotonic()
         buckets = self.save.plan.shards[shard].buckets
@@ -284,16 +273,15 @@ class _Fetch:
 def restore(control: PsControl, checkpoint: Checkpoint, plan: Plan, shard: int, timeline: int) -> None:
     """Fill one shard from a checkpoint, whatever plan it was written with.
 
-    Of the plan it was written with, the shard also gets back which push of each worker was its last one.
+    If the plan is the same, each worker's last push to the shard is restored too, so that repeated pushes are
+    recognized.
     """
-    versions = checkpoint.manifest.versions
-    version = versions[shard] if plan.plan_id == checkpoint.plan.plan_id else max(versions)
     images, sequences = checkpoint.images(plan, shard), checkpoint.sequences(plan, shard)
-    control.restore(timeline, shard, checkpoint.step, version, images, sequences)
+    control.restore(timeline, shard, images, sequences)
 
 
 def parameters_digest(checkpoint: Checkpoint) -> str:
-    """sha256 of the parameters in a checkpoint, "" where it can't be read any more."""
+    """SHA-256 of the parameters in a checkpoint, as hex; "" if it can't be read any more."""
     try:
         return params_sha256(
             {spec.name: checkpoint.tensor(spec.name) for spec in checkpoint.job.tensors if spec.kind in _PARAMETERS}

@@ -1,4 +1,4 @@
-"""Carries out orders to the servers: one order after another, each on every ps at once, results back as one value."""
+"""Carries out orders to the servers: one order at a time, each on every ps in parallel, with one combined result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger("shardline_chief.io.commands")
 
 
 class Commander:
-    """Sends the chief's commands to the servers. Order matters (F4), so one thread sends them one by one."""
+    """Sends the chief's commands to the servers. Their order matters (F4), so one thread sends them one by one."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Commander:
         resume: Checkpoint | None,
         security: Security = PLAIN,
     ) -> None:
-        """resume: what Restore fills shards from; may be set anew while no command is under way."""
+        """resume: checkpoint that Restore fills shards from; may be replaced while no command is running."""
         self._timeouts = timeouts
         self._security = security
         self._term = term
@@ -58,11 +58,11 @@ class Commander:
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="ps-command")
 
     def connect(self, task: str, address: str) -> PsControl:
-        """A connection of one's own to a ps."""
+        """A separate connection to a ps, owned by the caller."""
         return PsControl(task, address, self._timeouts, term=self._term, chief_uuid=self._uuid, security=self._security)
 
     def open(self, addresses: Mapping[str, str]) -> None:
-        """Connect to these ps; commands go to all of them, and to no other, from now on."""
+        """Connect to these ps; later commands go to all of them, and to no others."""
         self.drop(self._controls.keys() - addresses.keys())
         for task, address in addresses.items():
             held = self._controls.get(task)
@@ -72,14 +72,14 @@ class Commander:
                 self._controls[task] = self.connect(task, address)
 
     def drop(self, tasks: Iterable[str]) -> None:
-        """These are gone: calls to them end at once."""
+        """Disconnect from lost servers: calls to them end at once."""
         for task in list(tasks):
             control = self._controls.pop(task, None)
             if control is not None:
                 control.close()
 
     def submit(self, command: Command, told: Callable[[CommandResult], None]) -> None:
-        """Carry it out after those before; told() is called on the command thread."""
+        """Run after the commands already queued; told() is called on the command thread."""
         self._queue.submit(lambda: told(self._all(command.order)))
 
     def _all(self, order: Order) -> CommandResult:
@@ -96,7 +96,7 @@ class Commander:
                 errors[task] = error
             except (Exception, CancelledError) as error:
                 if self._controls.get(task) is not controls[task]:
-                    # The channel was closed under the call.
+                    # The channel was closed during the call.
                     errors[task] = UnreachableError(
                         f"{task} was declared lost before it answered {type(order).__name__}"
                     )
@@ -135,12 +135,12 @@ class Commander:
                 restore(control, self.resume, order.plan, shard, order.timeline)
 
     def stop_all(self, reason: str) -> None:
-        """Tell every ps to end; nobody waits for the answer, since a ps that is gone already can't give one."""
+        """Send every ps the order to end, without waiting for answers: one that is already gone can't give one."""
         for control in list(self._controls.values()):
             self._pool.submit(_stop, control, reason)
 
     def close(self) -> None:
-        """Drop what waits and close the connections; calls under way end with that."""
+        """Drop queued commands and close the connections, which ends running calls."""
         self._closed = True
         self._queue.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -152,7 +152,7 @@ def _stop(control: PsControl, reason: str) -> None:
     try:
         control.stop(reason)
     except (ShardlineError, ValueError) as error:
-        # ValueError is grpc's word for a channel that was closed while it tried again.
+        # gRPC raises ValueError if a channel is closed during a retry.
         log.debug("%s", error)
 
 

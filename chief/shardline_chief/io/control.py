@@ -1,8 +1,8 @@
-"""The thread that owns the program: everything that happens comes through one queue, so no rule needs a lock.
+"""The thread that owns the program: every event arrives through one queue, so no rule needs a lock.
 
-Calls from the servicer, results of commands and checkpoints, and time are events. After each, the program's actions are
-carried out in order, and every task whose orders changed is told; a heartbeat is answered in any case, so that a task
-can tell a chief with nothing new to say from one that has gone.
+Calls from the servicer, results of commands and checkpoints, and the passing of time are events. After each turn the
+program's actions are carried out in order, and every task whose orders changed gets them. Each heartbeat is answered in
+any case, so that a task can distinguish a silent chief from a dead one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardline_chief.io.summary import overview, summary, write_json
 from shardline_chief.io.telemetry import Telemetry
 from shardline_chief.rules.actions import (
     Finish,
-    Record,
+    JournalLine,
 )
 from shardline_chief.rules.messages import Beat, Join, JoinAnswer
 from shardline_chief.rules.program import Program
@@ -50,15 +50,15 @@ T = TypeVar("T")
 
 TICK_S = 0.1
 TURN = 256
-"""Most events that are dealt with before their actions are carried out."""
+"""Most events handled before their actions are carried out."""
 GOODBYE_S = 10.0
-"""How long tasks may take to go after the end, at most; a third of --timeout where that is less."""
+"""Most seconds that tasks get to exit after the end; a third of --timeout if that is less."""
 WATCHER_S = 2.5
-"""Who asked for the status so recently watches the job; how long the chief stays for it to hear of the end, at most."""
+"""A client that asked for the status this recently is watching; the chief waits this long for it to see the end."""
 
 
 class Control:
-    """Runs the program. post() and call() are safe from any thread; all else belongs to run()'s thread."""
+    """Runs the program. post() and call() are thread-safe; everything else belongs to run()'s thread."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class Control:
         out: Path,
         on_status: Callable[[ChiefStatus], None] | None = None,
     ) -> None:
-        """on_status: called with the newest status some times a second, for the page; it must not block."""
+        """on_status: called a few times a second with the newest status, for the page; it must not block."""
         self.page = ""
-        """Address of the chief's own page, for those who ask for the status."""
+        """Address of the chief's own page, as reported in the status."""
         self._on_status = on_status
         self.program = program
         self._journal = journal
@@ -97,21 +97,21 @@ class Control:
         self._next_tick_s = 0.0
         self._goodbye_s: float | None = None
         self.resigned = False
-        """Another chief leads, to whom the job was left."""
+        """Another chief leads, and the job was left to it."""
         self._asked_s = -math.inf
-        """When the status was asked for last, other than by the chief's own page."""
+        """When the status was last requested, other than by the chief's own page."""
         self._watcher_until_s = -math.inf
-        """Until when somebody who watches the job may still come to hear of its end."""
+        """Until when the chief waits for a watching client to ask for the final status."""
         self._ended = threading.Event()
 
     # From any thread
 
     def post(self, event: Callable[[float], None]) -> None:
-        """Have event(now) called on the control thread."""
+        """Have event(now_s) called on the control thread."""
         self._events.put(event)
 
     def call(self, question: Callable[[float], T]) -> Future[T]:
-        """Like post, with the result or exception in a future."""
+        """Like post, but returns a future with the result or exception."""
         future: Future[T] = Future()
 
         def event(now_s: float) -> None:
@@ -126,9 +126,9 @@ class Control:
         return future
 
     def call_noted(self, who: Identity, question: Callable[[float], T]) -> Future[T]:
-        """Like call, but the result comes only once the journal has what the question made to be noted.
+        """Like call, but the result is only delivered once the journal entries that the question caused are on disk.
 
-        who: the life of a task that asks. Fails with ForbiddenError where the secret isn't that life's.
+        who: the life of the calling task. The future fails with ForbiddenError if the secret isn't that life's.
         """
         ticket: Future[T] = Future()
 
@@ -152,21 +152,21 @@ class Control:
             )
 
     def join(self, join: Join) -> Future[JoinAnswer]:
-        """Ask for admission; the answer may take until every ps knows the task."""
+        """Ask for admission; the answer may have to wait until every ps knows the task."""
         ticket: Future[JoinAnswer] = Future()
         self.post(lambda now_s: self.program.join(ticket, join, now_s))
         return ticket
 
     def beat(self, beat: Beat, channel: Channel) -> None:
-        """A heartbeat that came over a stream."""
+        """Take in a heartbeat that arrived on a stream."""
         self.post(lambda now_s: self._beat(beat, channel, now_s))
 
     def stream_ended(self, task: str, incarnation: int, channel: Channel) -> None:
-        """A heartbeat stream is over, whichever side ended it."""
+        """A heartbeat stream has ended, on either side."""
         self.post(lambda now_s: self._detach(task, incarnation, channel, now_s))
 
     def status(self) -> Future[ChiefStatus]:
-        """The job at a glance."""
+        """The current status of the job."""
         return self.call(self._asked)
 
     def _asked(self, now_s: float) -> ChiefStatus:
@@ -180,11 +180,11 @@ class Control:
         return overview(self.program, self._reporter, self._out, now_s, page=self.page)
 
     def request_stop(self, reason: str) -> Future[int]:
-        """End the job with a checkpoint."""
+        """End the job with a checkpoint; the future holds the stop step, 0 if it is not known yet."""
         return self.call(lambda now_s: self.program.stop(reason, now_s))
 
     def trainer_ended(self, code: int) -> None:
-        """The chief's own training process has gone; what it did is taken over like any dead worker's."""
+        """The chief's own training process has exited; its work is handed on like any dead worker's."""
 
         def ended(now_s: float) -> None:
             state = self.program.state
@@ -207,8 +207,8 @@ class Control:
             for event in events:
                 self._happened(event, now_s)
             actions = self.program.take()
-            # One visit to the disk for all that was decided in this turn, before any of it is done.
-            self._record([action for action in actions if isinstance(action, Record)], now_s)
+            # One fsync for everything decided in this turn, before any of it is done.
+            self._record([action for action in actions if isinstance(action, JournalLine)], now_s)
             for action in actions:
                 if isinstance(action, Finish):
                     self._finish(action)
@@ -221,7 +221,7 @@ class Control:
                 return self.program.state.exit_code
 
     def _due(self) -> list[Callable[[float], None]]:
-        """What has happened, or nothing where it is time for a tick."""
+        """The events that have arrived; empty if it is time for a tick."""
         found: list[Callable[[float], None]] = []
         with contextlib.suppress(queue.Empty):
             wait_s = max(0.0, min(TICK_S, self._next_tick_s - time.monotonic()))
@@ -235,7 +235,7 @@ class Control:
             event(now_s)
             self.program.note()
         except Exception as error:
-            # A defect in the rules: nothing the program decides can be trusted any more.
+            # A bug in the rules: no decision of the program can be trusted any more.
             log.exception("the chief failed")
             self.program.fatal(InternalError.exit_code, f"the chief failed: {type(error).__name__}: {error}", now_s)
 
@@ -245,7 +245,7 @@ class Control:
             self._show(now_s)
 
     def _gone(self, now_s: float) -> bool:
-        """Whether every task has let go of its stream and who watches has heard of the end, or the time is over."""
+        """Whether all tasks have closed their streams and any watching client has seen the end, or time has run out."""
         assert self._goodbye_s is not None
         there = self._streams.there()
         if not there:
@@ -261,12 +261,12 @@ class Control:
         try:
             self._check(beat.sender)
         except ForbiddenError as error:
-            # Neither life nor stream of the task that it names hears of it.
+            # Not forwarded: neither the life nor the stream of the named task is affected.
             channel.refuse(error)
             return
         key = (beat.task, beat.incarnation)
         alive = self.program.beat(beat, now_s)
-        # Anybody can send any name: only those that were admitted may become labels, or figures grow without end.
+        # Anyone can send any name: only admitted tasks may become labels, or the metrics would grow without bound.
         known = self.program.state.tasks.members.get(beat.task) is not None
         peer = beat.task if known else "unknown"
         if alive:
@@ -282,7 +282,7 @@ class Control:
 
     # The journal
 
-    def _record(self, records: Sequence[Record], now_s: float) -> None:
+    def _record(self, records: Sequence[JournalLine], now_s: float) -> None:
         if not records:
             return
         faults = self.program.state.figures.faults
@@ -291,7 +291,7 @@ class Control:
         except OSError as error:
             sentence = f"the journal in {self._journal.folder} can't be written: {error.strerror}"
             if self.program.state.phase in (Phase.WAITING, Phase.INIT):
-                # Nothing has been trained yet, so nothing is lost by not going on without a memory.
+                # Nothing has been trained yet, so nothing is lost by stopping here.
                 self.program.fatal(UsageError.exit_code, f"{sentence}; choose another --out", now_s)
             elif "journal" not in faults:
                 faults["journal"] = f"{sentence}; training continues, but no other chief could take over this job"
@@ -315,8 +315,8 @@ class Control:
             self._resign()
             return
         watched = time.monotonic() - self._asked_s < WATCHER_S
-        # Tasks hear of the end before a ps goes, or they would take its going for a fault; and before the digest, which
-        # takes its time with a large model.
+        # Tasks must learn of the end before a ps exits, or they would report it as lost; and before the digest, which
+        # takes long for a large model.
         self._streams.push_orders()
         self._commander.stop_all(finish.reason)
         self._show(time.monotonic())
@@ -337,6 +337,6 @@ class Control:
             write_json(self._out / "summary.json", value)
         except OSError as error:
             self._reporter.event("summary_failed", f"no summary: {self._out}: {error.strerror}", "error", {})
-            # That of an earlier run of this folder would be taken for this one's.
+            # A summary of an earlier run in this folder would be mistaken for this run's.
             with contextlib.suppress(OSError):
                 (self._out / "summary.json").unlink(missing_ok=True)

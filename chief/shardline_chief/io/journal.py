@@ -1,9 +1,9 @@
-"""The chief's durable memory in out/chief: one chief at a time, a term per start, decisions noted before they are done.
+"""The chief's durable memory in out/chief: one chief at a time, a term per start, decisions recorded before they act.
 
-The folder's lock (host.run_lock) is held as long as the process lives. `term-N` is created with O_EXCL: no two
-chiefs share a term.
-`journal-N.jsonl` has a JSON object per line; a line is on disk (fsync) before the act it describes. A crash may leave
-the last line torn: that act was never begun, so the line is dropped on reading.
+The folder's lock (host.run_lock) is held for the life of the process. `term-N` is created with O_EXCL: no two chiefs
+share a term.
+`journal-N.jsonl` has one JSON object per line; a line is on disk (fsync) before the action it describes. A crash may
+leave the last line incomplete: its action was never begun, so the line is ignored on reading.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shardline.host import files
 from shardline.host.run_lock import RunLock
 
 LINE_BYTES = 256 << 20
-"""Of an entry: that of a plan has as much to say as a checkpoint's manifest."""
+"""Most bytes of an entry: a plan's is about as long as a checkpoint's manifest."""
 _TERM = re.compile(r"^term-(\d+)$")
 
 
 class Journal:
-    """Open with a folder; every act goes through write() first."""
+    """The journal in a folder; every action is recorded with write() first."""
 
     def __init__(self, folder: Path, lock: RunLock | None = None) -> None:
-        """lock: the folder's, where it is held already; else it is taken, which raises UsageError where it can't be."""
+        """lock: the folder's lock, if held already; otherwise it is taken, which raises UsageError on failure."""
         self.folder = folder
         self.term = 0
         self._file: int | None = None
@@ -49,9 +49,12 @@ class Journal:
         """Highest term begun in this folder; 0 = none."""
         return max((int(m[1]) for p in self.folder.iterdir() if (m := _TERM.match(p.name))), default=0)
 
-    def begin_term(self, *, above: int = 0) -> int:
-        """Begin and return the next term: above all on disk and above `above` (the highest that a ps reported)."""
-        term = 1 + max(self.last_term(), above)
+    def begin_term(self) -> int:
+        """Begin and return the next term, above all on disk.
+
+        Raises UsageError if the folder can't be written to.
+        """
+        term = 1 + self.last_term()
         while True:
             try:
                 handle = os.open(self.folder / f"term-{term}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -68,7 +71,7 @@ class Journal:
         self.term = term
         self._torn = False
         path = self.folder / f"journal-{term}.jsonl"
-        # A term is nobody else's, and so is its journal.
+        # The term is this chief's alone, and so is its journal.
         flags = os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC
         try:
             self._file = os.open(path, flags, 0o644)
@@ -78,18 +81,18 @@ class Journal:
         return term
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one entry and bring it to the disk. Raises OSError: then the act must not be done."""
+        """Append one entry and sync it to disk. Raises OSError; the action must then not be done."""
         self.write_all([(kind, fields)])
 
     def write_all(self, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """The same of several (kind, fields) at the price of one."""
+        """Like write, for several (kind, fields) with a single sync."""
         if self._file is None:
             raise UsageError("the journal has no term yet: begin_term comes first")
         head = {"term": self.term, "time": round(time.time(), 3)}
         line = "".join(
             json.dumps({"kind": kind, **head, **fields}, separators=(",", ":")) + "\n" for kind, fields in entries
         )
-        # A write that failed (full disk) may have left half a line: what follows must not be glued to it.
+        # A failed write (full disk) may have left half a line: don't append to it.
         data = memoryview((("\n" if self._torn else "") + line).encode())
         self._torn = True
         while data:
@@ -98,7 +101,7 @@ class Journal:
         self._torn = False
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """All entries of all terms, oldest first; torn lines are left out."""
+        """All entries of all terms, oldest first; skips incomplete lines. Raises UsageError if a file can't be read."""
         found = ((int(path.stem.partition("-")[2]), path) for path in self.folder.glob("journal-*.jsonl"))
         for _, path in sorted(found):
             for line in _lines(path):
@@ -107,7 +110,7 @@ class Journal:
                     yield entry
 
     def close(self) -> None:
-        """Let the lock go."""
+        """Close the file and release the lock."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -115,7 +118,7 @@ class Journal:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a journal. Raises UsageError where it can't be one."""
+    """The lines of a journal. Raises UsageError if it can't be read or isn't one."""
     try:
         with files.open_binary(path) as file:
             while line := file.readline(LINE_BYTES):

@@ -1,8 +1,7 @@
-"""How fast cuts are fetched: a small share of what the link gives, so that training has the rest (PROTOCOL 1.7).
+"""How fast cuts are fetched: at a small share of the link's rate, so that training has the rest (PROTOCOL 1.7).
 
-A link's rate is measured by the fetches themselves: whatever comes without waiting tells how fast it can come. Cut 0
-comes before the first step and measures it undisturbed. From that follows how long a checkpoint takes, and how many
-steps must lie between two of them.
+The fetches themselves measure a link: unthrottled frames show how fast it is. Cut 0 precedes the first step, so it
+measures the link undisturbed. From the rate follow the duration of a checkpoint and the smallest interval between two.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from shardline_chief.rules.intervals import SHARE
 log = logging.getLogger("shardline_chief.io.pacing")
 
 FREE_BYTES = 16 << 20
-"""So much comes at full speed: what small models have is there before anybody notices."""
+"""Bytes that come at full speed: enough for a small model's whole cut."""
 MEASURED_BYTES = 4 << 20
-"""A link is judged by no less than this; the first bytes of a connection say little."""
+"""Fewest bytes by which a link is measured; the first bytes of a connection say little."""
 LEAST_RATE = 1e6
-"""Bytes per second that are taken of the slowest link: below 25 MB/s the share would keep servers' copies for hours."""
+"""Bytes per second taken even of the slowest link: below 25 MB/s the share would hold servers' copies for hours."""
 
 
 class Wakeable(Protocol):
     """The part of threading.Event that pacing uses."""
 
     def is_set(self) -> bool:
-        """Whether nothing is to be waited for any more."""
+        """Whether to stop waiting altogether."""
         ...
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait that long, or until it is set."""
+        """Wait for `timeout` seconds, or until the event is set."""
         ...
 
 
 class TokenBucket:
-    """Bytes that may come now. Pure: the time is told."""
+    """Bytes that may come now. Pure; the time is an argument."""
 
     def __init__(self, burst: float = FREE_BYTES) -> None:
         self._burst = burst
@@ -51,9 +50,9 @@ class TokenBucket:
         self._at_s = -math.inf
 
     def take(self, nbytes: int, rate: float, now_s: float) -> float:
-        """Account for bytes that came; returns the seconds after which the next may come.
+        """Account for received bytes; returns the seconds to wait before the next ones.
 
-        rate: bytes per second in force since the last call; 0 = not known yet, so nothing is waited for.
+        rate: allowed bytes per second since the last call; 0 = not known yet, so don't wait.
         """
         if rate > 0:
             self._level = min(self._burst, self._level + rate * (now_s - self._at_s))
@@ -63,9 +62,9 @@ class TokenBucket:
 
 
 class Links:
-    """The best rate seen of each server's link, in bytes per second.
+    """The best rate measured for each server's link, in bytes per second.
 
-    The best, since whatever else uses a link only makes a fetch look slower.
+    The best counts, since other traffic on a link only makes a fetch look slower.
     """
 
     def __init__(self, share: float = SHARE) -> None:
@@ -73,21 +72,21 @@ class Links:
         self._best: dict[str, float] = {}
 
     def note(self, address: str, rate: float) -> None:
-        """A measured rate."""
+        """Note a measured rate, in bytes per second."""
         self._best[address] = max(rate, self._best.get(address, 0.0))
 
     def rate(self, address: str) -> float:
-        """Bytes per second of the link to this address; 0 while it was not measured."""
+        """Bytes per second of the link to this address; 0 if not measured yet."""
         return self._best.get(address, 0.0)
 
     def cap(self, address: str) -> float:
-        """Bytes per second that may be taken of it; 0 while it was not measured."""
+        """Bytes per second that fetching may use of it; 0 if not measured yet."""
         rate = self.rate(address)
         return max(LEAST_RATE, self._share * rate) if rate else 0.0
 
 
-class Pace:
-    """Called with the size of each frame of one shard's cut; waits until the next may come."""
+class FetchPace:
+    """Called with the size of each frame of a shard's cut; waits until the next one may come."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class Pace:
         capped: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """hurry: once set nothing is waited for. capped: False = only measure."""
+        """hurry: once set, nothing waits. capped: False = only measure."""
         self._address = address
         self._links = links
         self._bucket = bucket
@@ -108,10 +107,10 @@ class Pace:
         self._clock = clock
         self._began_s: float | None = None
         self._unhindered: int | None = 0
-        """Bytes since the first frame; None once something was waited for."""
+        """Bytes since the first frame; None once a frame had to wait."""
 
     def __call__(self, nbytes: int) -> None:
-        """A frame came."""
+        """Account for one frame, and wait if it came too soon."""
         now_s = self._clock()
         self._measure(nbytes, now_s)
         if not self._capped or self._hurry.is_set():
@@ -123,7 +122,7 @@ class Pace:
 
     def _measure(self, nbytes: int, now_s: float) -> None:
         if self._began_s is None:
-            # How long the first frame took is not the link's doing.
+            # The time to the first frame says nothing about the link.
             self._began_s = now_s
         elif self._unhindered is not None:
             self._unhindered += nbytes
@@ -133,20 +132,20 @@ class Pace:
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """What fetching one cut came to."""
+    """Duration and link rate of fetching one cut."""
 
     seconds: float = 0.0
-    """As it was."""
+    """Actual seconds."""
     least_s: float = 0.0
-    """As it would be right after another one, with nothing left of FREE_BYTES."""
+    """Seconds it would take directly after another fetch, with FREE_BYTES used up."""
     link_rate: float = 0.0
-    """Bytes per second of the slowest link among those that are spared; 0 where none is."""
+    """Bytes per second of the slowest throttled link; 0 if none is throttled."""
 
 
 def fetched(
     seconds: Mapping[int, float], nbytes: Mapping[int, int], addresses: Mapping[int, str], links: Links
 ) -> Fetched:
-    """All by shard; addresses has those whose links are spared."""
+    """All mappings are by shard; addresses has only the shards whose link is throttled."""
     least_s = 0.0
     for shard, took_s in seconds.items():
         cap = links.cap(addresses[shard]) if shard in addresses else 0.0
@@ -156,7 +155,7 @@ def fetched(
 
 
 def on_this_machine(address: str) -> bool:
-    """Whether "host:port" is here: then training has no link to lose. False where nobody can tell."""
+    """Whether "host:port" is on this machine, so that no link is shared with training. False if that can't be told."""
     try:
         host, port = parse_address(address)
         if ipaddress.ip_address(host).is_loopback:
@@ -168,7 +167,7 @@ def on_this_machine(address: str) -> bool:
     try:
         family, kind, number, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, number) as probe:
-            # Sends nothing: the kernel only chooses the address that it would send from.
+            # Sends nothing: the kernel only selects the source address.
             probe.connect(target)
             return bool(probe.getsockname()[0] == probe.getpeername()[0])
     except OSError as error:

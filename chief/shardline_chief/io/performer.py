@@ -1,4 +1,4 @@
-"""Carries out what the program has decided; outcomes come back as events on the control thread."""
+"""Carries out the program's actions; outcomes come back as events on the control thread."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from shardline_chief.rules.actions import (
     Finish,
     Found,
     Hurry,
+    JournalLine,
     Lead,
     MarkBest,
-    Record,
     Save,
     Saved,
     Say,
@@ -37,7 +37,7 @@ log = logging.getLogger("shardline_chief.io.performer")
 
 
 class Performer:
-    """The chief's hands, but for the journal and the end."""
+    """Carries out all actions except journal entries and the end."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Performer:
         telemetry: Telemetry,
         post: Callable[[Callable[[float], None]], None],
     ) -> None:
-        """post(event): has event(now) called on the control thread."""
+        """post(event): has event(now_s) called on the control thread."""
         self._program = program
         self._commander = commander
         self._checkpointer = checkpointer
@@ -58,7 +58,7 @@ class Performer:
         self._post = post
 
     def do(self, action: Action, now_s: float) -> None:
-        """Do one; its outcome comes back as an event."""
+        """Carry out one action; its outcome comes back as an event."""
         match action:
             case Answer():
                 settle(action.ticket, action.value)
@@ -66,8 +66,8 @@ class Performer:
                 self._say(action)
             case Tell():
                 log.info("%s", action.sentence)
-            case Record():
-                """Done already, before all others."""
+            case JournalLine():
+                """Written already, before all other actions."""
             case Command():
                 self._command(action)
             case Save():
@@ -79,7 +79,7 @@ class Performer:
             case MarkBest():
                 self._mark_best(action)
             case Finish():
-                """Done by the caller: the thread ends with it."""
+                """Handled by the caller: the thread ends with it."""
 
     def _say(self, say: Say) -> None:
         self._reporter.event(say.kind, say.sentence, say.level, say.fields)
@@ -113,7 +113,7 @@ class Performer:
     def _found(self, checkpoint: Checkpoint | None, error: str, now_s: float) -> None:
         resume = ResumePoint(checkpoint) if checkpoint is not None else None
         if self._program.found(Found(resume=resume, error=error), now_s):
-            # Where several servers were lost at once, the first answer counts: the second may come while it is used.
+            # If several servers were lost at once, the first answer counts: the second may arrive while it is in use.
             self._commander.resume = checkpoint
 
     def _mark_best(self, mark: MarkBest) -> None:
@@ -124,7 +124,7 @@ class Performer:
 
 
 def settle(future: Future[Any], result: Any = None, *, error: Exception | None = None) -> None:
-    """Give a waiting call its outcome; it may have gone meanwhile."""
+    """Complete the future of a waiting call; the caller may have left meanwhile."""
     try:
         if error is not None:
             future.set_exception(error)

@@ -1,7 +1,8 @@
-"""What the chief writes down for people: events, steps and rates as JSON lines, TensorBoard event files, metrics.
+"""What the chief records for people: events, steps and rates as JSON lines, TensorBoard event files, metrics.
 
-Steps are keyed by (timeline, step): after a rollback the same step comes again, and both are there. A disk that fails
-costs the logs, never the training: it is said once. A chief that goes on with a run draws its curves from these files.
+Steps are identified by (timeline, step): after a rollback a step number occurs again, and both entries are kept. A
+failing disk costs the logs, never the training, and is reported once. A chief that takes over a run rebuilds its curves
+from these files.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ log = logging.getLogger("shardline_chief")
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 EVENTS_SHOWN = 50
 TAIL_BYTES = 1 << 18
-"""So much of an earlier chief's log is looked at for steps that are told again: those of some heartbeats."""
+"""Bytes of an earlier chief's log searched for steps that are reported again: the steps of a few heartbeats."""
 EARLY = 1024
-"""Heartbeats with steps that are kept until training is known to be under way."""
+"""Heartbeats with steps that are kept until training is known to be running."""
 OPEN_STEPS = 64
-"""A step whose reports are not complete is written anyway when one this much newer is."""
+"""A step with incomplete reports is written anyway once a step this much newer has one."""
 WINDOW_S = 5.0
 RATES_EVERY_S = 2.0
-"""Between two lines of rates.jsonl: 6 MB a day."""
+"""Seconds between two lines of rates.jsonl: 6 MB a day."""
 LAST_STEPS = 50
-"""Steps whose mean stands for a task's present."""
+"""Steps that a task's current means are taken over."""
 
 
 class Rate:
     """Units per second over the last WINDOW_S seconds, from readings of a counter.
 
-    A counter is read more often than its task tells it, so only readings that differ count: else the rate would swing
-    between two values. A counter that stands still for long lets the rate fall.
+    A counter is read more often than its task reports it, so only changed readings count; otherwise the rate would
+    swing between two values. If a counter stands still for long, the rate falls.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class Rate:
         self._now_s = 0.0
 
     def add(self, value: float, now_s: float) -> None:
-        """Note a reading; a counter that went back (its task was replaced) starts again."""
+        """Note a reading; if the counter went back (its task was replaced), start again."""
         self._now_s = now_s
         if self._readings and value == self._readings[-1][1]:
             return
@@ -66,7 +67,7 @@ class Rate:
 
     @property
     def per_second(self) -> float:
-        """0 where there are too few readings."""
+        """Units per second; 0 if there are too few readings."""
         if len(self._readings) < 2:
             return 0.0
         (from_s, first), (to_s, last) = self._readings[0], self._readings[-1]
@@ -77,17 +78,17 @@ class Rate:
 
 
 class StepBoard:
-    """Joins the reports of a step's replicas into one line; a repeated report replaces the one before."""
+    """Joins the reports of a step's replicas into one line; a repeated report replaces the previous one."""
 
     def __init__(self, replicas: int, *, joined: bool) -> None:
-        """joined: a step has one report per replica (sync). Otherwise every report is a line of its own."""
+        """joined: a step has one report per replica (synchronous). Otherwise every report is a line of its own."""
         self._replicas = replicas
         self._joined = joined
         self._open: dict[int, dict[int, StepReport]] = {}
         self._written = -1
 
     def add(self, report: StepReport) -> list[tuple[int, list[StepReport]]]:
-        """Take a report; returns the steps that are complete now, in order."""
+        """Take in a report; returns (step, reports) of the steps that are now complete, ascending."""
         if not self._joined:
             return [(report.step, [report])]
         if report.step <= self._written:
@@ -103,19 +104,19 @@ class StepBoard:
         return ready
 
     def rest(self) -> list[tuple[int, list[StepReport]]]:
-        """What never became complete, at the end."""
+        """Steps that never became complete; call at the end."""
         rest = [(step, list(reports.values())) for step, reports in sorted(self._open.items())]
         self._open.clear()
         return rest
 
 
-class Pace:
-    """Speed and last steps of one task that trains."""
+class TaskSpeed:
+    """Speed and recent steps of one task that trains."""
 
     def __init__(self) -> None:
         self.rate = Rate()
         self.steps = 0
-        """Steps it has told; a worker of several replicas tells one step several times in a row."""
+        """Steps reported so far; a worker with several replicas reports each step several times in a row."""
         self._last: deque[StepReport] = deque(maxlen=LAST_STEPS)
 
     def add(self, report: StepReport) -> None:
@@ -125,33 +126,33 @@ class Pace:
 
     @property
     def staleness(self) -> float:
-        """Mean of the last steps, in versions; 0 before the first."""
+        """Mean staleness of the recent steps, in versions; 0 before the first."""
         return mean([report.staleness for report in self._last])
 
     @property
     def compute_s(self) -> float:
-        """Mean seconds of computing in the last steps."""
+        """Mean seconds of computation per recent step."""
         return mean([report.compute_s for report in self._last])
 
     @property
     def exchange_s(self) -> float:
-        """Mean seconds of push, barrier wait and pull in the last steps."""
+        """Mean seconds of push, barrier wait and pull per recent step."""
         return mean([report.exchange_s for report in self._last])
 
 
 def mean(values: Collection[float]) -> float:
-    """Mean of some values; 0 of none."""
+    """Arithmetic mean; 0 if there are no values."""
     return sum(values) / len(values) if values else 0.0
 
 
 class Shelf:
-    """The committed checkpoints that are still on disk, for people to see."""
+    """The committed checkpoints still on disk, for display."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Path, int, float]] = {}
 
     def put(self, step: int, path: Path) -> None:
-        """A checkpoint is there; which of the others retention has left is looked up."""
+        """Add a checkpoint, and drop those that retention has deleted."""
         nbytes, written = 0, time.time()
         try:
             files = [file.stat() for file in path.iterdir()]
@@ -162,7 +163,7 @@ class Shelf:
         self._found = {step: item for step, item in self._found.items() if item[0].is_dir()}
 
     def list(self, now: float) -> tuple[CheckpointStatus, ...]:
-        """All of them, ascending; now: Unix time."""
+        """All of them, ascending by step. now: Unix time in seconds."""
         return tuple(
             CheckpointStatus(step=step, path=str(path), bytes=nbytes, age_s=max(0.0, now - written))
             for step, (path, nbytes, written) in sorted(self._found.items())
@@ -170,47 +171,47 @@ class Shelf:
 
 
 class Reporter:
-    """Files under out/logs, metrics and the figures of `shardline status`. Used by the control thread."""
+    """Files under out/logs, metrics, and the figures of `shardline status`. Used by the control thread."""
 
     def __init__(self, folder: Path, metrics: Metrics, history: History | None = None) -> None:
-        """history: curves to fill, with what the files in the folder tell of the run so far to begin with."""
+        """history: curves to fill; they start with what the files in the folder contain of this run."""
         self._folder = folder
         self._metrics = metrics
         self._files: dict[str, TextIO] = {}
         self._broken = False
         self.failure = ""
-        """Why the logs can't be written at present; empty where they can."""
+        """Why the logs can't be written now; empty if they can."""
         self._board: Any = None
         self.steps: StepBoard | None = None
         self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         self.said: deque[EventStatus] = deque(maxlen=EVENTS_SHOWN)
         self._drawn = recall(history, folder) if history is not None else None
-        """Timeline that the curves are of; None before the first."""
+        """Timeline of the curves; None before the first."""
         self.history = history or History()
         self._next_rates_s = -math.inf
         self.shelf = Shelf()
         self._early = deque[tuple[str, Sequence[StepReport]]](maxlen=EARLY)
         self._joined = True
         self._written: set[tuple[int, str]] = set()
-        """Steps in the log that an earlier chief wrote."""
+        """Steps already in the log, written by an earlier chief: (step, task)."""
         self.loss = math.nan
         self.step_rate = Rate()
         self.byte_rate = Rate()
         self.push_rate, self.pull_rate = Rate(), Rate()
         self.task_rates: dict[str, tuple[Rate, Rate]] = {}
-        self.paces: dict[str, Pace] = {}
+        self.paces: dict[str, TaskSpeed] = {}
         self._timeline = 0
         self._staleness = deque[float](maxlen=100)
 
     @property
     def staleness(self) -> float:
-        """Mean of the last steps, in versions."""
+        """Mean staleness of the recent steps, in versions."""
         return mean(self._staleness)
 
     # Events
 
     def event(self, kind: str, sentence: str, level: str, fields: Mapping[str, Any]) -> None:
-        """One thing that happened."""
+        """Log one event. level: "info", "warning" or "error"."""
         now = datetime.now(UTC)
         self.events.append(f"{now.astimezone():%H:%M:%S} {sentence}")
         self.said.append(EventStatus(time=now.timestamp(), level=level, sentence=sentence))
@@ -222,19 +223,19 @@ class Reporter:
     # Steps
 
     def begin(self, *, replicas: int, joined: bool, timeline: int, first_step: int) -> None:
-        """A timeline begins to train at first_step: TensorBoard forgets what an earlier one drew beyond it."""
+        """A timeline begins to train at first_step: remove what TensorBoard and the curves have beyond it."""
         self.steps = StepBoard(replicas, joined=joined)
         early, self._early = self._early, deque(maxlen=EARLY)
         self._joined, self._written = joined, self._lines(timeline, joined=joined)
         self._timeline = timeline
         if timeline != self._drawn:
-            # A chief that took over a running cluster goes on with the timeline of the one before, wherever it began.
+            # A chief that took over a running cluster continues the timeline of the previous one, wherever it began.
             self._drawn = timeline
             self.history.forget(first_step)
-        # From where it began to where it was set: that is no speed.
+        # Don't count the jump from the run's first step to this one as speed.
         self.step_rate = Rate()
         try:
-            # Imported here: it takes a second or two, and nothing needs it before training.
+            # Imported here: it takes a second or two, and is not needed before training.
             from torch.utils.tensorboard import SummaryWriter
 
             again = self._board is not None
@@ -248,7 +249,7 @@ class Reporter:
             self.report(task, reports)
 
     def _lines(self, timeline: int, *, joined: bool) -> set[tuple[int, str]]:
-        """(step, task) of the newest lines of this timeline, where an earlier chief wrote some; joined: task is ""."""
+        """(step, task) of the newest lines of this timeline, if an earlier chief wrote some; task is "" if joined."""
         try:
             with files.open_binary(self._folder / "steps.jsonl") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -257,7 +258,7 @@ class Reporter:
             return set()
         found = set()
         for text in lines:
-            # The first may begin in its middle, and a death may have cut any.
+            # The first line may be cut off at its start, and any line by a crash.
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 line = json.loads(text)
                 if line["timeline"] == timeline:
@@ -265,15 +266,15 @@ class Reporter:
         return found
 
     def report(self, task: str, reports: Sequence[StepReport]) -> None:
-        """Finished steps of one task."""
+        """Take in one task's finished steps."""
         if self.steps is None:
-            # A chief that has come back hears of steps before it has taken command.
+            # A restarted chief gets reports before it has taken command.
             self._early.append((task, reports))
             return
-        pace = self.paces.setdefault(task, Pace())
+        pace = self.paces.setdefault(task, TaskSpeed())
         for report in reports:
             if (report.step, "" if self._joined else task) in self._written:
-                # The chief before this one has written it; its task could not know.
+                # The previous chief has written it; the task can't know that.
                 continue
             pace.add(report)
             self._metrics.counter("shardline_examples_total").inc(report.samples)
@@ -308,7 +309,7 @@ class Reporter:
         self._scalar("train/staleness", staleness, step)
 
     def rates(self, step: int, traffic: Mapping[str, tuple[int, int]], now_s: float) -> None:
-        """Readings of the job's step and of each task's wire bytes (pushed, pulled); those of ps make the total."""
+        """Note the job's step and each task's wire bytes (pushed, pulled); the totals are those of the ps."""
         if self.steps is not None:
             self.step_rate.add(step, now_s)
         for pace in self.paces.values():
@@ -340,14 +341,14 @@ class Reporter:
         self._scalar("traffic/bytes_per_second", self.byte_rate.per_second, step)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of a checkpoint."""
+        """Note the metrics of a checkpoint."""
         for name, value in metrics.items():
             self._metrics.gauge("shardline_evaluation_metric", metric=name).set(value)
             self.history.add(f"evaluation/{name}", step, value)
             self._scalar(f"evaluation/{name}", value, step)
 
     def checkpoint(self, step: int, seconds: float, nbytes: int, *, failed: bool) -> None:
-        """A checkpoint was committed, or could not be."""
+        """Note a checkpoint that was committed, or could not be written."""
         self._metrics.counter("shardline_checkpoints_total", outcome="failed" if failed else "written").inc()
         if failed:
             return
@@ -364,7 +365,7 @@ class Reporter:
         try:
             self._board.add_scalar(name, value, step)
         except OSError as error:
-            # The thread behind it has ended with that.
+            # The writer's background thread has ended with this error.
             self._board = None
             self._fail(error)
 
@@ -393,7 +394,7 @@ class Reporter:
             self.event("logs_failed", self.failure, "error", {})
 
     def close(self) -> None:
-        """Write what is open."""
+        """Write incomplete steps and close the files."""
         for step, group in self.steps.rest() if self.steps is not None else []:
             self._step(step, group, "")
         for name, file in self._files.items():
@@ -412,7 +413,7 @@ class Reporter:
 
 
 def _append(path: Path) -> TextIO:
-    """Open to write on; a line that the death of an earlier chief cut short stays a line of its own."""
+    """Open for appending; a line cut short by an earlier chief's crash stays a line of its own."""
     torn = False
     with contextlib.suppress(FileNotFoundError), files.open_binary(path) as file:
         if file.seek(0, os.SEEK_END):

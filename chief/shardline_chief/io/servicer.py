@@ -1,4 +1,4 @@
-"""The gRPC face of the chief: parse, ask the control thread, answer. Decisions are made elsewhere."""
+"""The chief's gRPC service: parse, ask the control thread, answer. Decisions are made elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from shardline.checkpoint import Checkpoint, CheckpointStore
 from shardline.core.digest import tensor_bytes
 from shardline.core.identity import Identity
 from shardline.core.orders import Orders, StepReport
-from shardline.core.timeouts import Timeouts
 from shardline.errors import CheckpointError, ForbiddenError, ProtocolError, ShardlineError
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.auth.access import Access
@@ -48,11 +47,11 @@ JOIN = "/shardline.rpc.v1.Chief/Join"
 MAX_NAME = 256
 SECRET_BYTES = 32
 MAX_STEPS = 4096
-"""Step reports of one heartbeat."""
+"""Most step reports in one heartbeat."""
 
 
 class StreamChannel:
-    """Orders of one heartbeat stream, from the control thread to the server's loop."""
+    """Passes the orders of one heartbeat stream from the control thread to the server's event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -63,31 +62,28 @@ class StreamChannel:
         self._put(orders)
 
     def close(self) -> None:
-        """End the stream behind what is queued."""
+        """End the stream after what is queued."""
         self._put(None)
 
     def refuse(self, error: ShardlineError) -> None:
-        """End the stream with an error behind what is queued."""
+        """End the stream with an error after what is queued."""
         self._put(error)
 
     def _put(self, item: Orders | ShardlineError | None) -> None:
         try:
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
         except RuntimeError:
-            # The loop is closed: the server has ended, and with it the stream.
+            # The loop is closed: the server, and with it the stream, has ended.
             log.debug("orders for a heartbeat stream that has ended")
 
 
 class ChiefServicer(chief_pb2_grpc.ChiefServicer):
-    """Serves Chief over one Control."""
+    """Serves Chief for one Control."""
 
-    def __init__(
-        self, control: Control, store: CheckpointStore, timeouts: Timeouts, access: Access, *, term: int
-    ) -> None:
+    def __init__(self, control: Control, store: CheckpointStore, access: Access, *, term: int) -> None:
         self._control = control
         self._access = access
         self._store = store
-        self._timeouts = timeouts
         self._term = term
 
     # Membership
@@ -109,12 +105,11 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             incarnation=answer.incarnation,
             secret=answer.secret,
             term=self._term,
-            timeout_s=self._timeouts.total_s,
         )
 
     @rpc_errors.stream
     async def Heartbeat(self, request: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Heartbeats in, orders out: whenever they change, and as the answer to each heartbeat."""
+        """Takes heartbeats and yields orders: whenever they change, and in answer to each heartbeat."""
         channel = StreamChannel(asyncio.get_running_loop())
         life: list[tuple[str, int]] = []
         reader = asyncio.create_task(self._read(request, channel, life))
@@ -177,7 +172,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
 
     @rpc_errors.unary
     async def Report(self, request: chief_pb2.ReportRequest, context: Any) -> chief_pb2.ReportReply:
-        """Metrics of a checkpoint."""
+        """Score of a checkpoint."""
         _life(request, "Report")
         at_most(len(request.metrics), MAX_FIGURES, f"Report: metrics of {request.task}")
         at_most(len(request.metric_order), MAX_FIGURES, f"Report: names of metrics of {request.task}")
@@ -196,7 +191,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
 
     @rpc_errors.unary
     async def Status(self, request: chief_pb2.ChiefStatusRequest, context: Any) -> chief_pb2.ChiefStatusReply:
-        """The job at a glance."""
+        """The current status of the job."""
         return chief_status_to_proto(await asyncio.wrap_future(self._control.status()))
 
     @rpc_errors.unary
@@ -225,7 +220,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             step = await self._ask(lambda now_s: self._control.program.state.saves.checkpoint_step)
         if step < 0:
             raise CheckpointError("there is no checkpoint yet; ask again when the orders name one")
-        # Retention must not delete it while it is read.
+        # Keep retention from deleting it while it is read.
         self._store.protect(step)
         try:
             checkpoint = await asyncio.to_thread(self._store.open, step, verify=False)
@@ -255,15 +250,15 @@ async def _tensor_frames(checkpoint: Checkpoint, name: str) -> AsyncIterator[chi
 
 
 def register(servicer: ChiefServicer) -> Callable[[grpc.aio.Server], None]:
-    """For RpcServer."""
+    """Registration function for RpcServer."""
     return lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(servicer, server)
 
 
-# Messages to values. What comes from the network is checked here.
+# Messages to values: everything from the network is checked here.
 
 
 def join_from_proto(message: chief_pb2.JoinRequest) -> Join:
-    """A Join; raises ProtocolError on names that are none, and where it names more than there can be."""
+    """A Join. Raises ProtocolError if a name is too long or a list has too many items."""
     at_most(len(message.hello.machine), MAX_FIGURES, "Join: facts about the machine")
     at_most(len(message.hello.required_features), MAX_FIGURES, "Join: required features")
     for word in (*message.hello.machine, *message.hello.machine.values(), *message.hello.required_features):
@@ -288,7 +283,7 @@ def join_from_proto(message: chief_pb2.JoinRequest) -> Join:
 
 
 def beat_from_proto(message: chief_pb2.Beat) -> Beat:
-    """A heartbeat; raises ProtocolError on more reports than a heartbeat may carry."""
+    """A heartbeat. Raises ProtocolError if it carries too many reports, or a name is too long."""
     if len(message.steps) > MAX_STEPS:
         raise ProtocolError(f"heartbeat of {message.task} has {len(message.steps)} steps; the limit is {MAX_STEPS}")
     _life(message, "heartbeat")
@@ -331,12 +326,12 @@ def beat_from_proto(message: chief_pb2.Beat) -> Beat:
 
 
 def _life(message: Any, where: str) -> None:
-    """Refuse the name of a task that is too long to be one."""
+    """Raise ProtocolError if the name of the task is too long."""
     short(message.task, f"{where}: name of the task", MAX_NAME)
 
 
 def _check_ps(message: parameter_server_pb2.PsStatusReply, where: str) -> None:
-    """Refuse the status of a server that tells of more than there can be."""
+    """Raise ProtocolError if a server's status has more items than there can be."""
     at_most(len(message.shards), MAX_TENSORS, f"{where}: shards")
     at_most(len(message.standbys), MAX_TENSORS, f"{where}: standbys")
     short(message.failure, f"{where}: failure of the server", MAX_SENTENCE)
@@ -350,7 +345,7 @@ def _seconds(value: float) -> float:
 
 
 def orders_to_proto(orders: Orders) -> chief_pb2.Orders:
-    """Orders as a message."""
+    """Orders as a protobuf message."""
     return chief_pb2.Orders(
         version=orders.version,
         phase=PHASES[orders.phase.name.lower()],

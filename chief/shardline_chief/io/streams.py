@@ -1,4 +1,4 @@
-"""The heartbeat streams of living tasks: whose orders changed is told; a heartbeat is answered in any case."""
+"""The heartbeat streams of living tasks: sends orders that changed, and answers every heartbeat."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from shardline.errors import ShardlineError
 from shardline_chief.rules.program import Program
 
 LAST = 1 << 62
-"""Version of orders after which none follow."""
+"""Version of a life's last orders."""
 
 Key = tuple[str, int]
-"""Task and incarnation."""
+"""(task, incarnation)."""
 
 
 class Channel(Protocol):
-    """Where one heartbeat stream's orders go. Called from the control thread."""
+    """Receives the orders for one heartbeat stream. Called from the control thread."""
 
     def send(self, orders: Orders) -> None:
         """Queue orders."""
         ...
 
     def close(self) -> None:
-        """No more orders: the stream ends."""
+        """No more orders: end the stream."""
         ...
 
     def refuse(self, error: ShardlineError) -> None:
-        """The stream ends with this error."""
+        """End the stream with this error."""
         ...
 
 
 class Streams:
-    """Streams by life. Belongs to the control thread."""
+    """Open streams, by life. Belongs to the control thread."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -43,7 +43,7 @@ class Streams:
         """Lives whose heartbeat has not been answered yet."""
 
     def heard(self, key: Key, channel: Channel, *, alive: bool) -> bool:
-        """A heartbeat came over this channel. False: its life is fenced, so the channel was closed with last orders."""
+        """A heartbeat arrived on a channel. False: its life is fenced; the channel got last orders and was closed."""
         if alive:
             self._heard.add(key)
         if self._channels.get(key) is channel:
@@ -56,21 +56,21 @@ class Streams:
         return True
 
     def detach(self, key: Key, channel: Channel) -> bool:
-        """A stream is over. False: a newer one of the same life had taken its place already."""
+        """A stream has ended. False: a newer one of the same life had replaced it already."""
         if self._channels.get(key) is not channel:
             return False
         del self._channels[key]
         return True
 
     def push_orders(self) -> None:
-        """Send new orders to those for whom they changed, and the same again to those that have beaten since."""
+        """Send orders to tasks whose orders changed, and repeat them for tasks with an unanswered heartbeat."""
         state = self._program.state
         for key, channel in list(self._channels.items()):
             current = state.tasks.members.current(*key)
             if state.returning and current:
-                # It goes on by the orders it has until this chief knows what holds.
+                # It keeps its last orders until this chief has taken command.
                 continue
-            # Grows over terms: a task takes no orders that are older than those it has.
+            # Versions grow over terms: a task ignores orders older than its own.
             last = self._sent.get(key, Orders(version=state.settings.term << 32))
             orders = dataclasses.replace(self._program.orders(*key), version=last.version)
             if orders != last or key not in self._sent:
@@ -80,20 +80,20 @@ class Streams:
             elif key in self._heard:
                 channel.send(last)
             if not current:
-                # It has got its last orders (fenced, or good-bye); the stream ends behind them.
+                # It has its last orders (fenced or ended); the stream ends after them.
                 channel.close()
                 del self._channels[key]
         self._heard.clear()
 
     def there(self) -> set[str]:
-        """Tasks that have not let go of their stream."""
-        # Admitted just now and without a stream yet: nobody would be left to tell it of the end.
+        """Tasks that have not closed their stream."""
+        # This includes tasks just admitted and without a stream: no other chief would notify them of the end.
         living = [m for m in self._program.state.tasks.members if m.living]
         silent = {m.task for m in living if (m.task, m.incarnation) not in self._sent}
         return silent | {task for task, _ in self._channels}
 
     def close(self) -> None:
-        """Nothing more is said."""
+        """Close all streams without further orders."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()

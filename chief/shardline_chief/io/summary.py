@@ -1,4 +1,4 @@
-"""The JSON that a run ends with, and the overview that `shardline status` prints."""
+"""The summary JSON of a finished run, and the overview for `shardline status`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shardline_chief.rules.program import Program
 
 
 def total_traffic(program: Program) -> Traffic:
-    """Bytes through all parameter servers: what every worker pushed and pulled."""
+    """Bytes through all parameter servers: everything that workers pushed and pulled."""
     parts = [traffic for task, traffic in program.state.figures.traffic.items() if task.startswith("ps/")]
     return functools.reduce(operator.add, parts, Traffic())
 
 
 def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[str, Any]:
-    """What the run came to. sha256: of the last checkpoint's parameters, "" where there is none."""
+    """The run's result, for summary.json. sha256: digest of the last checkpoint's parameters, "" if there is none."""
     state = program.state
     seconds = state.figures.seconds(now_s)
     trained = max(0, state.progress.step - state.progress.first_step)
@@ -79,18 +79,18 @@ def summary(program: Program, *, sha256: str, out: Path, now_s: float) -> dict[s
 
 
 def _plain(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN."""
+    """The metrics for JSON, which has no NaN."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write so that readers see the old file or the new one. Raises OSError."""
+    """Replace a file atomically: readers see the old content or the new. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files.replace(path, f"{json.dumps(value, indent=2)}\n".encode())
 
 
 def overview(program: Program, reporter: Reporter, out: Path, now_s: float, *, page: str = "") -> ChiefStatus:
-    """The job as it is now. page: address of the chief's own page."""
+    """The job's current status. page: address of the chief's own page."""
     state = program.state
     rows = tuple(_with_rates(row, reporter) for row in program.rows(now_s))
     last = max((step for step, metrics in state.figures.metrics.items() if metrics), default=None)

@@ -1,6 +1,6 @@
-"""OUT/prometheus-targets.json: where the tasks' metrics are, for Prometheus's file_sd_configs.
+"""OUT/prometheus-targets.json: addresses of the tasks' metrics, for Prometheus's file_sd_configs.
 
-The tasks of `shardline train` take free ports, which no configuration can know; the chief is told all of them.
+The tasks of `shardline train` use free ports, which no configuration can know; the chief learns them all.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Targets:
-    """Keeps the file up to date. A disk that fails costs the file until it works again, never the training.
+    """Keeps the file up to date. A failing disk costs the file until it works again, never the training.
 
-    chief_metrics: where the chief's own metrics are; chief: its address in the cluster.
+    chief_metrics: address of the chief's own metrics. chief: its address in the cluster.
     """
 
     def __init__(self, out: Path, *, chief: str, chief_metrics: str) -> None:
@@ -35,7 +35,7 @@ class Targets:
         self._broken = False
 
     def show(self, members: Iterable[Member]) -> None:
-        """Write the file where those who are there have changed. A dead task stays: that it is down is to be seen."""
+        """Write the file if the members have changed. Dead tasks stay in it, so that Prometheus shows them as down."""
         found = {
             (member.role, reachable(member.metrics_address, member.address))
             for member in members
@@ -44,7 +44,7 @@ class Targets:
         self._write(sorted(self._own | found))
 
     def clear(self) -> None:
-        """The job has ended: nobody is there to be asked, and nobody is missing."""
+        """The job has ended: leave no targets that would count as down."""
         self._write([])
 
     def _write(self, tasks: list[tuple[str, str]]) -> None:
@@ -52,9 +52,9 @@ class Targets:
             return
         groups = [{"targets": [where], "labels": {"run": self._run, "service": role}} for role, where in tasks]
         try:
-            # Prometheus reads it whenever it changes: never half of it.
+            # Prometheus reads the file whenever it changes, so it must never be half written.
             files.replace(self._path, f"{json.dumps(groups, indent=2)}\n".encode(), durable=False)
-            # Only now: a disk that has room again gets it at the next look.
+            # Set only after success, so that the next call tries again once the disk has room.
             self._written, self._broken = tasks, False
         except OSError as error:
             if not self._broken:
@@ -63,7 +63,7 @@ class Targets:
 
 
 def reachable(metrics_address: str, address: str) -> str:
-    """A task's metrics address as others call it: "0.0.0.0" is its own word for the host that `address` names."""
+    """A task's metrics address as seen from other hosts: "0.0.0.0" is replaced by the host in `address`."""
     try:
         host, port = parse_address(metrics_address)
         return format_address(parse_address(address)[0], port) if host in EVERYWHERE else metrics_address

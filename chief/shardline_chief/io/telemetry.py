@@ -1,4 +1,4 @@
-"""What the chief tells of the job besides events: logs of steps, metrics, Prometheus targets."""
+"""What the chief publishes about the job besides events: logs of steps, metrics, Prometheus targets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardline_chief.rules.state.membership import Life
 from shardline_chief.rules.state.state import State
 
 RATES_S = 0.5
-"""How often rates are taken."""
+"""Seconds between two readings of the rates."""
 
 
 class Telemetry:
-    """Keeps figures up to date."""
+    """Keeps logs, metrics and targets up to date."""
 
     def __init__(self, program: Program, reporter: Reporter, metrics: Metrics, out: Path) -> None:
         self._program = program
@@ -30,13 +30,13 @@ class Telemetry:
         self._out = out
         self._next_rates_s = 0.0
         self._reported = 0
-        """Timeline whose training the reporter was told of."""
+        """Timeline whose training the reporter has been informed of."""
         self._targets: Targets | None = None
-        # A first checkpoint that never comes grows old too.
+        # Set now, so that a first checkpoint that never comes also shows as overdue.
         metrics.gauge("shardline_checkpoint_timestamp_seconds").set(time.time())
 
     def tick(self, now_s: float) -> bool:
-        """Tell what is new; returns whether the status is to be shown again."""
+        """Publish what is new; returns whether to refresh the page's status."""
         state = self._program.state
         self._begin(state)
         if now_s < self._next_rates_s:
@@ -54,13 +54,13 @@ class Telemetry:
         return True
 
     def _begin(self, state: State) -> None:
-        """Tell the reporter of a history that begins."""
-        # Where shards go back alone, nothing that was logged is undone.
+        """Inform the reporter when a timeline begins to train."""
+        # If shards go back one by one, nothing that was logged is undone.
         anew = state.layout.timeline != self._reported if state.mode.consistent_cuts else not self._reported
         under_way = state.phase in (Phase.RUNNING, Phase.STOPPING) and not state.returning
         if under_way and anew and state.job is not None:
             self._reported = state.layout.timeline
-            # Of an earlier chief, whose logs go on: nothing that they have was undone.
+            # The timeline of an earlier chief, whose logs continue: nothing in them was undone.
             taken_over = state.layout.timeline >> 32 != state.settings.term
             self._reporter.begin(
                 replicas=state.job.replicas,
@@ -79,24 +79,24 @@ class Telemetry:
             self._metrics.gauge("shardline_tasks", role=role, state=life_name).set(count)
 
     def saved(self, saved: Saved) -> None:
-        """A checkpoint was committed, or could not be."""
+        """A checkpoint was committed, or could not be written."""
         self._reporter.checkpoint(saved.step, saved.seconds, saved.nbytes, failed=bool(saved.error))
         if not saved.error:
             self._metrics.gauge("shardline_checkpoint_timestamp_seconds").set(time.time())
 
     def interval(self) -> None:
-        """Show how many steps must lie between checkpoints, where that is known."""
+        """Publish the smallest workable checkpoint interval, once known."""
         if least := self._program.state.saves.least_interval:
             self._metrics.gauge("shardline_checkpoint_interval_steps").set(least)
 
     def close(self) -> None:
-        """The job has ended: nobody is there to be asked for metrics."""
+        """The job has ended: remove the Prometheus targets."""
         if self._targets is not None:
             self._targets.clear()
 
 
 def _wire(traffic: Mapping[str, Traffic]) -> dict[str, tuple[int, int]]:
-    # Within one host nothing is on a wire; then what moved through memory is the rate to show.
+    # Within one host nothing is on the wire; show the rate of what moved through memory instead.
     return {
         task: (both.push_wire_bytes or both.push_raw_bytes, both.pull_wire_bytes or both.pull_raw_bytes)
         for task, both in traffic.items()

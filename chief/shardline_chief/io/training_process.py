@@ -1,6 +1,6 @@
-"""A chief that trains: a worker process of its own under the name chief/0, which ends with the chief.
+"""A chief that trains: a separate worker process with the name chief/0, which ends with the chief.
 
-A process and not a thread: heartbeats and checkpoints must not wait for a backward pass that holds the interpreter.
+A process and not a thread: heartbeats and checkpoints must not wait for a backward pass that holds the GIL.
 
     python -m shardline_chief.io.training_process < settings.json
 """
@@ -43,7 +43,7 @@ def _path(text: str | None) -> Path | None:
 
 
 def to_json(config: RoleConfig) -> str:
-    """Settings of the trainer process, for its standard input."""
+    """Settings of the training process as JSON, for its standard input."""
     fields: dict[str, Any] = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
@@ -53,7 +53,7 @@ def to_json(config: RoleConfig) -> str:
     fields["timeouts"] = dataclasses.asdict(config.timeouts)
     for name in PATHS:
         fields[name] = _text(getattr(config, name))
-    # Where the secrets are, not what they are.
+    # Paths of the secrets, not their content.
     fields["security"] = {name: _text(getattr(config.security, name)) for name in SECURITY_FILES}
     return json.dumps(fields)
 
@@ -72,10 +72,10 @@ def from_json(text: str) -> RoleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerCluster(ClusterSpec):
-    """The cluster as the trainer sees it: `chief` is where it calls, but its own services need a port of their own."""
+    """The cluster for the training process: `chief` is the address to call; its own services need another port."""
 
     def address(self, task: str) -> str:
-        """Address to serve at; any free port for chief/0."""
+        """Address to serve at, "host:port"; any free port for chief/0."""
         if task != "chief/0":
             return super().address(task)
         host, _ = parse_address(self.chief)
@@ -86,7 +86,7 @@ class TrainingProcess:
     """The chief's own training process."""
 
     def __init__(self, config: RoleConfig, chief_address: str, *, on_exit: Callable[[int], None]) -> None:
-        """Start it. config: the chief's. on_exit gets its exit code, on a thread of its own."""
+        """Start the process. config: the chief's. on_exit gets the exit code, on a thread of its own."""
         self._life_read, self._life_write = os.pipe()
         settings = dataclasses.replace(
             config,
@@ -103,7 +103,7 @@ class TrainingProcess:
             [sys.executable, "-P", "-m", "shardline_chief.io.training_process"],
             stdin=subprocess.PIPE,
             pass_fds=(self._life_read,),
-            # Ctrl-C in the chief's terminal is the chief's to handle.
+            # Ctrl-C in the chief's terminal is for the chief to handle.
             start_new_session=True,
         )
         os.close(self._life_read)
@@ -114,7 +114,7 @@ class TrainingProcess:
         watcher.start()
 
     def close(self, timeout_s: float) -> None:
-        """Wait until it has gone; after timeout_s it is killed."""
+        """Wait until the process has exited; kill it after timeout_s seconds."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -125,7 +125,7 @@ class TrainingProcess:
 
 
 def main() -> int:
-    """Run the worker role under the chief's name; returns its exit code."""
+    """Run the worker role with the chief's name; returns its exit code."""
     config = from_json(sys.stdin.read())
     if config.life_fd is not None:
         lifeline.watch(config.life_fd)

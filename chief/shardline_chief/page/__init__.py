@@ -1,1 +1,1 @@
-"""The chief's own page: curves with bounded memory, JSON and events over HTTP, static files."""
+"""The chief's own page: curves in bounded memory, JSON and events over HTTP, static files."""

@@ -1,9 +1,9 @@
-"""Who may see the page: rules, no sockets.
+"""Who may see the page: rules without sockets.
 
-A page on loopback without a token is for this machine; it answers to loopback's names only, or else a web site that
-points its own name at 127.0.0.1 could read it in a person's browser. Wherever there is a job token, the page asks for
+A page on loopback without a token is for this machine only. It answers only to loopback's names; otherwise a web site
+that points its own name at 127.0.0.1 could read it through a browser here. If there is a job token, the page requires
 it: as `Authorization: Bearer`, or once by form or ?token=, after which the browser has a cookie. The cookie holds a
-digest, so the token itself is not left in a browser's files.
+digest, so the browser's files never contain the token itself.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shardline.security import TOKEN_LIMITS, Security, is_loopback
 
 COOKIE = "shardline-page"
 COOKIE_BYTES = 4096
-"""A longer Cookie header is not looked into."""
+"""A longer Cookie header is ignored."""
 
 
 def check_exposure(address: str, security: Security) -> bool:
-    """Whether the page at "host:port" is open to other machines. Raises UsageError where that would need a token."""
+    """Whether the page at "host:port" is open to other machines. Raises UsageError if it is and there is no token."""
     host, _ = parse_address(address, "--page")
     exposed = not is_loopback(host)
     if exposed and not security.token:
@@ -36,23 +36,23 @@ def check_exposure(address: str, security: Security) -> bool:
 
 
 @dataclass(frozen=True)
-class Access:
-    """Decides about requests. exposed: the page is open to other machines; then there is a token."""
+class PageAccess:
+    """Decides on requests. exposed: the page is open to other machines, so there is a token."""
 
     security: Security
     exposed: bool = False
 
     @property
     def locked(self) -> bool:
-        """Whether the token is asked for."""
+        """Whether a token is required."""
         return bool(self.security.token)
 
     def right_host(self, header: str) -> bool:
-        """Whether the Host header is one under which this page is meant to be seen."""
+        """Whether the Host header names a host under which this page may be seen."""
         return self.exposed or self.locked or names_loopback(header)
 
     def admitted(self, *, authorization: str, cookie: str) -> bool:
-        """Whether these headers bring the token or the cookie."""
+        """Whether these headers contain the token or the cookie."""
         if not self.locked:
             return True
         scheme, _, token = authorization.partition(" ")
@@ -61,7 +61,7 @@ class Access:
         return self._cookie_is(cookie)
 
     def token_is(self, token: str) -> bool:
-        """Whether this is the token, in constant time."""
+        """Whether this is the token; compares in constant time."""
         return len(token) <= TOKEN_LIMITS[1] and self.security.check(token)
 
     def _cookie_is(self, header: str) -> bool:
@@ -78,10 +78,10 @@ class Access:
 
     @property
     def cookie_name(self) -> str:
-        """Differs by token: browsers know no ports, and one machine may have several chiefs."""
+        """Depends on the token: cookies ignore ports, and one machine may run several chiefs."""
         return f"{COOKIE}-{self._digest('name')[:8]}"
 
     def cookie(self, *, secure: bool) -> str:
-        """Set-Cookie for a browser that brought the token; it goes when the browser is closed."""
+        """Set-Cookie for a browser that has sent the token; it expires when the browser is closed."""
         text = f"{self.cookie_name}={self._digest('cookie')}; Path=/; HttpOnly; SameSite=Strict"
         return f"{text}; Secure" if secure else text

@@ -1,4 +1,4 @@
-"""The page over HTTP: few paths, all known beforehand, each of bounded work. Nothing here changes the job."""
+"""The page over HTTP: a few fixed paths, each with bounded work. Nothing here changes the job."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shardline_chief.page.access import Access
+from shardline_chief.page.access import PageAccess
 from shardline_chief.page.board import Board
 from shardline_chief.page.files import StaticFile, read_static
 
 STREAMS = 32
-"""Most browsers that are told news as they come; further ones ask each second instead."""
+"""Most browsers with live updates; further ones poll once a second instead."""
 STREAM_S = 3600.0
-"""A stream ends after this long and its browser opens another."""
+"""Seconds after which a stream ends and its browser opens another."""
 QUIET_S = 5.0
-"""How long a stream may say nothing: then a line shows whether the browser is still there."""
+"""Seconds of silence after which a stream sends a line, to see whether the browser is still there."""
 FORM_BYTES = 8192
 FORM_S = 5.0
 CURSOR_CHARACTERS = 64
 SHOWN = 120
 """Characters of a foreign path or name that an answer repeats."""
 PUBLIC = ("/style.css", "/favicon.svg", "/login")
-"""What the form for the token needs itself."""
+"""Files that the token form itself needs."""
 
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
@@ -47,9 +47,9 @@ SECURITY_HEADERS = {
 
 
 class Page:
-    """The application over one board."""
+    """The web application for one board."""
 
-    def __init__(self, board: Board, access: Access) -> None:
+    def __init__(self, board: Board, access: PageAccess) -> None:
         self._board = board
         self._access = access
         self._files = read_static()
@@ -63,12 +63,12 @@ class Page:
         ]
         routes += [Route(path, self._static(file)) for path, file in self._files.items()]
         application = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
-        # A path with a slash too many is unknown like any other.
+        # A path with an extra slash is unknown like any other.
         application.router.redirect_slashes = False
         self.application: ASGIApp = _Guard(application, access)
 
     def close(self) -> None:
-        """Let every stream say its last word; called on the loop."""
+        """Have every stream send its last events and end; called on the loop."""
         self._closing = True
         self._board.wake()
 
@@ -146,9 +146,9 @@ async def _body(request: Request) -> bytes:
 
 
 class _Guard:
-    """Before any path: is this the right host, is the token there. After it: headers that every answer has."""
+    """Checks host and token before any route, and adds security headers to every answer."""
 
-    def __init__(self, application: ASGIApp, access: Access) -> None:
+    def __init__(self, application: ASGIApp, access: PageAccess) -> None:
         self._application = application
         self._access = access
 
@@ -168,7 +168,7 @@ class _Guard:
         await (refusal or self._application)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
-        """The answer of a request that goes no further; None where it may."""
+        """The answer to a request that is refused; None if it may pass."""
         headers = Headers(scope=scope)
         path: str = scope["path"]
         host = headers.get("host", "")
@@ -180,7 +180,7 @@ class _Guard:
             return None
         token = QueryParams(scope["query_string"]).get("token") if path == "/" and scope["method"] == "GET" else None
         if token is not None and self._access.token_is(token):
-            # Also where a cookie is there already: the token must not stay in the address.
+            # Even if a cookie is there already: the token must not stay in the address.
             return admit(self._access, scope)
         if self._access.admitted(authorization=headers.get("authorization", ""), cookie=headers.get("cookie", "")):
             return None
@@ -191,8 +191,8 @@ class _Guard:
         return answer
 
 
-def admit(access: Access, scope: Scope) -> Response:
-    """To the page, with a cookie and without the token in the address."""
+def admit(access: PageAccess, scope: Scope) -> Response:
+    """Redirect to the page, with a cookie and without the token in the address."""
     answer = RedirectResponse("/", status_code=303)
     if access.locked:
         answer.headers["Set-Cookie"] = access.cookie(secure=scope["scheme"] == "https")
@@ -200,7 +200,7 @@ def admit(access: Access, scope: Scope) -> Response:
 
 
 def token_form(problem: str) -> Response:
-    """The form that asks for the token."""
+    """The form that asks for the token; `problem` is shown above it unless empty."""
     said = f'<p role="alert">{html.escape(problem)}</p>' if problem else ""
     text = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -230,7 +230,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 def _sentence(status: int, sentence: str, path: str) -> Response:
-    """What went wrong: JSON for programs, plain text for people."""
+    """An error message: JSON for programs, plain text for people."""
     if path.startswith("/api/"):
         return _json(json.dumps({"error": sentence}), status)
     return PlainTextResponse(f"{sentence}\n", status)

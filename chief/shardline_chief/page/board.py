@@ -1,4 +1,4 @@
-"""What the page shows now: written by the control thread, read by the page's own event loop."""
+"""What the page shows now: written by the control thread, read by the page's event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardline_chief.page.history import History
 
 
 class Board:
-    """The newest status, as JSON made when somebody asks, and those who wait for a newer one."""
+    """The newest status, converted to JSON on demand, and the readers that wait for a newer one."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -21,7 +21,7 @@ class Board:
         self._status = ChiefStatus()
         self._number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Of the loop's thread alone.
+        # Used only on the loop's thread.
         self._waiting: set[asyncio.Event] = set()
         self._view: tuple[int, str] = (-1, "")
         self._changes: tuple[int, str, dict[str, Any]] = (-1, "", {})
@@ -29,7 +29,7 @@ class Board:
     # The control thread
 
     def show(self, status: ChiefStatus) -> None:
-        """Put up a newer status; costs the caller next to nothing."""
+        """Set a newer status; costs the caller next to nothing."""
         with self._lock:
             self._status = status
             self._number += 1
@@ -41,13 +41,13 @@ class Board:
         try:
             loop.call_soon_threadsafe(self.wake)
         except RuntimeError:
-            # The page has been closed; nobody waits any more.
+            # The page has been closed; nobody is waiting any more.
             self.bind(None)
 
     # The page's loop
 
     def bind(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Whose waiters to wake; None: nobody's."""
+        """Set the loop whose waiters are to be woken; None: no loop."""
         with self._lock:
             self._loop = loop
 
@@ -57,7 +57,7 @@ class Board:
         return self._number
 
     def view(self) -> str:
-        """The newest status as JSON text of a ClusterView."""
+        """The newest status, as the JSON text of a ClusterView."""
         with self._lock:
             status, number = self._status, self._number
         if self._view[0] != number:
@@ -65,13 +65,13 @@ class Board:
         return self._view[1]
 
     def changes(self, cursor: str) -> dict[str, Any]:
-        """What changed in the curves since a cursor; readers that keep pace share one answer per status."""
+        """What changed in the curves since a cursor; readers with the same cursor share one answer per status."""
         if self._changes[:2] != (self._number, cursor):
             self._changes = (self._number, cursor, self._history.since(cursor))
         return self._changes[2]
 
     async def newer(self, number: int, timeout_s: float) -> bool:
-        """Wait for a status after that number, or for wake(); False when the timeout ran out."""
+        """Wait for a status after that number, or for wake(); False on timeout. timeout_s: seconds."""
         if self._number > number:
             return True
         event = asyncio.Event()
@@ -85,6 +85,6 @@ class Board:
         return True
 
     def wake(self) -> None:
-        """Wake all that wait."""
+        """Wake all waiters."""
         for event in self._waiting:
             event.set()

@@ -1,4 +1,4 @@
-"""The files of the page, read once; a request never touches the file system."""
+"""The page's files, read once; requests never touch the file system."""
 
 from __future__ import annotations
 

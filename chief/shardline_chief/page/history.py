@@ -1,9 +1,9 @@
 """Curves of a run for the chief's page, in bounded memory: however long the run, a curve has at most POINTS points.
 
-A curve is cut into bins of equal width; a bin holds the mean of what fell into it. When there are too many bins, each
-two become one of twice the width, so old and new parts of a curve are always drawn alike.
+A curve is divided into bins of equal width; a bin keeps the mean of its points. When there are too many bins, each pair
+is merged into one of twice the width, so old and new parts of a curve always have the same resolution.
 
-Readers ask for what changed since their last question: each change has a number, and the cursor is the last one seen.
+Readers ask for what changed since their last request: changes are numbered, and the cursor is the last number seen.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 POINTS = 2000
-"""Most points of a curve; after two bins became one, half as many."""
+"""Most points of a curve; half as many after bins were merged."""
 CURVES = 32
-"""Most curves: the job names its evaluation metrics, and each has one."""
+"""Most curves: the job names its evaluation metrics, and each has a curve."""
 STEP, TIME = "step", "time"
-"""What a curve runs along: the job's step, or Unix time in seconds."""
+"""x axis of a curve: the job's step, or Unix time in seconds."""
 
 
 @dataclass
@@ -40,18 +40,18 @@ class _Bin:
 
 @dataclass
 class Curve:
-    """One curve. Points may come in any order; those in one bin become their mean."""
+    """One curve. Points may come in any order; those in one bin are averaged."""
 
     axis: str
     width: float = 1.0
-    """Width of a bin."""
+    """Width of a bin, in units of the axis."""
     limit: int = POINTS
     bins: dict[int, _Bin] = field(default_factory=dict)
     renewed: int = 0
-    """Number of the last change that moved or took away points, so that readers have to take the curve anew."""
+    """Number of the last change that moved or removed points, after which readers must fetch the whole curve."""
 
     def add(self, x: float, y: float, changed: int) -> None:
-        """Take a point; one that is no number is left out."""
+        """Add a point; it is ignored if a coordinate is not finite."""
         if not (math.isfinite(x) and math.isfinite(y)):
             return
         self._put(math.floor(x / self.width), _Bin(1, x, y, changed))
@@ -72,7 +72,7 @@ class Curve:
             self._put(number // 2, item)
 
     def forget(self, x: float, changed: int) -> None:
-        """Take away what lies beyond x."""
+        """Remove all points beyond x."""
         beyond = [number for number, item in self.bins.items() if item.x > x]
         for number in beyond:
             del self.bins[number]
@@ -80,9 +80,9 @@ class Curve:
             self.renewed = changed
 
     def since(self, cursor: int) -> dict[str, Any] | None:
-        """Points changed after that change, as JSON; None where there are none.
+        """Points changed after that change, as JSON; None if there are none.
 
-        points: [bin, x, y] in ascending order; `reset`: they are the whole curve, to be taken instead of the old one.
+        points: [bin, x, y] in ascending order. `reset`: they are the whole curve and replace the old one.
         """
         reset = self.renewed > cursor
         points = sorted(
@@ -101,10 +101,10 @@ class History:
         self._changed = 0
         self._lock = threading.Lock()
         self._life = uuid.uuid4().hex[:8]
-        """Tells cursors of this process from those of an earlier one."""
+        """Distinguishes cursors of this process from those of an earlier one."""
 
     def add(self, name: str, x: float, y: float, *, axis: str = STEP, width: float = 1.0) -> None:
-        """Add a point to a curve; the first one makes it, while there are not too many."""
+        """Add a point to a curve; the first point creates it, unless there are too many."""
         with self._lock:
             curve = self._curves.get(name)
             if curve is None:
@@ -115,7 +115,7 @@ class History:
             curve.add(x, y, self._changed)
 
     def forget(self, step: int) -> None:
-        """A timeline begins at this step: what an earlier one drew beyond it goes; what was measured at it holds."""
+        """A timeline begins at this step: remove what an earlier one drew beyond it; points at the step itself stay."""
         with self._lock:
             self._changed += 1
             for curve in self._curves.values():
@@ -125,7 +125,7 @@ class History:
     def since(self, cursor: str = "") -> dict[str, Any]:
         """What changed since a cursor, "" for everything, as JSON: the next cursor and the changed curves by name.
 
-        A cursor of another process, or one that is none, gets everything, each curve marked `reset`.
+        An invalid cursor, or one of another process, gets everything, each curve marked `reset`.
         """
         life, _, number = cursor.partition("-")
         known = life == self._life and number.isascii() and number.isdigit() and len(number) <= 15
@@ -136,6 +136,6 @@ class History:
             return {"cursor": f"{self._life}-{self._changed}", "reset": not known, "curves": curves}
 
     def names(self) -> Iterable[str]:
-        """Names of the curves, in the order in which they began."""
+        """Names of the curves, in order of creation."""
         with self._lock:
             return tuple(self._curves)

@@ -1,7 +1,7 @@
-"""Curves of a run that goes on: read back from what the chiefs before this one wrote under OUT/logs.
+"""Curves of a continued run: read back from what earlier chiefs wrote under OUT/logs.
 
-steps.jsonl has loss and staleness, events.jsonl the evaluations, rates.jsonl bytes and steps per second. They are told
-to the History in the order of their times, as they were at first; so bins, limits and rollbacks come out alike.
+steps.jsonl has loss and staleness, events.jsonl the evaluations, rates.jsonl bytes and steps per second. They are added
+to the History in order of time, as they were at first, so bins, limits and rollbacks come out the same.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from shardline_chief.page.history import TIME, History
 log = logging.getLogger("shardline_chief")
 
 RATE_WIDTH_S = 0.5
-"""Width of a bin of the curves that run along time, at first."""
+"""Initial width of a bin in curves along time, in seconds."""
 RATES = {"push": "push_bytes_per_s", "pull": "pull_bytes_per_s", "steps": "steps_per_s"}
-"""Field of rates.jsonl by curve."""
+"""Field of rates.jsonl, by curve."""
 READ_BYTES = 8 << 20
-"""Most that is read of a file: about 40,000 steps, a second. Of a longer one evenly spread pieces are read."""
+"""Most bytes read of a file: about 40,000 steps, in a second. Of a longer file, evenly spread pieces are read."""
 PIECE_BYTES = 16 << 10
 
 EVENT_S = 0.001
-"""Events have whole milliseconds, rounded down: without this one could come before the step that it followed."""
+"""Event times are rounded down to milliseconds: without this, one could precede the step that it followed."""
 
 Told = tuple[float, Callable[[], None]]
-"""Unix time of a line, and what it does to the curves."""
+"""Unix time of a line in seconds, and its effect on the curves."""
 
 
 def recall(history: History, folder: Path) -> int | None:
-    """Fill the curves from the log files in a folder. What is not there, or no line of ours, is passed over.
+    """Fill the curves from the log files in a folder. Missing files and invalid lines are skipped.
 
-    Returns the timeline of the last step; None where there is none.
+    Returns the timeline of the last step, or None if there is none.
     """
     newest: list[int] = []
     sources = (_steps(history, folder, newest), _evaluations(history, folder), _rates(history, folder))
@@ -51,7 +51,7 @@ def recall(history: History, folder: Path) -> int | None:
 
 
 def add_rates(history: History, time_s: float, fields: dict[str, Any]) -> None:
-    """Points of the curves along time. fields: of a line of rates.jsonl."""
+    """Add points to the curves along time. fields: those of a line of rates.jsonl."""
     for curve, field in RATES.items():
         history.add(curve, time_s, float(fields[field]), axis=TIME, width=RATE_WIDTH_S)
 
@@ -68,7 +68,7 @@ def _steps(history: History, folder: Path, newest: list[int]) -> Iterator[Told]:
 
         def tell(step: int = step, loss: float = loss, staleness: float = staleness, back: bool = back) -> None:
             if back:
-                # The run went back to this step, or on from it.
+                # The run was rolled back to this step, or continued from it.
                 history.forget(step)
             history.add("loss", step, loss)
             history.add("staleness", step, staleness)
@@ -108,7 +108,7 @@ def _rates(history: History, folder: Path) -> Iterator[Told]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, a line each; a line that a death cut short is left out."""
+    """The JSON objects of a file, one per line; a line cut short by a crash is skipped."""
     for text in _texts(path):
         try:
             found = json.loads(text)
@@ -119,7 +119,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _texts(path: Path) -> Iterator[bytes]:
-    """The lines of a file; of one of more than READ_BYTES those that lie within evenly spread pieces."""
+    """The lines of a file; if it has more than READ_BYTES, only the lines within evenly spread pieces."""
     try:
         file = files.open_binary(path)
     except FileNotFoundError:
@@ -131,7 +131,7 @@ def _texts(path: Path) -> Iterator[bytes]:
             return
         count = READ_BYTES // PIECE_BYTES
         for number in range(count):
-            # With the byte before it, which says whether a line begins there; the last piece ends with the file.
+            # Read one byte earlier, to see whether a line begins at the start; the last piece ends with the file.
             start = number * (size - PIECE_BYTES) // (count - 1)
             file.seek(max(0, start - 1))
             first, *lines = file.read(PIECE_BYTES + (start > 0)).split(b"\n")

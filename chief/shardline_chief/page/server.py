@@ -1,4 +1,4 @@
-"""The page's HTTP server in a thread and an event loop of its own: the chief's work never waits for a browser."""
+"""The page's HTTP server, with a thread and event loop of its own: the chief's work never waits for a browser."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardline.cluster import format_address, parse_address
 from shardline.core.status import ChiefStatus
 from shardline.errors import InternalError, UsageError
 from shardline.security import Security
-from shardline_chief.page.access import Access, check_exposure
+from shardline_chief.page.access import PageAccess, check_exposure
 from shardline_chief.page.app import Page
 from shardline_chief.page.board import Board
 from shardline_chief.page.history import History
@@ -24,27 +24,27 @@ from shardline_chief.page.history import History
 log = logging.getLogger("shardline_chief.page")
 
 CONNECTIONS = 128
-"""Most connections; who comes beyond them is told 503."""
+"""Most connections; further ones get a 503."""
 HEAD_BYTES = 16_384
-"""Longest head of a request."""
+"""Most bytes of a request's head."""
 IDLE_S = 10.0
-"""A connection on which no request comes is closed after one to two times this long."""
+"""Seconds; a connection without a request is closed after one to two times this long."""
 START_S = 10.0
 CLOSE_S = 2.0
 
 
 class PageServer:
-    """Serves the page of one chief. show() is safe from any thread."""
+    """Serves the page of one chief. show() is thread-safe."""
 
     def __init__(self, address: str, security: Security, history: History) -> None:
         """address: "host:port", port 0 = a free one.
 
-        Raises UsageError where others could reach it without a token, and where it can't be bound.
+        Raises UsageError if it would be reachable from other machines without a token, or can't be bound.
         """
         exposed = check_exposure(address, security)
         self.history = history
         self._board = Board(history)
-        self._page = Page(self._board, Access(security, exposed))
+        self._page = Page(self._board, PageAccess(security, exposed))
         self._socket = _bind(address)
         host, _ = parse_address(address)
         tls = exposed and security.tls_cert is not None
@@ -60,7 +60,7 @@ class PageServer:
             loop="asyncio",
             lifespan="off",
             log_config=None,
-            # A warning is what a stranger sent, one line each.
+            # uvicorn's warnings are caused by strangers' requests, one line each.
             log_level="error",
             access_log=False,
             proxy_headers=False,
@@ -76,18 +76,18 @@ class PageServer:
         self._thread = threading.Thread(target=self._run, name="page", daemon=True)
 
     def start(self) -> str:
-        """Serve; returns the page's address as a URL. Raises InternalError where the server doesn't come up."""
+        """Serve; returns the page's URL. Raises InternalError if the server doesn't start in time."""
         self._thread.start()
         if not self._ready.wait(START_S) or self._loop is None:
             raise InternalError(f"the page at {self.url} did not start within {START_S:g} s")
         return self.url
 
     def show(self, status: ChiefStatus) -> None:
-        """Put up a newer status; never blocks."""
+        """Show a newer status; never blocks."""
         self._board.show(status)
 
     def close(self) -> None:
-        """Tell every browser the last state, then end. May be called twice."""
+        """Send every browser the last state, then end. May be called twice."""
         if not self._thread.is_alive():
             self._socket.close()
             return
@@ -106,7 +106,7 @@ class PageServer:
         try:
             asyncio.run(self._serve())
         except Exception:
-            # A page less is no reason to lose a run.
+            # Losing the page is no reason to lose a run.
             log.exception("the page at %s failed; training goes on without it", self.url)
         finally:
             self._board.bind(None)
@@ -115,7 +115,7 @@ class PageServer:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._board.bind(self._loop)
-        # The socket listens already: who connects now is answered as soon as the server accepts.
+        # The socket listens already: connections made now are answered as soon as the server accepts.
         self._loop.call_soon(self._ready.set)
         await self._server.serve(sockets=[self._socket])
 
@@ -133,11 +133,11 @@ def _bind(address: str) -> socket.socket:
 
 
 class _Patient(H11Protocol):
-    """Ends connections on which no request comes, and those whose reader takes nothing: uvicorn waits for ever."""
+    """Ends idle connections, and those whose reader takes no data; uvicorn would wait for ever."""
 
     _idle = False
     _taken = True
-    """Since the last look there was room for more of an answer, if only for a moment."""
+    """Since the last check there was room in the send buffer, if only briefly."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -149,7 +149,7 @@ class _Patient(H11Protocol):
 
     def _look(self) -> None:
         if not self._taken and self.flow.write_paused:
-            # Also where it is closing already: that waits for the rest of the answer to be taken.
+            # Also if it is closing already: closing waits until the rest of the answer is taken.
             self.transport.abort()
             return
         self._taken = not self.flow.write_paused

@@ -1,4 +1,4 @@
-"""What the chief's rules decide to do; control.py does it, in this order. Plain values, so that tests can read them."""
+"""What the chief's rules decide to do, as plain values that tests can read; control.py carries them out in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardline.errors import ShardlineError
 
 
 class Resume(Protocol):
-    """A checkpoint to go on from."""
+    """A checkpoint to resume from."""
 
     @property
     def step(self) -> int:
@@ -22,30 +22,30 @@ class Resume(Protocol):
 
     @property
     def path(self) -> str:
-        """Its folder, for sentences."""
+        """Path of its folder, for messages."""
         ...
 
     @property
     def cursor(self) -> Mapping[str, Any]:
-        """Data cursor of asynchronous training."""
+        """Data cursor, used by asynchronous training."""
         ...
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Version of each shard of the plan it was written with."""
+        """Version of each shard of the plan that the checkpoint was written with."""
         ...
 
     def check(self, job: JobSpec) -> Sequence[str]:
-        """What the job does otherwise than the one it is of, a phrase each.
+        """Settings in which the job differs from the checkpoint's job, one phrase each.
 
-        Raises CheckpointError where it is of another job, with the difference named.
+        Raises CheckpointError, naming the difference, if the checkpoint belongs to another job.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Reply to a call that waits. `ticket` is the caller's own object."""
+    """Reply to a waiting call. `ticket` is the caller's own object, passed back unchanged."""
 
     ticket: Any
     value: Any
@@ -53,14 +53,14 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Tell:
-    """A sentence for the chief's own log alone, since it comes again and again: how long a wait still goes on."""
+    """A line for the chief's own log only, such as the repeated notes on how long a wait has left."""
 
     sentence: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Say:
-    """A sentence for the event log. level: "info", "warning" or "error"."""
+    """A line for the event log. level: "info", "warning" or "error"."""
 
     kind: str
     sentence: str
@@ -69,8 +69,8 @@ class Say:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """A line of the journal, on disk before the actions that follow."""
+class JournalLine:
+    """A journal entry; it is on disk before the actions that follow."""
 
     kind: str
     fields: Mapping[str, Any]
@@ -78,10 +78,10 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Lead:
-    """Take command of every ps that will hold shards; commands go to these from now on."""
+    """Take command of every ps that will hold shards; later commands go to these servers."""
 
     addresses: Mapping[str, str]
-    """Where each answers, by task."""
+    """Address of each server, by task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,24 +93,24 @@ class Configure:
     timeline: int
     placement: tuple[Placement, ...]
     keep: frozenset[int] = frozenset()
-    """Shards whose present values stay; the others' are made anew."""
+    """Shards that keep their values; the others are created again."""
     keep_standbys: frozenset[int] = frozenset()
-    """Shards whose standbys follow them where they are, and stay; the others are copied anew."""
+    """Shards whose standbys stay where they are and keep following; the others are copied again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """Living incarnations by task, to every ps."""
+    """Send the living incarnations, by task, to every ps."""
 
     timeline: int
     members: Mapping[str, int]
     keys: Mapping[str, bytes] = field(default_factory=dict)
-    """By task, what its messages' secret is known by."""
+    """Digest of each life's secret, by task."""
 
 
 @dataclass(frozen=True)
 class Promotion:
-    """A standby that is to be a primary: the server that holds it, and the appointment that it was copied for."""
+    """A standby to be promoted: the server that holds it, and the appointment it was copied for."""
 
     task: str
     appointment: int = 0
@@ -118,7 +118,7 @@ class Promotion:
 
 @dataclass(frozen=True, kw_only=True)
 class Promote:
-    """Make standbys the primaries of their shards, in a history of their own."""
+    """Make standbys the primaries of their shards, in a timeline of their own."""
 
     timeline: int
     shards: Mapping[int, Promotion]
@@ -126,7 +126,7 @@ class Promote:
 
 @dataclass(frozen=True, kw_only=True)
 class Restore:
-    """Fill every shard, but those to keep, from the checkpoint that the run goes on from."""
+    """Fill every shard, except those in `keep`, from the checkpoint that the run resumes from."""
 
     timeline: int
     plan: Plan
@@ -136,14 +136,14 @@ class Restore:
 
 @dataclass(frozen=True, kw_only=True)
 class Activate:
-    """Admit pushes and pulls."""
+    """Have every ps accept pushes and pulls."""
 
     timeline: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A cut at a step; result per ps: (passed, highest step)."""
+    """Make a cut at a step. Result per ps: (whether it is already past the step, highest step of its buckets)."""
 
     timeline: int
     step: int
@@ -152,7 +152,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """Forget a cut."""
+    """Drop a cut."""
 
     timeline: int
     step: int
@@ -160,7 +160,7 @@ class Release:
 
 @dataclass(frozen=True, kw_only=True)
 class AskStatus:
-    """Status of every ps."""
+    """Ask every ps for its status."""
 
 
 Order = Lead | Configure | Members | Promote | Restore | Activate | Cut | Release | AskStatus
@@ -168,7 +168,7 @@ Order = Lead | Configure | Members | Promote | Restore | Activate | Cut | Releas
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """An order to every ps. Commands are carried out one after another, each on all ps at once."""
+    """An order to every ps. Commands run one after another, each on all servers in parallel."""
 
     number: int
     order: Order
@@ -176,7 +176,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """What each ps answered, by task; a task is in one of the two."""
+    """Answer of each ps, by task; each task is in exactly one of the two mappings."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     errors: Mapping[str, ShardlineError] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class CommandResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """Fetch the cut that all shards hold, and commit it as a checkpoint."""
+    """Fetch a cut that all shards hold, and commit it as a checkpoint."""
 
     step: int
     timeline: int
@@ -193,12 +193,12 @@ class Save:
     placement: tuple[Placement, ...]
     cursor: Mapping[str, Any]
     urgent: bool = False
-    """Nothing trains meanwhile, so it is fetched as fast as it comes; else a share of the link is left alone."""
+    """Nothing is training meanwhile, so fetch at full speed; otherwise leave part of the link free."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What became of a Save. error: the sentence where it failed."""
+    """Outcome of a Save. error: why it failed; empty on success."""
 
     step: int
     path: str = ""
@@ -206,26 +206,26 @@ class Saved:
     nbytes: int = 0
     error: str = ""
     least_s: float = 0.0
-    """Seconds it takes in the long run; the first bytes of one are not held back, see pacing.py."""
+    """Seconds that a save takes in the long run; the first bytes of each are not throttled, see pacing.py."""
     link_rate: float = 0.0
-    """Bytes per second of the slowest link that was spared; 0 where none was."""
+    """Bytes per second of the slowest throttled link; 0 if none was throttled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hurry:
-    """Nothing trains any more: what is being saved is fetched as fast as it comes from here on."""
+    """Nothing trains any more: fetch the rest of the running save at full speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Find:
-    """Look for the newest checkpoint that can be gone back to; a save that waits for these tasks is given up."""
+    """Look for the newest usable checkpoint; a running save that needs a lost task is abandoned."""
 
     lost: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What Find found. resume: None where there is no checkpoint yet; error: the sentence where none can be used."""
+    """Outcome of a Find. resume: None if there is no checkpoint yet. error: why none can be used."""
 
     resume: Resume | None = None
     error: str = ""
@@ -233,7 +233,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class MarkBest:
-    """Remember that this checkpoint is the best so far."""
+    """Mark this checkpoint as the best so far."""
 
     step: int
     metrics: Mapping[str, float]
@@ -241,12 +241,12 @@ class MarkBest:
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    """The job has ended: write the summary, tell every task, go."""
+    """The job has ended: write the summary, notify every task, exit."""
 
     exit_code: int
     reason: str
     resigned: bool = False
-    """Another chief leads: leave everything to it, and go."""
+    """Another chief leads: exit and leave everything to it."""
 
 
-Action = Answer | Say | Tell | Record | Command | Save | Hurry | Find | MarkBest | Finish
+Action = Answer | Say | Tell | JournalLine | Command | Save | Hurry | Find | MarkBest | Finish

@@ -1,4 +1,4 @@
-"""May this task take part? Pure: a question about a Join and the state, answered with a reason."""
+"""May this task take part? Pure: answers a Join, given the state, with a reason if it is refused."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from shardline_chief.rules.state.state import State
 PLACED = ("ps", "worker", "evaluator")
 """Roles whose tasks may ask for an index."""
 SPARE_EVALUATORS = 8
-"""Evaluators may stand outside of the cluster spec (TF_CONFIG's rule); so many at most."""
+"""Evaluators may be missing from the cluster spec (as with TF_CONFIG), but there can be at most this many."""
 
 
 REFUSED_AGAIN_S = 60.0
 MOST_REFUSALS = 32
-"""Tasks whose refusals are told at a time."""
+"""Refusals logged in one period, at most."""
 
 
 class Refusals:
-    """Which refusals are told: who waits for a place asks twice a second, and a stranger as often as it likes. Pure."""
+    """Decides which refusals to log: a waiting task retries twice a second, a stranger as often as it likes. Pure."""
 
     def __init__(self) -> None:
         self._told_s: dict[tuple[str, bool], float] = {}
 
     def fresh(self, name: str, refused: Refused, now_s: float) -> bool:
-        """Whether to tell this one: of each task and kind one a minute, and no more than MOST_REFUSALS in all."""
+        """Whether to log this refusal: once a minute per task and kind, and at most MOST_REFUSALS in all."""
         self._told_s = {kind: at_s for kind, at_s in self._told_s.items() if now_s - at_s < REFUSED_AGAIN_S}
         kind = (name, refused.retry)
         if kind in self._told_s or len(self._told_s) >= MOST_REFUSALS:
@@ -40,7 +40,7 @@ class Refusals:
 
 
 def limit(state: State, role: str) -> int:
-    """Indices of a role are [0, limit)."""
+    """Number of indices of a role: valid ones are [0, limit)."""
     settings = state.settings
     if role == "ps":
         return len(settings.ps)
@@ -48,12 +48,12 @@ def limit(state: State, role: str) -> int:
         return int(settings.chief_trains)
     if role == "evaluator":
         return max(settings.evaluators, SPARE_EVALUATORS)
-    # A script's replicas are its workers: one more would have nothing to do.
+    # A script has one replica per worker: one more worker would have nothing to do.
     return settings.workers if state.script else max(settings.workers, settings.max_workers)
 
 
 def refusal(state: State, join: Join) -> Refused | None:
-    """Why the task may not join; None where nothing speaks against it."""
+    """Why the task may not join, or None if it may."""
     if join.role not in ROLES:
         return Refused(reason=f"role {join.role!r} is unknown; it must be one of {', '.join(ROLES)}")
     unknown = sorted(set(join.required_features) - set(FEATURES))
@@ -67,7 +67,7 @@ def refusal(state: State, join: Join) -> Refused | None:
 
 
 def place_refusal(role: str) -> Refused | None:
-    """Why a role gets no index handed out."""
+    """Why the chief assigns no index in this role, or None if it does."""
     if role in PLACED:
         return None
     return Refused(reason=f"role {role!r} gets no index from the chief; those that do are {', '.join(PLACED)}")
@@ -97,7 +97,7 @@ def _machine_refusal(state: State, join: Join) -> Refused | None:
 
 
 def machine_differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """Facts that differ, one phrase each."""
+    """The facts that differ between two machines, one phrase each."""
     return [
         f"{name}: {here.get(name, 'unknown')} here, {there.get(name, 'unknown')} in the cluster"
         for name in sorted({*here, *there})

@@ -1,4 +1,4 @@
-"""What can happen to a job, as values. machine.py has the table of what follows from each, by stage."""
+"""What can happen to a job, as values. The tables in machine.py say what follows from each, by stage."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from shardline_chief.rules.state.membership import Member
 
 
 class Event:
-    """Base of all events."""
+    """Base class of all events."""
 
 
 @dataclass(frozen=True)
 class Tick(Event):
-    """Time has passed; comes about ten times a second."""
+    """Time has passed; sent about ten times a second."""
 
 
 @dataclass(frozen=True)
 class Progressed(Event):
-    """Something has happened that may let the job end, or its end go on. Follows every event from outside."""
+    """Something happened that may let the job end, or its ending proceed. Follows every outside event."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Arrived(Event):
 
 @dataclass(frozen=True)
 class TrainerLost(Event):
-    """A task that trains is dead or leaves, and servers know of it."""
+    """A task that trains is dead or leaving, and the servers know of it."""
 
     member: Member
     sentence: str
@@ -41,7 +41,7 @@ class TrainerLost(Event):
 
 @dataclass(frozen=True)
 class StrangerLost(Event):
-    """A task is dead of which no server knows in this timeline."""
+    """A task is dead that no server knows in this timeline."""
 
     member: Member
     sentence: str
@@ -49,7 +49,7 @@ class StrangerLost(Event):
 
 @dataclass(frozen=True)
 class ServerLost(Event):
-    """A parameter server is dead, does not answer, or can't be reached by those that train."""
+    """A parameter server is dead, does not answer, or is unreachable for the tasks that train."""
 
     task: str
     why: str
@@ -57,7 +57,7 @@ class ServerLost(Event):
 
 @dataclass(frozen=True)
 class ServerRestarted(Event):
-    """A new process asks for the place of a silent server: what that one held is gone."""
+    """A new process asks for the place of a silent server, whose shards are lost."""
 
     task: str
     why: str
@@ -65,7 +65,7 @@ class ServerRestarted(Event):
 
 @dataclass(frozen=True)
 class OrderRefused(Event):
-    """Servers answered that they did not do what they were told."""
+    """Servers answered an order with an error."""
 
     order: Order
     errors: Mapping[str, ShardlineError]
@@ -73,7 +73,7 @@ class OrderRefused(Event):
 
 @dataclass(frozen=True)
 class ShardsTold(Event):
-    """A server of this timeline described its shards."""
+    """A server reported the state of its shards, in this timeline."""
 
     task: str
     shards: tuple[ShardStatus, ...]
@@ -81,33 +81,33 @@ class ShardsTold(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """A checkpoint was committed, or could not be."""
+    """A checkpoint was committed, or could not be written."""
 
     saved: Saved
 
 
 @dataclass(frozen=True)
 class CheckpointFound(Event):
-    """The checkpoint to go back to, or why there is none."""
+    """The checkpoint to roll back to, or why there is none."""
 
     found: Found
 
 
 @dataclass(frozen=True)
 class ServersReady(Event):
-    """Every server has its values and admits pushes."""
+    """Every server has its values and accepts pushes."""
 
 
 @dataclass(frozen=True)
 class TrainingBegins(Event):
-    """Workers are told to train. again: they have trained before in this run."""
+    """Workers are ordered to train. again: they have trained before in this run."""
 
     again: bool
 
 
 @dataclass(frozen=True)
 class EndAsked(Event):
-    """The job is to end. done: every step is made; exit_code != 0: a failure, so no further step can be made."""
+    """The job is to end. done: all steps are done. exit_code: nonzero for a failure; no step is closed after one."""
 
     reason: str
     exit_code: int = 0

@@ -1,4 +1,4 @@
-"""Heartbeats: what a task tells of itself becomes events, in the order in which it matters."""
+"""Heartbeats: a task's reports become events, in the order that matters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardline_chief.rules.state.state import State
 
 
 class Heartbeats:
-    """Takes in what tasks tell."""
+    """Takes in heartbeats."""
 
     def __init__(self, state: State, flows: Flows, machine: Machine, barriers: Barriers) -> None:
         self.state = state
@@ -24,7 +24,7 @@ class Heartbeats:
         self._told_leaving: set[tuple[str, int]] = set()
 
     def beat(self, beat: Beat, now_s: float) -> bool:
-        """A heartbeat. False: that incarnation is fenced or unknown."""
+        """Take in a heartbeat. False: its incarnation is fenced or unknown."""
         state, tasks = self.state, self.state.tasks
         if not tasks.members.heard(beat.task, beat.incarnation, now_s):
             return False
@@ -43,7 +43,7 @@ class Heartbeats:
             tasks.finished.add(beat.task)
             state.outbox.ask_status()
         elif not beat.finished:
-            # The job went back, so there is more for it to do.
+            # A rollback gave it more to do.
             tasks.finished.discard(beat.task)
         if beat.leaving and life not in self._told_leaving:
             self._told_leaving.add(life)
@@ -51,11 +51,11 @@ class Heartbeats:
         return True
 
     def _note(self, beat: Beat, member: Member) -> None:
-        """What follows nothing."""
+        """Take in the facts that cause no event."""
         state, tasks = self.state, self.state.tasks
         tasks.steps[beat.task] = beat.step
         state.figures.traffic[beat.task] = beat.traffic
-        # Who only trains says nothing of shards, and a server nothing of who is silent.
+        # Workers report nothing about shards, and servers nothing about who is silent.
         if member.trains:
             tasks.suspects[beat.task] = beat.suspects
             if beat.barrier is not None:
@@ -65,15 +65,15 @@ class Heartbeats:
             state.figures.lives[beat.task, beat.incarnation] = beat.figures
 
     def has_failed(self, member: Member) -> bool:
-        """Whether this life has said why it goes."""
+        """Whether this life has reported why it fails."""
         return (member.task, member.incarnation) in self._told_failures
 
     def reported(self, beat: Beat) -> tuple[StepReport, ...]:
-        """The steps that a beat tells of, without those of replicas and batches that its sender was never given."""
+        """The step reports in a beat, without those for replicas and batches that its sender was never given."""
         state = self.state
         if not state.tasks.members.current(beat.task, beat.incarnation, TRAINERS):
             return ()
-        # Of a chief that comes back: who was given what will be known again soon.
+        # A restarted chief does not yet know who was given what.
         if state.returning or state.chooses_batches:
             return beat.steps
         return tuple(report for report in beat.steps if state.work.covers(beat.incarnation, report))
@@ -82,7 +82,7 @@ class Heartbeats:
         state = self.state
         if member.role == "evaluator":
             state.say("evaluator", f"{beat.task}: {beat.failure}; training goes on without it", "warning")
-            # It ends with that, and nothing waits for its word any more.
+            # It exits after this, so stop waiting for its scores.
             state.figures.lost_scores = beat.failure
             state.tasks.members.leave(beat.task)
             return
@@ -90,13 +90,13 @@ class Heartbeats:
         self._machine.handle(EndAsked(f"{beat.task}: {beat.failure}", code), now_s)
 
     def _leaving(self, task: str, now_s: float) -> None:
-        """A task was asked to end, and wants to go."""
+        """A task was asked to end, and wants to leave."""
         state, members = self.state, self.state.tasks.members
         member = members.get(task)
         if member is None or state.ended:
             return
         if state.phase is Phase.STOPPING and member.role != "evaluator":
-            # The common last step needs everybody else; they are let go with the end.
+            # The common last step needs all other tasks; they are released with the end of the job.
             return
         if why := self._irreplaceable(member):
             self._machine.handle(EndAsked(f"stopped: {task} was asked to end, and {why}"), now_s)
@@ -111,7 +111,7 @@ class Heartbeats:
             state.say("left", f"{task} leaves as it was asked to{nothing}")
 
     def _irreplaceable(self, member: Member) -> str:
-        """Why the job can't go on without this task, as a phrase; empty where it can."""
+        """Why the job can't continue without this task, as a phrase; empty if it can."""
         state, task = self.state, member.task
         if member.role == "ps":
             holds = any(task in (place.task, place.standby_task) for place in state.layout.placement)
@@ -121,7 +121,7 @@ class Heartbeats:
         return "nobody else can take its place" if alone else ""
 
     def stream_broken(self, task: str, incarnation: int) -> bool:
-        """A heartbeat stream ended. True: nobody knows why."""
+        """A heartbeat stream ended. True: without a known reason."""
         state, members = self.state, self.state.tasks.members
         if not members.current(task, incarnation):
             return False

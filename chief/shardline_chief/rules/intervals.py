@@ -1,4 +1,4 @@
-"""How many steps must lie between two checkpoints, so that writing them keeps up with training. Pure."""
+"""The smallest number of steps between checkpoints at which writing them keeps up with training. Pure."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from dataclasses import dataclass
 
 SHARE = 0.04
-"""Of a link's rate, what fetching a cut may take in the long run."""
+"""Share of a link's rate that fetching cuts may take in the long run."""
 
 
 class StepClock:
-    """Mean seconds of a step since the first one that was seen."""
+    """Mean duration of a step since the first one observed."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
         self._last: tuple[int, float] | None = None
 
     def observe(self, step: int, now_s: float) -> None:
-        """How far the job is; a step that was gone back from starts it anew."""
+        """Note the job's current step; a rollback restarts the measurement."""
         if self._last is not None and step < self._last[0]:
             self._first = None
         if self._last is None or step != self._last[0]:
@@ -27,7 +27,7 @@ class StepClock:
 
     @property
     def seconds(self) -> float:
-        """0 while two different steps were not seen."""
+        """Mean seconds per step; 0 until two different steps have been observed."""
         if self._first is None or self._last is None or self._last[0] == self._first[0]:
             return 0.0
         return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
@@ -35,20 +35,20 @@ class StepClock:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """The smallest number of steps between checkpoints with which their writing keeps up."""
+    """The smallest checkpoint interval, in steps, with which writing keeps up."""
 
     steps: int
     sentence: str
     too_small: bool
-    """checkpoint_every is below it."""
+    """Whether checkpoint_every is below `steps`."""
 
 
 def least_interval(
     nbytes: int, least_s: float, link_rate: float, step_s: float, every: int, *, share: float = SHARE
 ) -> Interval:
-    """What a checkpoint of so many bytes that takes least_s needs where a step takes step_s.
+    """The smallest interval for checkpoints of nbytes bytes that take least_s seconds, at step_s seconds per step.
 
-    link_rate: 0 where no link is spared. every: the job's checkpoint_every.
+    link_rate: bytes per second, 0 if no link is throttled. every: the job's checkpoint_every, in steps.
     """
     steps = max(1, math.ceil(least_s / step_s))
     of_link = f" at {share * 100:g} % of the link's {link_rate / 1e6:.0f} MB/s" if link_rate else ""

@@ -1,8 +1,8 @@
-"""The one machine of the chief: what follows from an event in each stage, and from the answers to each order.
+"""The chief's state machine: what follows from each event in each stage, and from the answers to each order.
 
-`rows` and `continuations` are its tables. The rows of an event are tried in order, each against the stage at its turn;
-a rule that returns True has dealt with the event, and no further row is tried. What a rule makes to happen (State.emit)
-is dealt with as soon as that rule has returned.
+`rows` and `continuations` are its tables. The rows of an event are tried in order, each against the stage at that
+moment; if a rule returns True, it has handled the event, and the remaining rows are skipped. Events that a rule emits
+(State.emit) are handled as soon as it has returned.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardline_chief.rules import after as then
+from shardline_chief.rules import continuations as then
 from shardline_chief.rules import events as on
 from shardline_chief.rules.actions import CommandResult
-from shardline_chief.rules.after import After
+from shardline_chief.rules.continuations import After
 from shardline_chief.rules.events import Event
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.ending import Ending
@@ -50,7 +50,7 @@ Continuation = Callable[[Any, CommandResult, float], None]
 
 @dataclass
 class Flows:
-    """The rules, by what they are about."""
+    """The rules, by subject."""
 
     start: Start
     preparation: Preparation
@@ -67,7 +67,7 @@ class Flows:
 
     @classmethod
     def of(cls, state: State) -> Flows:
-        """The rules over a job."""
+        """All rules for one job."""
         checkpointing, scoring = Checkpointing(state), Scoring(state)
         ending = Ending(state, checkpointing, scoring)
         preparation = Preparation(state, checkpointing, ending)
@@ -91,12 +91,12 @@ class Flows:
 
 
 def at(*stages: Stage) -> frozenset[Stage]:
-    """These stages."""
+    """A set of stages, for the tables below."""
     return frozenset(stages)
 
 
 def rows(flows: Flows) -> Rows:
-    """What follows from each event, by stage. ENDED is in no row of an event that would change anything."""
+    """The rules for each event, by stage. ENDED is in no row that would change anything."""
     return {**_of_time(flows), **_of_tasks(flows), **_of_servers(flows), **_of_checkpoints(flows)}
 
 
@@ -124,7 +124,7 @@ def _of_time(flows: Flows) -> Rows:
         on.Progressed: (
             (TRAINING, flows.leasing.end_if_complete),
             (TRAINING, ending.end_as_remembered),
-            # From the last to the first, so that one step of the end follows at a time.
+            # From the last stage to the first, so that each event advances the ending by one stage.
             (at(Stage.SCORING), flows.scoring.scoring),
             (at(Stage.CUTTING), ending.cutting),
             (at(Stage.REACHING), ending.reaching),
@@ -134,7 +134,7 @@ def _of_time(flows: Flows) -> Rows:
 
 
 def _of_tasks(flows: Flows) -> Rows:
-    """Tasks come and go."""
+    """Tasks join and are lost."""
     start, workers, recovery, takeover = flows.start, flows.workers, flows.recovery, flows.takeover
     return {
         on.Arrived: (
@@ -161,7 +161,7 @@ def _of_tasks(flows: Flows) -> Rows:
 
 
 def _of_servers(flows: Flows) -> Rows:
-    """What servers tell and refuse, and what they are ready for."""
+    """Reports and refusals of servers, and their readiness."""
     start, preparation, checkpointing = flows.start, flows.preparation, flows.checkpointing
     recovery, failover = flows.recovery, flows.failover
     return {
@@ -186,7 +186,7 @@ def _of_servers(flows: Flows) -> Rows:
 
 
 def _of_checkpoints(flows: Flows) -> Rows:
-    """Checkpoints, and the wish to end."""
+    """Checkpoints, and requests to end."""
     ending = flows.ending
     return {
         on.CheckpointSaved: (
@@ -205,7 +205,7 @@ def _of_checkpoints(flows: Flows) -> Rows:
 
 
 def continuations(flows: Flows) -> Mapping[type[After], Continuation]:
-    """What follows once every server has answered."""
+    """The rule for each After, run once every server has answered."""
     preparation, failover, takeover, ending = flows.preparation, flows.failover, flows.takeover, flows.ending
     return {
         then.LeadThenConfigure: preparation.led,
@@ -247,7 +247,7 @@ class Machine:
         self.continuations = continuations(flows)
 
     def handle(self, event: Event, now_s: float) -> None:
-        """What follows from an event, and from what that makes to happen."""
+        """Apply the rules for an event, and for the events that these emit."""
         for stages, rule in self._rows[type(event)]:
             done = self.state.stage in stages and rule(event, now_s)
             self.settle(now_s)
@@ -255,6 +255,6 @@ class Machine:
                 return
 
     def settle(self, now_s: float) -> None:
-        """Deal with what rules have made to happen."""
+        """Handle the events that rules have emitted."""
         while self.state.events:
             self.handle(self.state.events.popleft(), now_s)

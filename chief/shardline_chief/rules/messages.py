@@ -1,4 +1,4 @@
-"""What tasks ask and tell the chief, as plain values; servicer.py turns them into protobuf and back."""
+"""What tasks ask of the chief and report to it, as plain values; servicer.py converts them from and to protobuf."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAINERS = ("chief", "worker")
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """A task asks to take part."""
+    """A task asks to take part. index: None to have the chief assign one."""
 
     role: str
     index: int | None
@@ -32,13 +32,13 @@ class Join:
 
     @property
     def name(self) -> str:
-        """How to call the task before it has an index."""
+        """Name of the task for messages: "worker/1", or "worker" without an index."""
         return self.role if self.index is None else f"{self.role}/{self.index}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinAnswer:
-    """Whether it may, and as whom; `retry`: asking again may help."""
+    """Whether the task may join, and as which incarnation. `retry`: asking again may help."""
 
     accepted: bool
     reason: str = ""
@@ -46,12 +46,12 @@ class JoinAnswer:
     task: str = ""
     incarnation: int = 0
     secret: bytes = field(default=b"", repr=False)
-    """Goes with all that this life says; the chief and the servers keep a digest of it."""
+    """Sent with every message of this life; the chief and the servers keep only a digest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceAnswer:
-    """The index of a task that asked for one, such as "worker/1"; empty: `reason` and `retry` as for a JoinAnswer."""
+    """The assigned task, such as "worker/1"; if empty, `reason` and `retry` are as in JoinAnswer."""
 
     task: str = ""
     reason: str = ""
@@ -60,7 +60,7 @@ class PlaceAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What a task tells with each heartbeat."""
+    """One heartbeat of a task."""
 
     task: str
     incarnation: int
@@ -75,18 +75,18 @@ class Beat:
     suspects: tuple[str, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
     barrier: BarrierPlace | None = None
-    """The last one that this worker came to."""
+    """The last barrier that this worker reached; None if it reached none."""
     secret: bytes = field(default=b"", repr=False)
 
     @property
     def sender(self) -> Identity:
-        """Who it says that it is from."""
+        """The identity that the message claims."""
         return Identity(self.task, self.incarnation, self.secret)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseAnswer:
-    """Batches to train on next: [first, first + count). `outcome` is a name of proto Outcome without its prefix."""
+    """Batches to train on next: [first, first + count). `outcome` is a name of the proto enum Outcome, no prefix."""
 
     outcome: str
     reason: str = ""

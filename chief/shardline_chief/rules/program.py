@@ -1,11 +1,11 @@
-"""The chief's mind: what happened goes in, what to do comes out. No threads, no sockets, no clock of its own.
+"""The chief's decisions: events go in, actions come out. No threads, no sockets, no clock of its own.
 
 program = Program(settings, now_s, job=spec, resume=None)
 program.beat(beat, now_s)
-for action in program.take(): ...        # control.py does it and tells the outcome: done(), saved()
-orders = program.orders("worker/0")      # what that task shall do now
+for action in program.take(): ...        # control.py carries it out and reports the outcome: done(), saved()
+orders = program.orders("worker/0")      # what that task is to do now
 
-Every method is called by one thread. What follows from each event is in the tables of machine.py.
+All methods are called from one thread. The tables in machine.py say what follows from each event.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from shardline_chief.rules.events import (
 from shardline_chief.rules.flows.barriers import Barriers
 from shardline_chief.rules.heartbeats import Heartbeats
 from shardline_chief.rules.machine import Flows, Machine
+from shardline_chief.rules.member_journal import MemberJournal
 from shardline_chief.rules.messages import Beat, Join, LeaseAnswer, PlaceAnswer
-from shardline_chief.rules.notes import Notes
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Life
-from shardline_chief.rules.state.settings import Settings
+from shardline_chief.rules.state.settings import ChiefSettings
 from shardline_chief.rules.state.state import State
 
 
 class Program:
-    """One job, from the first Join to the last goodbye."""
+    """One job, from the first Join to the end of the last task."""
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ChiefSettings,
         now_s: float,
         *,
         job: JobSpec | None = None,
@@ -53,31 +53,31 @@ class Program:
         remembered: Remembered | None = None,
         trained_s: float = 0.0,
     ) -> None:
-        """remembered: what another chief left, to go on with; trained_s: seconds since its training began."""
+        """remembered: the job to take over from another chief. trained_s: seconds since its training began."""
         self.state = State(settings, now_s, resume=resume)
         self.flows = Flows.of(self.state)
         self.machine = Machine(self.state, self.flows)
         self.barriers = Barriers(self.state)
         self.heartbeats = Heartbeats(self.state, self.flows, self.machine, self.barriers)
-        self.notes = Notes(self.state)
+        self.member_journal = MemberJournal(self.state)
         if remembered is not None:
             self.flows.takeover.begin(remembered, now_s, trained_s)
-            self.notes.remember(remembered)
+            self.member_journal.remember(remembered)
         if job is not None and self.state.job is None:
             self.flows.start.adopt(job, "the job file")
 
     def take(self) -> list[Action]:
-        """What to do now, in order; each is given out once."""
-        return self.notes.take()
+        """The pending actions in order; each is returned once."""
+        return self.member_journal.take()
 
     def note(self) -> None:
-        """After each event: note who came, who went and who is done, before what the event made to be done."""
-        self.notes.note()
+        """Call after each event: record who joined, left or finished, before the actions that the event caused."""
+        self.member_journal.note()
 
     # Tasks
 
     def join(self, ticket: Any, join: Join, now_s: float) -> None:
-        """A task asks to take part; the answer may come later, when every ps has it in its table (F4)."""
+        """A task asks to join; the answer may come later, once every ps has it in its table (F4)."""
         refused = admission.refusal(self.state, join)
         if refused is None and (restarted := self.flows.joining.replaces(join)) is not None:
             self.machine.handle(restarted, now_s)
@@ -85,11 +85,11 @@ class Program:
         self.machine.settle(now_s)
 
     def place(self, role: str, address: str, now_s: float) -> PlaceAnswer:
-        """An index for a task that is about to join from this address, kept for it for --timeout."""
+        """An index for a task that is about to join from this address, reserved for it for --timeout."""
         return self.flows.joining.place(role, address, now_s)
 
     def beat(self, beat: Beat, now_s: float) -> bool:
-        """A heartbeat. False: that incarnation is fenced or unknown, its stream gets fenced orders and ends."""
+        """Take in a heartbeat. False: its incarnation is fenced or unknown; its stream gets fenced orders and ends."""
         if not self.heartbeats.beat(beat, now_s):
             return False
         self._progress(now_s)
@@ -103,20 +103,20 @@ class Program:
     # Time
 
     def tick(self, now_s: float) -> None:
-        """Time passes: call about ten times a second."""
+        """Time has passed: call about ten times a second."""
         self.lives(now_s)
         self.machine.handle(Tick(), now_s)
         self._progress(now_s)
 
     def lives(self, now_s: float) -> None:
-        """Who was silent for too long is suspect, then dead."""
+        """Declare tasks suspect, then dead, if they were silent for too long."""
         state = self.state
         if state.ended:
             return
         for change in state.tasks.members.tick(now_s):
             member = change.member
             if member.living and member.trains and self.heartbeats.has_failed(member):
-                # Its own words were shown; that it is silent now is no news.
+                # Its failure was already reported; that it is silent now is no news.
                 continue
             if member.living:
                 level = "info" if member.state is Life.ALIVE else "warning"
@@ -136,7 +136,7 @@ class Program:
     # Outcomes of actions
 
     def done(self, number: int, result: CommandResult, now_s: float) -> None:
-        """A command came back from every ps: deal with what failed, then go on with what follows it."""
+        """A command was answered by every ps: handle failures, then continue with what follows it."""
         state = self.state
         for task, value in result.values.items():
             if isinstance(value, PsStatus):
@@ -154,29 +154,29 @@ class Program:
         self._progress(now_s)
 
     def saved(self, saved: Saved, now_s: float) -> None:
-        """A checkpoint was committed, or could not be."""
+        """A checkpoint was committed, or could not be written."""
         self.machine.handle(CheckpointSaved(saved), now_s)
         self._progress(now_s)
 
     def found(self, found: Found, now_s: float) -> bool:
-        """The checkpoint to go back to after a loss; False where it is not asked for any more."""
+        """The checkpoint to roll back to after a loss; False if it is no longer wanted."""
         wanted = self.state.stage is Stage.FINDING
         self.machine.handle(CheckpointFound(found), now_s)
         return wanted
 
     def fatal(self, exit_code: int, reason: str, now_s: float) -> None:
-        """Something without which the chief can't be trusted went wrong."""
+        """End the job: the chief itself can no longer be trusted."""
         self.state.end(exit_code, reason, now_s)
 
     # Questions
 
     def stop(self, reason: str, now_s: float) -> int:
-        """End the job with a checkpoint; returns the step it stops at, 0 where that has still to be found out."""
+        """End the job with a checkpoint; returns the stop step, 0 if it is not known yet."""
         self.machine.handle(EndAsked(f"stopped: {reason}"), now_s)
         return self.flows.ending.stop_step
 
     def lease(self, task: str, incarnation: int, done: tuple[int, ...], now_s: float) -> LeaseAnswer:
-        """Batches to train on next, where the chief hands them out."""
+        """Batches to train on next, if the chief hands them out."""
         answer = self.flows.leasing.lease(task, incarnation, done)
         self._progress(now_s)
         return answer
@@ -184,7 +184,7 @@ class Program:
     def report(
         self, task: str, incarnation: int, step: int, metrics: Mapping[str, float], failure: str, now_s: float
     ) -> bool:
-        """The evaluator's word on a checkpoint; returns whether it is the best so far. Raises FencedError."""
+        """Take in a checkpoint's score; returns whether it is the best so far. Raises FencedError if not a member."""
         best = self.flows.scoring.report(task, incarnation, step, metrics, failure)
         self._progress(now_s)
         return best
@@ -194,7 +194,7 @@ class Program:
         return views.job_view(self.state)
 
     def orders(self, task: str, incarnation: int) -> Orders:
-        """What one life of a task shall do now."""
+        """The current orders for one life of a task."""
         return views.orders(self.state, self.barriers, task, incarnation)
 
     def rows(self, now_s: float) -> tuple[TaskStatus, ...]:

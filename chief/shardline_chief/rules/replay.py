@@ -1,10 +1,10 @@
-"""What a chief that comes back knows: the journal's entries, made into one value. Pure.
+"""What a restarted chief knows: the journal's entries, reduced to one value. Pure.
 
     remembered = replay(journal.read())
-    if remembered.unfinished: ...           # takeover.py goes on with it
+    if remembered.unfinished: ...           # takeover.py continues the job
 
-An entry was on disk before its act, so the last one may describe an act that was never done: whoever reads this asks
-the servers what they hold before relying on it.
+An entry is on disk before its action, so the last one may describe an action that was never done: ask the servers
+what they hold before relying on it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shardline_chief.rules.state.leases import Lease, Leases
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
-    """A task that was admitted and neither died nor left, as far as was noted."""
+class KnownMember:
+    """A task that was admitted and, according to the journal, neither died nor left."""
 
     task: str
     incarnation: int
@@ -31,7 +31,7 @@ class Known:
     address: str
     metrics_address: str = ""
     key: bytes = b""
-    """What the secret that it was given is known by."""
+    """Digest of the secret that the task was given."""
 
     @property
     def role(self) -> str:
@@ -46,65 +46,65 @@ class Known:
 
 @dataclass(frozen=True, kw_only=True)
 class Remembered:
-    """A job as its journal has it, from the start that began it to the last entry."""
+    """A job according to its journal, from the start of its run to the last entry."""
 
     term: int = 0
-    """Of the chief that wrote last; 0 = nobody ever did."""
+    """Term of the chief that wrote last; 0 = the journal is empty."""
     job: JobSpec | None = None
     plan_id: str = ""
     timeline: int = 0
-    """The newest that was begun; 0 = none."""
+    """The newest timeline begun; 0 = none."""
     active: bool = False
-    """Every shard had its values, so that it may admit pushes; False: it was still being prepared."""
+    """Every shard has its values, so it may accept pushes; False: still being prepared."""
     placement: tuple[Placement, ...] = ()
     stays: bool = False
-    """The newest timeline kept all values of the one before: standbys were about to take over."""
+    """The newest timeline keeps all values of the previous one: standbys were being promoted."""
     since: int = 0
-    """Oldest timeline whose values are those of the newest one."""
+    """Oldest timeline with the same values as the newest."""
     promoted: Mapping[int, Promotion] = field(default_factory=dict)
-    """By shard, the standbys that were about to become its primary, as far as `placement` does not say so."""
+    """Standbys that were being promoted, by shard, if `placement` does not name them as primaries yet."""
     kept: frozenset[int] = frozenset()
-    """Shards whose values the newest timeline took over from the one before; the others were made anew for it."""
+    """Shards that keep their values from the previous timeline; the others were created again."""
     first_step: int = 0
-    """Where the run began."""
+    """Step at which the run began."""
     base_step: int = 0
-    """Where the newest timeline began."""
+    """Step at which the newest timeline began."""
     checkpoint_step: int = -1
     checkpoint_path: str = ""
     stop_step: int = 0
-    """Last one chosen, for this timeline; 0 = none."""
+    """Last stop step chosen in this timeline; 0 = none."""
     machine: Mapping[str, str] = field(default_factory=dict)
-    members: Mapping[str, Known] = field(default_factory=dict)
+    members: Mapping[str, KnownMember] = field(default_factory=dict)
     finished: frozenset[str] = frozenset()
-    """Tasks that had done their part."""
+    """Tasks that have finished."""
     leases: Leases | None = None
-    """Asynchronous mode: its own copy, with the open leases in it."""
+    """Asynchronous mode: a copy of the leases, including the open ones."""
     metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """What the evaluator said, by step; empty where it could not score one."""
+    """The evaluator's scores, by step; empty if it could not score that one."""
     best: tuple[int, Mapping[str, float]] | None = None
     began_s: float | None = None
     """Unix time at which training began."""
     recoveries: tuple[Mapping[str, Any], ...] = ()
-    """Each time that the job went on after the loss of a ps."""
+    """One entry for each recovery from the loss of a ps."""
     page: str = ""
-    """Where the last chief served its page; "" = nowhere."""
+    """Address of the last chief's web page; "" = none."""
     failovers: int = 0
-    """Chiefs that took over from another in this run."""
+    """How many chiefs have taken over in this run."""
     stopping: tuple[str, int] | None = None
-    """(reason, exit code) of an end that was begun."""
+    """(reason, exit code) of an end that has begun."""
     ended: tuple[int, str] | None = None
-    """(exit code, reason) of an end that was decided."""
+    """(exit code, reason) of an end that has been decided."""
     closed: bool = False
-    """The chief had told everybody of the end, or nobody was left to tell."""
+    """The chief has notified every task of the end, or none was left."""
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is a job, or tasks that wait for one, to take over."""
+        """Whether there is something to take over: a job, or tasks that wait for one."""
         return self.term > 0 and not self.closed and (self.job is not None or bool(self.members))
 
 
 def replay(entries: Iterable[Mapping[str, Any]]) -> Remembered:
-    """The newest run in the journal. Raises UsageError naming an entry that this version can't read."""
+    """The newest run in the journal. Raises UsageError, naming the entry, if this version can't read one."""
     book = _Book()
     for entry in entries:
         try:
@@ -118,11 +118,11 @@ def replay(entries: Iterable[Mapping[str, Any]]) -> Remembered:
 
 
 class _Book:
-    """Entries so far."""
+    """The entries read so far."""
 
     def __init__(self) -> None:
         self._begin_run()
-        # Other kinds are for people.
+        # Entries of other kinds are only for people.
         self._kinds: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
             "chief": self._chief,
             "job": self._job,
@@ -148,7 +148,7 @@ class _Book:
 
     def _begin_run(self) -> None:
         self._found: dict[str, Any] = {}
-        self._members: dict[str, Known] = {}
+        self._members: dict[str, KnownMember] = {}
         self._finished: set[str] = set()
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._recoveries: list[Mapping[str, Any]] = []
@@ -171,7 +171,7 @@ class _Book:
         self._found["term"] = int(entry["term"])
 
     def _chief(self, entry: Mapping[str, Any]) -> None:
-        """A start. One that takes over goes on with what was there; any other begins a run of its own."""
+        """A chief started. If it takes over, the run continues; otherwise a new run begins."""
         if entry.get("takes_over"):
             self._found["page"] = str(entry.get("page", ""))
             self._found["failovers"] = self._found.get("failovers", 0) + 1
@@ -213,14 +213,15 @@ class _Book:
                 found["checkpoint_path"] = str(entry["path"])
 
     def _standbys(self, entry: Mapping[str, Any]) -> None:
-        """Who holds whose standby: noted before a primary goes on without the one that it had."""
+        """The placement of standbys: recorded before a primary continues without its old standby."""
         told = {int(shard): (str(task), *rest) for shard, task, *rest in entry.get("standbys", ())}
         found = []
         for place in self._found.get("placement", ()):
             task, *rest = told.get(place.shard, ("",))
-            # Earlier builds noted no address. That of a member does; a server that is none any more holds nothing.
+            # Earlier builds recorded no address. A member's is known; a server that is no longer a member holds
+            # nothing.
             address = str(rest[0]) if rest else self._address(task)
-            # Nor an appointment: their servers know none either.
+            # They recorded no appointment either; nor do servers of those builds know one.
             number = int(rest[1]) if len(rest) > 1 else 0
             standby = task if address else ""
             found.append(replace(place, standby_task=standby, standby_address=address, appointment=number))
@@ -231,7 +232,7 @@ class _Book:
         return known.address if known is not None else ""
 
     def _failover(self, entry: Mapping[str, Any]) -> None:
-        """Standbys are about to be promoted; who was told so is not known."""
+        """Standbys are about to be promoted; which servers got the order is unknown."""
         told = {int(shard): Promotion(str(task), *map(int, rest)) for shard, task, *rest in entry["promoted"]}
         self._found["promoted"] = {**self._found.get("promoted", {}), **told}
 
@@ -248,7 +249,7 @@ class _Book:
         self._recoveries.append({key: entry[key] for key in ("task", "at_step", "from_step", "seconds", "lost")})
 
     def _evaluation(self, entry: Mapping[str, Any]) -> None:
-        # A list, since the first metric may be the one that decides what is best.
+        # A list, to keep the order: the first metric may decide which is best.
         metrics = {str(name): float(value) for name, value in entry["metrics"]}
         self._metrics[int(entry["step"])] = metrics
         if entry["best"]:
@@ -257,7 +258,7 @@ class _Book:
     # Tasks
 
     def _member(self, entry: Mapping[str, Any]) -> None:
-        known = Known(
+        known = KnownMember(
             task=str(entry["task"]),
             incarnation=int(entry["incarnation"]),
             stable_id=str(entry["stable_id"]),
@@ -268,7 +269,7 @@ class _Book:
         self._members[known.task] = known
 
     def _gone(self, entry: Mapping[str, Any]) -> None:
-        """Fenced or gone by itself: noted before its work goes to others, so that no later chief takes it back."""
+        """Fenced or left: recorded before its work is given to others, so that no later chief takes that back."""
         task, incarnation = str(entry["task"]), int(entry["incarnation"])
         known = self._members.get(task)
         if known is not None and known.incarnation == incarnation:
@@ -277,13 +278,13 @@ class _Book:
             self._leases.fence(incarnation)
 
     def _done(self, entry: Mapping[str, Any]) -> None:
-        """All that have done their part; fewer than before where the job went back."""
+        """All finished tasks; fewer than before after a rollback."""
         self._finished = set(map(str, entry["tasks"]))
 
     # Batches
 
     def _cursor(self, entry: Mapping[str, Any]) -> None:
-        """Asynchronous mode: the batches begin here, at first or after all shards went back."""
+        """Asynchronous mode: the batches start here, at first or after all shards were rolled back."""
         number = self._leases.number if self._leases is not None else 0
         self._leases = Leases.resumed(entry["cursor"], int(entry["steps"]), number=number)
 

@@ -1,4 +1,4 @@
-"""The stages of a job, as the chief knows them: one at a time, each with the phase that tasks are told of.
+"""The stages of a job, as the chief knows them: one at a time, each with the phase that tasks see.
 
 machine.py says what follows from an event in each stage.
 """
@@ -14,16 +14,16 @@ class Stage(enum.Enum):
     """What the chief is doing with the job now."""
 
     HEARING = enum.auto()
-    """Takeover: waiting until each known server was heard or is known to be gone."""
+    """Takeover: waiting until each known server has been heard or is known to be gone."""
     ASKING = enum.auto()
-    """Takeover: asking the servers that are there what they hold, since standbys may have to take over."""
+    """Takeover: asking the reachable servers what they hold, since standbys may have to be promoted."""
     ADOPTING = enum.auto()
     """Takeover: taking command and comparing what the servers hold with the journal."""
 
     GATHERING = enum.auto()
     """Start: tasks are missing, or the job is not known yet."""
     NOTHING_LEFT = enum.auto()
-    """Start: the checkpoint to go on from holds all steps; whoever is still to come is waited for and told so."""
+    """Start: the checkpoint to resume from has all steps; waiting for the remaining tasks, to tell them so."""
 
     LEADING = enum.auto()
     """Preparation: taking command of the servers, and promoting standbys."""
@@ -36,36 +36,36 @@ class Stage(enum.Enum):
     FIRST_CUT = enum.auto()
     """Preparation: the checkpoint of step 0 is taken."""
     ACTIVATING = enum.auto()
-    """Preparation: the values are there; servers are told to admit pushes, and where to stop."""
+    """Preparation: the values are set; servers are ordered to accept pushes, and get the stop step."""
     READY = enum.auto()
-    """Preparation: all is set up; waiting for enough tasks that train."""
+    """Preparation: all is ready; waiting for enough tasks that train."""
 
     TRAINING = enum.auto()
 
     FINDING = enum.auto()
-    """Recovery: waiting for the checkpoint to go back to, which may still be being written."""
+    """Recovery: waiting for the checkpoint to roll back to, which may still be being written."""
     PLACING = enum.auto()
     """Recovery: waiting for servers that can hold the shards."""
 
     CHOOSING = enum.auto()
-    """Ending: asking how far the shards are, to choose the step to stop at."""
+    """Ending: asking for the shards' progress, to choose the stop step."""
     REACHING = enum.auto()
     """Ending: waiting until every shard is at the stop step, or every lease is done."""
     CUTTING = enum.auto()
-    """Ending: the last checkpoint is being taken."""
+    """Ending: taking the last checkpoint."""
     SCORING = enum.auto()
     """Ending: waiting for the evaluator."""
     COUNTING = enum.auto()
-    """Ending: the last figures are asked for."""
+    """Ending: asking for the last figures."""
 
     ENDED = enum.auto()
-    """Nothing more will be decided."""
+    """Nothing more is decided."""
 
 
 TAKEOVER = frozenset({Stage.HEARING, Stage.ASKING, Stage.ADOPTING})
-"""A chief that came back has not taken command yet: tasks keep the orders that they have."""
+"""A restarted chief has not taken command yet: tasks keep their last orders."""
 UNHEARD = frozenset({Stage.HEARING, Stage.ASKING})
-"""Nothing can be decided yet, since it is not known which servers are there, or what they hold."""
+"""Nothing can be decided yet: it is not known which servers are there, or what they hold."""
 START = frozenset({Stage.GATHERING, Stage.NOTHING_LEFT})
 PREPARATION = frozenset(
     {
@@ -91,4 +91,4 @@ PHASES: dict[Stage, Phase] = {
     **dict.fromkeys(ENDING, Phase.STOPPING),
     Stage.ENDED: Phase.ENDED,
 }
-"""What tasks are told; during a takeover they keep what the last chief told them."""
+"""Phase that tasks see in each stage; during a takeover they keep the last chief's."""

@@ -1,4 +1,4 @@
-"""What others are told of the job: orders to tasks, its view for those who ask, rows for people."""
+"""What others see of the job: orders for tasks, the job view for clients, status rows for people."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def job_view(state: State) -> JobView:
     layout = state.layout
     if state.job is None or not (layout.timeline or state.ended):
         raise UsageError("the job is not known yet; ask again once the orders name a timeline")
-    # A job that ended before it began still has its plan, for those who only want to know what it was.
+    # A job that ended before it began still has a plan to show.
     plan = layout.plan or make_plan(state.job.tensors, len(state.settings.ps))
     return JobView(job=state.job, plan=plan, placement=layout.placement, timeline=layout.timeline)
 
 
 def orders(state: State, barriers: Barriers, task: str, incarnation: int) -> Orders:
-    """What one life of a task shall do now."""
+    """The current orders for one life of a task."""
     member = state.tasks.members.get(task)
     if member is None or member.incarnation != incarnation or not member.living:
         left = member is not None and member.incarnation == incarnation and member.state is Life.LEFT
@@ -52,13 +52,13 @@ def orders(state: State, barriers: Barriers, task: str, incarnation: int) -> Ord
 
 
 def _waits_at_start(state: State) -> bool:
-    """Whether training has never begun: later the job waits for those that were lost, which events tell."""
+    """Whether training has never begun; later waits are for lost tasks, which the event log reports."""
     waits = state.phase in (Phase.WAITING, Phase.INIT) and state.stage is not Stage.NOTHING_LEFT
     return waits and state.figures.running_s is None
 
 
 def rows(state: State, now_s: float) -> tuple[TaskStatus, ...]:
-    """The tasks, for `shardline status`."""
+    """One row per task, for `shardline status`."""
     found = []
     told = state.progress.shards
     for member in state.tasks.members:

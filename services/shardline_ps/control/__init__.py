@@ -1,1 +1,1 @@
-"""What the chief commands and what shards agree on: authority, configuration, status, votes."""
+"""What the chief commands and what the shards agree on: authority, configuration, status, votes."""

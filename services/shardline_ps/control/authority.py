@@ -1,4 +1,4 @@
-"""Whom a ps obeys and whom it admits: terms, timelines, incarnations. Pure state; PROTOCOL 1.3."""
+"""Which chief a ps obeys and which tasks it admits: terms, timelines, incarnations. Pure; PROTOCOL 1.3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardline.security import holds
 
 @dataclass(frozen=True, order=True)
 class Term:
-    """A chief's start; 0 = no chief yet."""
+    """One start of a chief; number 0 = no chief yet."""
 
     number: int = 0
     chief_uuid: str = ""
@@ -20,7 +20,7 @@ class Term:
 
 @dataclass
 class Authority:
-    """The command a ps is under. Changed on the server's loop only."""
+    """The chief, timeline and members that a ps accepts. Changed only on the server's loop."""
 
     term: Term = field(default_factory=Term)
     timeline: int = 0
@@ -29,19 +29,19 @@ class Authority:
     job: str = ""
     plan_id: str = ""
     members: Mapping[str, int] | None = None
-    """Living incarnations by task; None = everybody (no chief)."""
+    """Living incarnations by task; None = admit everyone (no chief)."""
     keys: Mapping[str, bytes] = field(default_factory=dict)
-    """SHA-256 of the secret of each living incarnation, by task; a task without one needs none."""
+    """SHA-256 of each living incarnation's secret, by task; a task without a key needs no secret."""
 
     def lead(self, term: Term) -> bool:
-        """Take a higher term, or the same again; False where a newer chief (or another of this term) commands."""
+        """Accept a higher term, or the current one again; False if a newer chief (or another of this term) commands."""
         if term.number > self.term.number or term == self.term:
             self.term = term
             return True
         return False
 
     def obeys(self, term: Term) -> Decision:
-        """Whether a command of this term is carried out."""
+        """Whether to carry out a command of this term."""
         if term == self.term:
             return Decision(Outcome.SERVED)
         return Decision(
@@ -50,7 +50,7 @@ class Authority:
         )
 
     def admit(self, *, job: str, timeline: int, plan_id: str, who: Identity, init: bool) -> Decision:
-        """Whether a data message belongs to the history in force and comes from a living task."""
+        """Whether a data message belongs to the current timeline and comes from a living task."""
         if not self.configured:
             return Decision(Outcome.NOT_CONFIGURED, "this ps has no configuration yet")
         if job != self.job:
@@ -75,7 +75,7 @@ class Authority:
         return Decision(Outcome.SERVED)
 
     def fenced(self, task: str, incarnation: int) -> Decision | None:
-        """Why this life of a task counts no more; None where it does. May be asked from any thread."""
+        """Why this life of a task is refused; None if it is not. Thread-safe."""
         members = self.members
         if members is None or members.get(task) == incarnation:
             return None

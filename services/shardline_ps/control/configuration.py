@@ -1,4 +1,4 @@
-"""The memory that a configuration comes to. Pure. PROTOCOL 3.22."""
+"""Memory that a configuration requires. Pure. PROTOCOL 3.22."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _hosted(configuration: PsConfiguration) -> list[ShardSpec]:
 
 
 def value_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of the published values, of both steps where they are kept."""
+    """Bytes of the published values, of both steps if both are kept."""
     keeps = consistency.of(configuration.consistency).keeps_previous
     return sum(
         bucket.nbytes * num_areas(bucket, keeps_previous=keeps)
@@ -32,7 +32,7 @@ def value_bytes(configuration: PsConfiguration) -> int:
 
 
 def optimizer_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of the whole optimizer state, with that of each worker where the rule keeps some per worker."""
+    """Bytes of the whole optimizer state, including per-worker state if the rule keeps any."""
     total, cpu = 0, torch.device("cpu")
     for shard in _hosted(configuration):
         for bucket in shard.buckets:
@@ -43,22 +43,22 @@ def optimizer_bytes(configuration: PsConfiguration) -> int:
 
 
 def standby_bytes(configuration: PsConfiguration) -> int:
-    """Bytes of the standbys that this ps is to hold: each like the shard itself."""
+    """Bytes of the standbys that this ps is to hold: as much as the shards themselves."""
     if not configuration.standbys:
         return 0
     return planned_bytes(replace(configuration, shards=configuration.standbys, standbys=()))
 
 
 def planned_bytes(configuration: PsConfiguration) -> int:
-    """Bytes that shards and standbys hold from the first steps on: parameters and the whole optimizer state.
+    """Bytes that shards and standbys need permanently: parameters and the whole optimizer state.
 
-    What comes and goes (contributions that wait for others, cuts that wait for the chief) is in memory_plan().
+    Transient memory (contributions that wait for others, cuts that wait for the chief) is in memory_plan().
     """
     return value_bytes(configuration) + optimizer_bytes(configuration) + standby_bytes(configuration)
 
 
 def least_staging_bytes(configuration: PsConfiguration) -> int:
-    """The lowest limit of staging that a step can be promised to end with; 0 where nothing is summed."""
+    """The lowest staging limit, in bytes, with which a step is sure to complete; 0 if nothing is summed."""
     mode = consistency.of(configuration.consistency)
     if not mode.sums_in_tree:
         return 0
@@ -66,7 +66,7 @@ def least_staging_bytes(configuration: PsConfiguration) -> int:
 
 
 def staging_limit(configuration: PsConfiguration, asked: int | None) -> int:
-    """The limit in force for a configuration; asked: what the user set."""
+    """The staging limit for a configuration, in bytes. asked: the user's setting, or None."""
     mode = consistency.of(configuration.consistency)
     return limit_bytes(
         _hosted(configuration),
@@ -78,18 +78,17 @@ def staging_limit(configuration: PsConfiguration, asked: int | None) -> int:
 
 
 def memory_plan(configuration: PsConfiguration, *, staging: int | None = None, lanes: int = 0) -> dict[str, int]:
-    """Bytes that the shards may come to hold, by kind; their sum bounds the process but for its code.
+    """Most bytes that the shards may hold, by kind; their sum bounds the process's memory except for its code.
 
-    "parameters" (both published steps), "optimizer", "cuts", "staging" (the limit in force), "lanes", and "standbys"
-    where there are any.
-    staging: the limit asked for. lanes: what lanes hold besides.
+    Kinds: "parameters" (both published steps), "optimizer", "cuts", "staging" (the limit in force), "lanes", and
+    "standbys" if there are any. staging: the limit asked for. lanes: additional bytes held by lanes.
     """
     optimizer = optimizer_bytes(configuration)
     image = sum(shard.nbytes for shard in _hosted(configuration)) + optimizer
     return {
         "parameters": value_bytes(configuration),
         "optimizer": optimizer,
-        # Without a cadence the chief asks for one at a time.
+        # Without a cadence the chief requests one cut at a time.
         "cuts": image * (HELD_CUTS if configuration.cut_every else 1),
         "staging": staging_limit(configuration, staging),
         "lanes": lanes,

@@ -1,18 +1,18 @@
-"""What a ps says of itself, as the message that every heartbeat carries."""
+"""The status of a ps, as the message that every heartbeat carries."""
 
 from __future__ import annotations
 
 from shardline.rpc.v1 import parameter_server_pb2
 from shardline_ps.shard.shard import Shard
-from shardline_ps.standby.sender import Protection, StandbySender
+from shardline_ps.standby.sender import StandbySender, StandbyState
 from shardline_ps.store import ParameterStore
 
 STATES = {
-    Protection.NONE: parameter_server_pb2.STANDBY_STATE_UNSPECIFIED,
-    Protection.UNPROTECTED: parameter_server_pb2.STANDBY_STATE_UNPROTECTED,
-    Protection.COPYING: parameter_server_pb2.STANDBY_STATE_COPYING,
-    Protection.SYNCED: parameter_server_pb2.STANDBY_STATE_SYNCED,
-    Protection.SILENT: parameter_server_pb2.STANDBY_STATE_SILENT,
+    StandbyState.NONE: parameter_server_pb2.STANDBY_STATE_UNSPECIFIED,
+    StandbyState.UNPROTECTED: parameter_server_pb2.STANDBY_STATE_UNPROTECTED,
+    StandbyState.COPYING: parameter_server_pb2.STANDBY_STATE_COPYING,
+    StandbyState.SYNCED: parameter_server_pb2.STANDBY_STATE_SYNCED,
+    StandbyState.SILENT: parameter_server_pb2.STANDBY_STATE_SILENT,
 }
 
 

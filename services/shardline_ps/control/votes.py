@@ -1,4 +1,4 @@
-"""Takes voted steps from "all contributions are there" to "applied": vote, ask the lead, apply."""
+"""Takes voted steps from "all contributions have arrived" to "applied": vote, get the lead's verdict, apply."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("shardline.ps")
 
 
 class Voters:
-    """One per ps. on_complete() may be called from any thread; the rest is on the server's loop."""
+    """One per ps. on_complete() is thread-safe; everything else runs on the server's loop."""
 
     def __init__(self, store: ParameterStore, timeouts: Timeouts, security: Security = PLAIN) -> None:
         self._store = store
@@ -40,22 +40,22 @@ class Voters:
         self._peers: dict[str, AioPeer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._deciding: dict[asyncio.Task[None], int] = {}
-        """Of these, the ones that hold a shard, and its number."""
+        """The running decisions that hold a shard, with its number."""
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take voted steps on this loop."""
+        """Run voted steps on this loop."""
         self._loop = loop
         self._store.on_complete = self.on_complete
 
     def on_complete(self, shard: int, step: int) -> None:
-        """All contributions of a step are at a shard."""
+        """All contributions of a step have arrived at a shard."""
         if self._loop is not None:
-            # A pool thread may end its work after the loop has closed at shutdown.
+            # At shutdown a pool thread may finish after the loop has closed.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._start, shard, step)
 
     def configured(self) -> None:
-        """Shards may be gone: nobody asks for their verdicts any more, or holds them for that."""
+        """The configuration has changed: stop decisions about shards that are gone, which would keep them alive."""
         for task, number in self._deciding.items():
             if number not in self._store.shards:
                 task.cancel()
@@ -81,7 +81,7 @@ class Voters:
         store = self._store
         shard = store.shards.get(number)
         if shard is None:
-            # It was let go of since it was complete.
+            # The shard was retired after the step was complete.
             return
         found = await store.work(shard.mode.vote, step)
         if found is None:
@@ -89,7 +89,7 @@ class Voters:
         vote, staged = found
         verdict = await self._ask(shard, vote, staged)
         if verdict is not None and verdict.nonfinite and not verdict.skip:
-            # Contributions were checked one by one: it is their sum that isn't finite. Nothing is applied anywhere.
+            # Contributions were checked one by one; it is their sum that isn't finite. Nothing is applied anywhere.
             store.on_failure(
                 NonFiniteError(
                     f"step {step}: the sum of the replicas' gradients of {', '.join(verdict.nonfinite)} has NaN or "
@@ -101,9 +101,9 @@ class Voters:
             await store.work(lambda: shard.mode.apply_verdict(staged, scale=verdict.scale, skip=verdict.skip))
 
     async def _ask(self, shard: Shard, vote: ShardVote, staged: Staged) -> Verdict | None:
-        """The lead's verdict; asked for until there is one, or the shard or its contributions are gone (None).
+        """The lead's verdict, requested until it comes; None if the shard or its contributions are gone.
 
-        The timeline may change meanwhile: where the shard keeps its values, it still wants to know.
+        The timeline may change meanwhile: a shard that keeps its values still needs the verdict.
         """
         ballot = Ballot(sums=vote.sums, nonfinite=vote.nonfinite)
         started_s = time.monotonic()
@@ -113,7 +113,7 @@ class Voters:
             verdict = await self._ask_once(vote.step, shard.number, ballot)
             if verdict is not None:
                 decided = Applied(step=verdict.step, scale=verdict.scale, skip=verdict.skip)
-                # From here on a new lead is told of it, before it is applied: see tell_verdicts().
+                # From here on a new lead is informed of the verdict, even before it is applied: see tell_verdicts().
                 shard.mode.decided(staged, decided)
                 if timeline != self._store.authority.timeline:
                     self._spawn(self._tell(shard.number, decided))
@@ -127,7 +127,7 @@ class Voters:
         return None
 
     def tell_verdicts(self) -> None:
-        """Tell the lead, which may be another than before, what was decided last: see VoteLead.adopt()."""
+        """Report each shard's last verdict to the lead, which may be a new one: see VoteLead.adopt()."""
         self._lead.renew(self._store.authority.timeline)
         for number, shard in self._store.shards.items():
             if shard.mode.last_verdict is not None:
@@ -140,7 +140,7 @@ class Voters:
                 return
 
     async def _ask_once(self, step: int, shard: int, ballot: Ballot | Applied) -> Verdict | None:
-        """Vote, or tell a verdict that is known; None where there is no answer yet."""
+        """Vote, or report a known verdict; None if there is no answer yet."""
         timeline = self._store.authority.timeline
         if 0 in self._store.shards:
             if isinstance(ballot, Applied):
@@ -187,17 +187,17 @@ class Voters:
         )
 
     def adopt(self, timeline: int, decided: Applied) -> Verdict:
-        """Know of a verdict that was applied; this ps is the lead."""
+        """Record a verdict that a shard has applied; for the lead."""
         verdict = Verdict(step=decided.step, scale=decided.scale, skip=decided.skip, norm=decided.norm)
         return self._lead.adopt(timeline, verdict)
 
     async def vote_here(self, timeline: int, step: int, shard: int, ballot: Ballot) -> Verdict | None:
-        """Vote at this ps, which is the lead."""
+        """Vote on this ps, the lead; None on timeout. Raises ProtocolError if the vote is far from the open step."""
         configuration = self._store.configuration
         assert configuration is not None
         open_step = self._store.shard(0).step_min
         if shard >= len(configuration.plan.shards) or abs(step - open_step) > 1:
-            # Rounds are kept by step: a vote far from the open one would stay for ever.
+            # Rounds are kept by step: one far from the open step would never be dropped.
             raise ProtocolError(
                 f"vote of shard {shard} on step {step}: there are {len(configuration.plan.shards)} shards, and the "
                 f"lead is at step {open_step}"
@@ -214,7 +214,7 @@ class Voters:
         )
 
     async def close(self) -> None:
-        """End running votes and close channels."""
+        """Cancel running votes and close the channels."""
         for task in list(self._tasks):
             task.cancel()
         for peer in self._peers.values():

@@ -32,7 +32,7 @@ class Ballot:
 
 
 def decide(step: int, ballots: Mapping[int, Ballot], *, clip_norm: float, skip_nonfinite: bool) -> Verdict:
-    """The verdict over all shards' ballots; the same in whatever order they came."""
+    """The verdict on all shards' ballots; it does not depend on their order."""
     nonfinite = tuple(sorted({name for ballot in ballots.values() for name in ballot.nonfinite}))
     if nonfinite and skip_nonfinite:
         return Verdict(step=step, scale=1.0, skip=True, norm=float("nan"), nonfinite=nonfinite)
@@ -48,7 +48,7 @@ class _Round:
 
 
 class VoteLead:
-    """The ps of shard 0 gathers ballots by (timeline, step). On the server's loop only."""
+    """Collects ballots by (timeline, step), on the ps of shard 0. On the server's loop only."""
 
     KEPT_ROUNDS = 4
 
@@ -67,7 +67,7 @@ class VoteLead:
         skip_nonfinite: bool,
         timeout_s: float,
     ) -> Verdict | None:
-        """Add a ballot and wait for the verdict; None when the timeout ran out (vote again). Repeating is harmless."""
+        """Add a ballot and wait for the verdict; None on timeout (then vote again). Repeated ballots do no harm."""
         round_ = self._rounds.setdefault((timeline, step), _Round())
         if round_.verdict is None:
             round_.ballots[shard] = ballot
@@ -84,9 +84,9 @@ class VoteLead:
         return round_.verdict
 
     def adopt(self, timeline: int, verdict: Verdict) -> Verdict:
-        """Take over the verdict under which a shard has applied a step, decided by the lead before; returns it.
+        """Record the verdict under which a shard has applied a step, decided by the previous lead; returns it.
 
-        Whoever votes on that step is answered with it: the shard that has applied it won't vote again.
+        It answers all other votes on that step: the shard that has applied it won't vote again.
         """
         round_ = self._rounds.setdefault((timeline, verdict.step), _Round())
         if round_.verdict is None:
@@ -96,7 +96,7 @@ class VoteLead:
         return round_.verdict
 
     def renew(self, timeline: int) -> None:
-        """Rounds of other timelines get no verdict any more: whoever waits for one votes again."""
+        """Cancel the rounds of other timelines: their voters get no verdict, and vote again."""
         for key in [key for key in self._rounds if key[0] != timeline]:
             self._rounds.pop(key).decided.set()
 

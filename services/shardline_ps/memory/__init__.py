@@ -1,1 +1,1 @@
-"""What a server measures of itself, and how it gives freed memory back."""
+"""How a server measures its memory, and returns freed memory to the system."""

@@ -1,10 +1,10 @@
-"""Gives freed memory that the allocator keeps back to the system, once there is too much of it.
+"""Returns freed memory that the allocator keeps to the system, once there is too much of it.
 
-The allocator keeps freed blocks, since messages of some megabytes would fault their pages in anew each time. Most holes
-are filled by what comes next. Some are not: torch asks for aligned memory, for which glibc wants a hole a little larger
-than the block that left it, and small objects made in between sit at its ends. An optimizer that allocates state
-and working memory bucket by bucket can leave more in holes than it has state. So the
-holes are measured from time to time, and given back when they exceed the limit.
+The allocator keeps freed blocks, since messages of some megabytes would otherwise fault in their pages again each
+time. Most of these holes are filled by the next blocks. Some are not: torch asks for aligned memory, for which glibc
+needs a hole a little larger than the block it came from, and small objects allocated in between occupy its ends. An
+optimizer that allocates state and working memory bucket by bucket can leave more bytes in holes than in state. So the
+holes are measured from time to time, and returned when they exceed the limit.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from shardline.host import allocator
 
 log = logging.getLogger("shardline.ps")
 LOOK_S = 0.01
-"""How often the memory of the process is looked at, at most."""
+"""Fewest seconds between two looks at the process's memory."""
 LATEST_S = 1.0
-"""Holes are measured after this time even if the process has not grown."""
+"""Seconds after which holes are measured even if the process has not grown."""
 GROWN_BYTES = 16 << 20
-"""Growth of the process after which they are measured sooner."""
+"""Growth of the process, in bytes, after which they are measured sooner."""
 SPARE_BYTES = 64 << 20
-"""Limit for holes, besides the unused room in staging."""
+"""Limit for holes, in bytes, besides the unused room in staging."""
 
 
 @dataclass
 class Rule:
-    """Decides when to give memory back. Pure."""
+    """Decides when to return memory. Pure."""
 
     spare: int = SPARE_BYTES
     left: int = 0
-    """Bytes that could not be given back the last time: they only look like holes."""
+    """Bytes that could not be returned last time: they only look like holes."""
 
     def too_many(self, unreturned: int, room: int) -> bool:
-        """Whether to give back; room: bytes that staging may still come to hold."""
+        """Whether to return memory now. unreturned, room: bytes; room is what staging may still use."""
         self.left = max(0, min(self.left, unreturned))
         return unreturned - self.left > self.spare + max(0, room)
 
 
 class HeapTrimmer:
-    """Measures the holes of this process, and gives them back. Thread-safe; nobody waits for another.
+    """Measures this process's holes, and returns them to the system. Thread-safe; callers never wait for each other.
 
-    room: bytes that staging may still come to hold: what was freed of them will be taken again.
+    room: bytes that staging may still use; that much freed memory will soon be needed again.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class HeapTrimmer:
         self._next_s = 0.0
         self._latest_s = 0.0
         self._grown = 0
-        """Private memory at which holes are measured before their time."""
+        """Private memory, in bytes, at which holes are measured early."""
         self.given_back = 0
-        """How often."""
+        """How many times memory was returned."""
         held, known = private(), taken()
         self.known = held is not None and known is not None
-        """Whether this system and its allocator can tell."""
-        # What else the process has: code, stacks, Python's objects.
+        """Whether this system and its allocator report the sizes."""
+        # What else the process holds: code, stacks, Python objects.
         self._base = (held or 0) - (known or 0)
 
     def look(self) -> None:
-        """Give holes back where there are too many. Cheap: does nothing most of the time."""
+        """Return memory if there are too many holes. Cheap: usually does nothing."""
         if self.known and self._now_s() >= self._next_s and self._busy.acquire(blocking=False):
             try:
                 self._look()
@@ -85,7 +85,7 @@ class HeapTrimmer:
                 self._busy.release()
 
     def give_back(self) -> None:
-        """Give them back however few they are: what follows needs other memory than what came before."""
+        """Return all holes, however few: the next allocations will have other sizes."""
         if self.known:
             with self._busy:
                 self._give_back()

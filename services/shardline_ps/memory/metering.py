@@ -1,4 +1,4 @@
-"""A ps's figures for Prometheus."""
+"""A ps's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardline_ps.store import ParameterStore
 
 
 class Meter:
-    """Counts pushes as they end, and takes the rest from the status that every heartbeat carries."""
+    """Counts pushes as they end, and takes the other figures from the status in every heartbeat."""
 
     def __init__(self, metrics: Metrics, store: ParameterStore) -> None:
         self._metrics = metrics
@@ -21,14 +21,14 @@ class Meter:
         self._seen: dict[str, int] = {}
         self._held_standbys: set[int] = set()
         self._followed: set[int] = set()
-        """Shards whose standbys were told of, here and elsewhere."""
+        """Shards whose standbys have gauges, here and elsewhere."""
         store.on_pulled = self._pulled
         store.on_barrier = self._waited
         store.on_applied = self._applied
         store.staging.on_wait = self._kept_waiting
 
     def pushed(self, result: PushResult) -> None:
-        """A push has ended."""
+        """Count a finished push."""
         metrics, lane = self._metrics, result.lane
         outcome = outcome_name(result.ack.outcome)
         metrics.counter("shardline_pushes_total", peer=result.task or "not admitted", outcome=outcome).inc()
@@ -53,7 +53,7 @@ class Meter:
         metrics.histogram("shardline_pull_seconds", peer=peer).observe(seconds)
 
     def refused(self, method: str, error: Exception) -> None:
-        """A message was answered with an error."""
+        """Count a message that was answered with an error."""
         self._metrics.counter("shardline_refused_messages_total", method=method).inc()
         if isinstance(error, NonFiniteError):
             self._metrics.counter("shardline_nonfinite_total", what="gradient").inc()
@@ -68,12 +68,12 @@ class Meter:
         self._metrics.histogram("shardline_staging_wait_seconds").observe(wait_s)
 
     def _raise_to(self, name: str, total: int) -> None:
-        """Bring a counter up to a total that another part keeps."""
+        """Raise a counter to a total kept elsewhere."""
         self._metrics.counter(name).inc(max(0, total - self._seen.get(name, 0)))
         self._seen[name] = max(total, self._seen.get(name, 0))
 
     def _standbys(self, reply: Any) -> None:
-        """What this ps holds for others, and how far others are behind its own; 0 where there is none any more."""
+        """Set the gauges for the standbys held here and the lag of this ps's own; 0 for those that are gone."""
         held = {item.shard: (int(item.synced), item.bytes) for item in reply.standbys}
         logs = {number: shard.log for number, shard in self._store.shards.items()}
         lags = {number: log.lag for number, log in logs.items() if log is not None}
@@ -87,7 +87,7 @@ class Meter:
             self._metrics.gauge("shardline_ps_standby_lag_records", shard=shard).set(lags.get(shard, 0))
 
     def observed(self, status: Callable[[], Any]) -> Callable[[], Any]:
-        """The status function, with the gauges set from what it says."""
+        """Wrap the status function so that each call also updates the gauges."""
 
         def observe() -> Any:
             reply = status()

@@ -1,4 +1,4 @@
-"""One bucket: two published parameter buffers by step, optimizer state, contributions. PROTOCOL 1.4, 1.9."""
+"""One bucket: two published parameter buffers, by step; optimizer state; contributions. PROTOCOL 1.4, 1.9."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardline.update import BucketRule, Need
 
 
 class Bucket:
-    """Values of one bucket at `step` and at `step` - 1, and what the open step has gathered so far.
+    """Values of one bucket at `step` and `step` - 1, and the contributions to the open step so far.
 
-    All methods but the constructor need the lock held, unless they say otherwise. theta_t lives in pub[t & 1] until
-    step t + 1 is applied, which needs every replica to have pushed t + 1 and so to hold theta_{t+1}: that is why a
-    worker lost in mid-step can be replaced.
+    All methods but the constructor need the lock held, unless stated otherwise. theta_t stays in pub[t & 1] until step
+    t + 1 is applied, which needs every replica to have pushed t + 1 and so to have theta_{t+1}: that is why a worker
+    lost in mid-step can be replaced.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Bucket:
         pub: tuple[torch.Tensor, torch.Tensor],
         on_held: Callable[[int], None] = lambda difference: None,
     ) -> None:
-        """make_rule: called for parameters, and once more for each restored state. on_held(difference): told when the
-        bytes of partial sums change. pub: where the values live (zeros of the bucket's length and dtype), by step & 1;
-        twice the same where one step at a time is enough.
+        """make_rule: called for parameters, and again for each restored state. on_held(difference): called when the
+        bytes of partial sums change. pub: memory for the values (zeros of the bucket's length and dtype), by step & 1;
+        the same tensor twice if one step at a time is enough.
         """
         self.lock = threading.Lock()
         self.shard = shard
@@ -48,13 +48,13 @@ class Bucket:
         self.step = 0
         self.version = 0
         self.oldest = 0
-        """Step at which the values came by Init or Restore: what came before it was never published here."""
+        """Step at which Init or Restore set the values; earlier steps were never published here."""
         self.overwritten = -1
-        """Highest step whose values may be written over by now; read without the lock."""
+        """Highest step whose values may have been overwritten; may be read without the lock."""
         self.restored = 0
-        """How often all values were replaced."""
+        """How many times all values were replaced."""
         self.changed_step = 0
-        """Lowest s with theta_s == ... == theta_step: a holder of theta_s or later needs no bytes."""
+        """Lowest s with theta_s == ... == theta_step: a reader that has theta_s or later needs no bytes."""
         self.initialized = False
         self.contributions = Contributions(spec, replicas, on_held=on_held)
         self.hyper: Mapping[str, float] | None = None
@@ -63,7 +63,7 @@ class Bucket:
         self.names = tuple(tensors[piece.tensor].name for piece in spec.slices)
         self._pub = pub
         self.pending: object | None = None
-        """theta_{step+1} is made and waits for the standby to hold it too; names the record."""
+        """Record that the standby must have before theta_{step+1} is published; None if nothing waits."""
         self.rule: BucketRule | None = None
         self._make_rule: Callable[[], BucketRule | None] = lambda: (
             make_rule(device) if spec.kind is TensorKind.PARAM else None
@@ -72,15 +72,15 @@ class Bucket:
 
     @property
     def values(self) -> torch.Tensor:
-        """theta_step, flat."""
+        """theta_step, flat: shape [elements]."""
         return self._pub[self.step & 1]
 
     def values_at(self, step: int) -> torch.Tensor:
-        """theta_step or theta_{step-1}; the caller asked serve_pull first."""
+        """theta_step or theta_{step-1}, flat; check with serve_pull first."""
         return self._pub[step & 1]
 
     def previous(self) -> torch.Tensor | None:
-        """theta_{step-1}, without elements where it equals theta_step; None where it was never published here.
+        """theta_{step-1}, empty if it equals theta_step; None if it was never published here.
 
         Nothing may be pending.
         """
@@ -95,7 +95,7 @@ class Bucket:
         return size + (self.rule.nbytes if self.rule is not None else 0)
 
     def initialize(self, values: torch.Tensor) -> bool:
-        """First values; False where there were some already."""
+        """Set the first values; False if there were some already."""
         if self.initialized:
             return False
         for buffer in self._pub:
@@ -105,27 +105,27 @@ class Bucket:
         return True
 
     def _zero_padding(self) -> None:
-        """Padding is part of every flat update, so it has to be numbers that stay finite: zeros."""
+        """Set the padding to zeros: it takes part in every flat update, so it must stay finite."""
         ends = [*(piece.offset for piece in self.spec.slices[1:]), self.spec.elements]
         for piece, end in zip(self.spec.slices, ends, strict=True):
             for buffer in self._pub:
                 buffer[piece.end : end].zero_()
 
     def apply(self, total: Partial, *, scale: float = 1.0, skip: bool = False, context: PushContext = TOGETHER) -> None:
-        """Make theta_{step+1} from theta_step and the mean gradient, and publish it. The commit point of the step."""
+        """Compute theta_{step+1} from theta_step and the mean gradient and publish it. The commit point of the step."""
         self.publish(self.compute(total, scale=scale, skip=skip, context=context), skip=skip)
 
     def compute(
         self, total: Partial, *, scale: float = 1.0, skip: bool = False, context: PushContext = TOGETHER
     ) -> bool:
-        """Make theta_{step+1} beside theta_step; returns whether they differ. publish() has to follow.
+        """Compute theta_{step+1} beside theta_step; returns whether they differ. publish() must follow.
 
-        context: who pushed.
+        context: which worker pushed.
         """
         source, target = self._pub[self.step & 1], self._pub[(self.step + 1) & 1]
-        # Before the first byte is written over theta_{step-1}.
+        # Set before the first byte of theta_{step-1} is overwritten.
         self.overwritten = self.step - 1
-        # Equal buffers need no copy; a rule that writes beside the values needs none either.
+        # Equal buffers need no copy, nor does a rule that writes beside the old values.
         differ = self.changed_step == self.step and target is not source
         changed = not skip and self._update(target, total, scale, source if differ else None, context)
         if differ and not changed:
@@ -133,12 +133,12 @@ class Bucket:
         return changed
 
     def publish(self, changed: bool, *, skip: bool = False) -> None:
-        """What compute() has made is theta_step from now on."""
+        """Publish what compute() has made as the new theta_step."""
         self.version += not skip
         if changed:
             self.changed_step = self.step + 1
-        # Last of what a pull looks at: readers without the lock take what the step says as published, and would take
-        # a bucket that has just changed for unchanged.
+        # Set last of all that a pull reads: readers without the lock trust the step, and would otherwise take a bucket
+        # that has just changed for unchanged.
         self.step += 1
         self.hyper = None
         self.contributions.clear()
@@ -146,7 +146,7 @@ class Bucket:
     def _update(
         self, target: torch.Tensor, total: Partial, scale: float, source: torch.Tensor | None, context: PushContext
     ) -> bool:
-        """Make the new values; source: the old ones, None where the target has them. False: the target is untouched."""
+        """Compute the new values. source: the old ones, None if target has them. False: target is untouched."""
         if total.values is None or not any(total.present):
             return False
         if self.spec.kind is TensorKind.BUFFER:
@@ -173,10 +173,10 @@ class Bucket:
     # Workers
 
     def answer(self, step: int, task: str) -> torch.Tensor:
-        """What a pull of theta_step or theta_{step-1} gets, to be copied before the lock is released.
+        """The values that a pull of theta_step or theta_{step-1} gets, to be copied before the lock is released.
 
-        A task that trains and pulls theta_step gets the point that the rule looks ahead to, where it does; what it
-        gets is remembered where the rule needs that. task "": one that doesn't train, which gets the parameters.
+        If the rule looks ahead, a training task that pulls theta_step gets the look-ahead point; its values are
+        remembered if the rule needs them. task "": one that doesn't train, which gets the parameters.
         """
         values = self.values_at(step)
         if self.rule is None or step != self.step or not task:
@@ -187,9 +187,9 @@ class Bucket:
         return answer
 
     def members_changed(self, workers: Collection[str]) -> None:
-        """These workers are admitted from now on, and no others: what the rule keeps for the others goes.
+        """Only these workers are admitted from now on: drop what the rule keeps for others.
 
-        Takes the lock by itself, and only where something is kept per worker.
+        Takes the lock itself, and only if the rule keeps anything per worker.
         """
         if self.rule is not None and self.rule.workers:
             with self.lock:
@@ -214,7 +214,7 @@ class Bucket:
         )
 
     def rule_of(self, image: BucketImage) -> BucketRule | None:
-        """The rule with an image's state; raises ProtocolError or CheckpointError where the image doesn't fit."""
+        """The rule with an image's state. Raises ProtocolError or CheckpointError if the image doesn't fit."""
         values = image.tensors[VALUE]
         if values.numel() != self.spec.elements or values.dtype != DTYPES[self.spec.dtype]:
             raise ProtocolError(
@@ -233,7 +233,7 @@ class Bucket:
         return rule
 
     def restore(self, image: BucketImage, rule: BucketRule | None, *, previous: torch.Tensor | None = None) -> None:
-        """Become what an image says; rule: from rule_of(). previous: as from previous()."""
+        """Take the state of an image. rule: from rule_of(). previous: as from previous()."""
         self.rule = rule
         self.restored += 1
         self.pending = None

@@ -1,4 +1,4 @@
-"""Cuts of one shard: copies of all buckets at one step, held until the chief has fetched them. PROTOCOL 1.7."""
+"""Cuts of one shard: copies of all buckets at one step, kept until the chief has fetched them. PROTOCOL 1.7."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from shardline.core.image import BucketImage, WorkerSequence
 from shardline.errors import ProtocolError
 
 HELD_CUTS = 2
-"""Copies kept at a time: one that the chief fetches, one of the next cut."""
+"""Copies kept at a time: one being fetched by the chief, one for the next cut."""
 
 
 @dataclass
 class CutImages:
-    """Images gathered so far for one step."""
+    """Images collected so far for one step."""
 
     step: int
     images: dict[int, BucketImage] = field(default_factory=dict)
     skipped: bool = False
-    """The budget was spent when the first bucket got there; nothing is kept."""
+    """There was no room left when the first bucket reached the step; nothing is kept."""
     sequences: Mapping[str, WorkerSequence] = field(default_factory=dict)
-    """Where pushes are numbered: the push of each worker that is the last one in the images."""
+    """If pushes are numbered: the last push of each worker that the images include."""
 
     def in_order(self) -> list[BucketImage]:
-        """The images by bucket."""
+        """The images in order of their buckets."""
         return [self.images[number] for number in sorted(self.images)]
 
 
 class CutBook:
-    """Which steps are to be cut and what is held. Thread-safe; buckets call offer() under their own lock."""
+    """Which steps are to be cut, and the copies held. Thread-safe; buckets call it under their own lock."""
 
     def __init__(self, num_buckets: int, every: int, *, budget: int = HELD_CUTS) -> None:
         self._lock = threading.Lock()
@@ -41,16 +41,16 @@ class CutBook:
         self._requested: set[int] = set()
         self._held: dict[int, CutImages] = {}
         self._released = -1
-        """Highest step released. A bucket that gets there later makes no copy that could never be completed."""
+        """Highest released step. A bucket that reaches it later makes no copy: the cut could never be complete."""
         self.skipped_total = 0
 
     def request(self, step: int) -> None:
-        """Cut at this step too, whatever the budget."""
+        """Cut at this step too, regardless of the budget."""
         with self._lock:
             self._requested.add(step)
 
     def wanted(self, step: int) -> bool:
-        """Whether a bucket that reaches `step` has to be copied."""
+        """Whether a bucket that reaches `step` must be copied."""
         with self._lock:
             if step in self._requested:
                 held = self._held.get(step)
@@ -60,7 +60,7 @@ class CutBook:
             held = self._held.get(step)
             if held is None:
                 held = self._held[step] = CutImages(step)
-                # One decision per shard and step, made by the first bucket that gets there.
+                # One decision per shard and step, made by the first bucket to reach it.
                 if sum(not cut.skipped for cut in self._held.values()) > self._budget:
                     held.skipped = True
                     self.skipped_total += 1
@@ -70,7 +70,7 @@ class CutBook:
         return self._every > 0 and step > 0 and step % self._every == 0
 
     def withdraw(self, step: int) -> None:
-        """Forget a request that came too late, and the copies that were made for it alone."""
+        """Drop a request that came too late, and the copies made for it alone."""
         with self._lock:
             self._requested.discard(step)
             if not self._on_cadence(step):
@@ -82,9 +82,9 @@ class CutBook:
             self._held.setdefault(image.step, CutImages(image.step)).images[image.bucket] = image
 
     def store_all(self, step: int, images: list[BucketImage], sequences: Mapping[str, WorkerSequence]) -> None:
-        """Keep a cut whose buckets were copied at one instant under the chief's number.
+        """Keep a cut whose buckets were all copied at one instant, under the chief's number.
 
-        sequences: of the same instant, by task.
+        sequences: each worker's last push at that instant, by task.
         """
         with self._lock:
             self._held[step] = CutImages(
@@ -92,18 +92,18 @@ class CutBook:
             )
 
     def whole(self, step: int) -> CutImages | None:
-        """The cut where all its images are there (it changes no more), else None."""
+        """The cut if all its images are there (it is then final), else None."""
         with self._lock:
             held = self._held.get(step)
             return held if held is not None and len(held.images) == self._num_buckets else None
 
     def get(self, step: int) -> list[BucketImage] | None:
-        """Images by bucket where all are there, else None."""
+        """Images by bucket if all are there, else None."""
         held = self.whole(step)
         return held.in_order() if held is not None else None
 
     def release(self, step: int) -> int:
-        """Forget the cuts up to this step, for good; returns how many were held."""
+        """Drop the cuts up to this step for good; returns how many were held."""
         with self._lock:
             self._released = max(self._released, step)
             gone = [number for number in self._held if number <= step]
@@ -113,7 +113,7 @@ class CutBook:
             return len(gone)
 
     def clear(self) -> None:
-        """Forget everything (a new timeline)."""
+        """Drop everything (a new timeline)."""
         with self._lock:
             self._held.clear()
             self._requested.clear()
@@ -135,7 +135,7 @@ class CutBook:
 
 
 def check_images(shard: int, buckets: int, images: Sequence[BucketImage], *, one_step: bool) -> None:
-    """Raise ProtocolError where images are not one of each bucket, or not of the same step where they have to be."""
+    """Raise ProtocolError unless there is one image per bucket, all of the same step if one_step."""
     numbers = [image.bucket for image in images]
     if sorted(numbers) != list(range(buckets)):
         raise ProtocolError(f"shard {shard} has {buckets} buckets, the images are of {numbers}")

@@ -1,4 +1,4 @@
-"""What a shard is made from."""
+"""The settings of a shard."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shardline.core.spec import ConsistencySpec, RuleSpec, ScheduleSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:
-    """What Configure says of every shard."""
+    """Settings that Configure gives to every shard."""
 
     plan: Plan
     rule: RuleSpec
     schedule: ScheduleSpec
     consistency: ConsistencySpec
     replicas: int
-    """That make one update."""
+    """Number of replicas whose contributions make one update."""
     cut_every: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""One shard: storage, and the server half of the job's consistency over it. No network here; any thread may call."""
+"""One shard: storage, and the server half of the job's consistency. No network here; any thread may call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Gradient", "Shard", "ShardSettings"]
 
 
 class Shard:
-    """What the rest of a ps knows of a shard; see shardline.server.backend.HostedShard for what push and pull use.
+    """What the rest of a ps knows about a shard; see shardline.server.backend.HostedShard for what push and pull use.
 
     storage: buckets, locks, publication, cuts. mode: what counts, when it is applied, what is served.
     """
@@ -44,7 +44,7 @@ class Shard:
         self.tally = self.storage.tally
         terms = Terms(plan=settings.plan, contributors=settings.replicas, nan_policy=settings.consistency.nan_policy)
         self.mode = mode = self.consistency.server_half(self.storage, terms)
-        # What push and pull ask is the mode's to answer.
+        # Push and pull are answered by the mode.
         self.contribute, self.push, self.waiting_for = mode.contribute, mode.push, mode.waiting_for
         self.progress, self.last_push = mode.progress, mode.last_push
 
@@ -62,12 +62,12 @@ class Shard:
 
     @property
     def version(self) -> int:
-        """Optimizer applications that every bucket has seen."""
+        """Number of updates applied to every bucket."""
         return self.storage.version
 
     @property
     def initialized(self) -> bool:
-        """Every bucket has values."""
+        """Whether every bucket has values."""
         return all(bucket.initialized for bucket in self.buckets)
 
     @property
@@ -77,17 +77,17 @@ class Shard:
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes of sums that wait for more contributions, or for a verdict. No lock to read."""
+        """Bytes of sums that wait for more contributions, or for a verdict. May be read without a lock."""
         return self.storage.waiting.value
 
     @property
     def log(self) -> RecordLog | None:
-        """Where there is a standby: what is recorded for it."""
+        """The records for the standby; None if there is no standby."""
         return self.storage.log
 
     @property
     def stop_step(self) -> int | None:
-        """Nothing goes past it, where it is known."""
+        """Step that nothing goes past; None if unknown."""
         return self.storage.stop_step
 
     @property
@@ -115,20 +115,20 @@ class Shard:
         return self.mode.serve(self.buckets[bucket], want)
 
     async def answerable(self) -> None:
-        """Return when what an answer tells of cannot be lost with this ps any more; see RecordLog.passed()."""
+        """Return once this ps's death can no longer undo what an answer reports; see RecordLog.passed()."""
         log = self.storage.log
         if log is not None and not self.consistency.publishes_after_standby:
             await log.passed()
 
     @property
     def observers(self) -> Observers:
-        """Who is told what happens here."""
+        """Callbacks for what happens in the shard."""
         return self.storage.observers
 
     # Contributions
 
     def initialize(self, bucket: int, values: torch.Tensor) -> Decision:
-        """Set one bucket's first values; a second time changes nothing."""
+        """Set one bucket's first values; repeating it changes nothing."""
         held = self.buckets[bucket]
         with held.lock:
             fresh = held.initialize(values)
@@ -138,20 +138,20 @@ class Shard:
     # Cuts, restore, stop
 
     def request_cut(self, step: int, *, stop: bool) -> tuple[bool, int]:
-        """Cut at `step`; returns (passed, highest step). With stop, nothing goes past it."""
+        """Cut at `step`; returns (whether it has passed already, highest step). stop: go no further than it."""
         if not self.consistency.consistent_cuts:
             self._cut_now(step)
             if stop:
                 self.storage.stop_step = 0
             return False, self.step_max
-        # Registered first: a bucket that reaches the step in between then copies itself.
+        # Registered first: a bucket that reaches the step meanwhile then copies itself.
         self.cuts.request(step)
         before = self.stop_step
         if stop:
             self.storage.stop_step = step
         for bucket in self.buckets:
             with bucket.lock:
-                # A step that waits for the standby is made already: the optimizer's state is that of the next one.
+                # A step waiting for the standby is computed already: the optimizer's state is that of the next step.
                 if bucket.step + (bucket.pending is not None) > step:
                     # The request came too late: stop nothing, and keep no copy that can't be completed.
                     self.storage.stop_step = before
@@ -167,15 +167,16 @@ class Shard:
             for bucket in self.buckets:
                 with bucket.lock:
                     images.append(bucket.image())
-            # Of the same instant: a restored shard has to know which pushes it holds.
+            # Taken at the same instant: a restored shard must know which pushes it includes.
             sequences = self.mode.sequences()
         self.cuts.store_all(step, images, sequences)
 
     def restore(self, images: Sequence[BucketImage], sequences: Mapping[str, WorkerSequence] | None = None) -> None:
-        """Replace all buckets, or none where an image is missing, named twice, at another step or doesn't fit.
+        """Replace all buckets, or none if an image is missing, duplicated, of another step or doesn't fit.
 
-        sequences: the last push of each worker that the images hold, where pushes are numbered; the next one is
-        expected. Raises ProtocolError or CheckpointError.
+        sequences: if pushes are numbered, the last push of each worker that the images include; the next one is
+        expected.
+        Raises ProtocolError or CheckpointError.
         """
         check_images(self.number, len(self.buckets), images, one_step=self.consistency.consistent_cuts)
         rules = [self.buckets[image.bucket].rule_of(image) for image in images]
@@ -191,18 +192,3 @@ class Shard:
         self.observers.on_counted()
         for bucket in self.buckets:
             self.observers.on_publish(bucket.number)
-
-    def drop_contributions(self) -> int:
-        """Forget what open steps have gathered (a new timeline); returns the number of replicas dropped."""
-        dropped = 0
-        self.mode.abandon()
-        for bucket in self.buckets:
-            with bucket.lock:
-                dropped = max(dropped, len(bucket.contributions.counted))
-                bucket.contributions.clear()
-                bucket.pending = None
-        self.mode.cleared()
-        if self.log is not None:
-            self.log.abandon()
-        self.observers.on_counted()
-        return dropped

@@ -1,7 +1,7 @@
-"""The storage of one shard: its buckets, and the way of an update from "made" to "published".
+"""The storage of one shard: its buckets, and the path of an update from computed to published.
 
-Where there is a standby, an update of a step is made at once and published when the standby holds it too; a push is
-published at once, and its answers wait. PROTOCOL 1.4.5, 1.8.
+With a standby, an update of a step is computed at once and published when the standby has it too; a push is published
+at once, and its answers wait. PROTOCOL 1.4.5, 1.8.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 
 from shardline import consistency
-from shardline.consistency.server import BucketView, Hyper, Observers, Tally, Update
+from shardline.consistency.server import BucketView, Hyper, Observers, ShardUpdate, Tally
 from shardline.core.contributions import Partial
 from shardline.core.push_context import TOGETHER, PushContext
-from shardline.core.records import AppliedPush, Part
+from shardline.core.records import AppliedPush, RecordPart
 from shardline.storage.publication import PlainPublication, Publication, areas
 from shardline.update import bucket_rule
 from shardline_ps.shard.bucket import Bucket
@@ -25,21 +25,21 @@ from shardline_ps.standby.record_log import RecordLog
 
 
 class ByteCount:
-    """Bytes of sums that wait for more contributions, or for a verdict. Buckets refer to it, and not to their shard."""
+    """Bytes of sums that wait for more contributions or a verdict. Buckets refer to it rather than to their shard."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.value = 0
-        """No lock to read."""
+        """May be read without a lock."""
 
     def add(self, difference: int) -> None:
-        """So many more, or less."""
+        """Change the count by `difference` bytes."""
         with self._lock:
             self.value += difference
 
 
-class Made:
-    """An update of one or more buckets that waits for the standby: by bucket, whether it changes the values."""
+class WaitingUpdate:
+    """A computed update of one or more buckets that waits for the standby: by bucket, whether it changes the values."""
 
     def __init__(self) -> None:
         self.changed: dict[int, bool] = {}
@@ -56,16 +56,16 @@ class ShardStorage:
         publication: Publication | None = None,
         observers: Observers,
     ) -> None:
-        """publication: memory of the published values; None = ordinary memory of the settings' device.
+        """publication: memory for the published values; None = ordinary memory on the settings' device.
 
-        observers: they are others when a standby becomes the primary.
+        observers: replaced when a standby becomes the primary.
         """
         self.number = number
         self.observers = observers
         spec, mode = settings.plan.shards[number], consistency.of(settings.consistency)
         self.waiting = ByteCount()
         self.publication = PlainPublication(spec, settings.device) if publication is None else publication
-        """Where the buckets' values live."""
+        """Memory of the buckets' values."""
         self.buckets = [
             Bucket(
                 number,
@@ -79,14 +79,14 @@ class ShardStorage:
             )
             for index, bucket in enumerate(spec.buckets)
         ]
-        # Where shards are cut at instants of their own the chief says when.
+        # If shards are cut one by one, the chief says when.
         self.cuts = CutBook(len(self.buckets), settings.cut_every if mode.consistent_cuts else 0)
         self.lock = threading.Lock()
         self.order = threading.Lock()
         self.tally = Tally()
         self.stop_step: int | None = None
         self.log: RecordLog | None = None
-        """Where there is a standby: what is recorded for it."""
+        """The records for the standby; None if there is no standby."""
 
     @property
     def version(self) -> int:
@@ -112,11 +112,11 @@ class ShardStorage:
 
     def apply_bucket(self, bucket: BucketView, total: Partial) -> None:
         """See Storage."""
-        to, made = self.buckets[bucket.number], Made()
+        to, made = self.buckets[bucket.number], WaitingUpdate()
         log, number = self.log, None
         if log is not None:
             number = log.record([part_of(to, total)], lambda: self._release(to, made))
-        # With a standby, both sides make the step at the same time; the release waits for the bucket's lock.
+        # With a standby, both sides compute the step at the same time; the release waits for the bucket's lock.
         changed = self._compute(to, total)
         if log is None or number is None:
             to.publish(changed)
@@ -126,8 +126,8 @@ class ShardStorage:
         to.pending = made
         log.compare(number, to.number, to.values_at(to.step + 1))
 
-    def _release(self, bucket: Bucket, made: Made) -> None:
-        """The standby holds the step of a bucket."""
+    def _release(self, bucket: Bucket, made: WaitingUpdate) -> None:
+        """The standby has the step of a bucket: publish it."""
         with bucket.lock:
             if bucket.pending is not made:
                 return
@@ -136,7 +136,7 @@ class ShardStorage:
             self._cut_if_wanted(bucket)
         self._published(bucket)
 
-    def apply_together(self, update: Update) -> None:
+    def apply_together(self, update: ShardUpdate) -> None:
         """See Storage."""
         with self.order:
             if self.log is not None and self._hold_together(self.log, update):
@@ -154,12 +154,12 @@ class ShardStorage:
                 self.observers.on_publish(bucket.number)
             update.closed()
 
-    def _hold_together(self, log: RecordLog, update: Update) -> bool:
-        """Make an update of all buckets, which is one record, to be published when the standby has it. `order` held.
+    def _hold_together(self, log: RecordLog, update: ShardUpdate) -> bool:
+        """Compute an update of all buckets, one record, published when the standby has it. `order` must be held.
 
-        False where the standby holds no bucket yet, or nothing waits for the update any more: nothing was done.
+        False if the standby has no bucket yet, or nothing waits for the update any more: nothing was done.
         """
-        verdict, made, parts = update.verdict, Made(), []
+        verdict, made, parts = update.verdict, WaitingUpdate(), []
         for bucket in self.buckets:
             with bucket.lock:
                 total = update.total_of(bucket)
@@ -179,15 +179,15 @@ class ShardStorage:
             with bucket.lock:
                 total = update.total_of(bucket)
                 if total is None:
-                    # A new history began meanwhile: none of this will be published.
+                    # A new timeline began meanwhile: none of this will be published.
                     return True
                 made.changed[bucket.number] = self._compute(bucket, total, scale=verdict.scale, skip=verdict.skip)
                 bucket.pending = made
                 log.compare(number, bucket.number, bucket.values_at(bucket.step + 1))
         return True
 
-    def _release_together(self, update: Update, made: Made) -> None:
-        """The standby holds an update of all buckets."""
+    def _release_together(self, update: ShardUpdate, made: WaitingUpdate) -> None:
+        """The standby has an update of all buckets: publish it."""
         with self.order:
             for bucket in self.buckets:
                 with bucket.lock:
@@ -201,7 +201,7 @@ class ShardStorage:
             update.closed()
 
     def record(self, parts: Sequence[tuple[BucketView, Partial]], *, scale: float, push: AppliedPush) -> int | None:
-        """See Storage. Answers wait for it: see passed()."""
+        """See Storage. Answers wait for the standby: see passed()."""
         if self.log is None:
             return None
         told = [part_of(bucket, total) for bucket, total in parts]
@@ -226,7 +226,7 @@ class ShardStorage:
         skip: bool = False,
         context: PushContext = TOGETHER,
     ) -> bool:
-        """Make the next values of a bucket whose lock is held, and tell how long it took."""
+        """Compute the next values of a bucket whose lock is held, and report the duration."""
         start_s = time.monotonic()
         try:
             changed = bucket.compute(total, scale=scale, skip=skip, context=context)
@@ -237,16 +237,16 @@ class ShardStorage:
         return changed
 
     def _published(self, bucket: Bucket) -> None:
-        """A bucket's step was published after its standby had it; no bucket's lock held."""
+        """A bucket's step was published after its standby had it; no bucket's lock is held."""
         self.observers.on_publish(bucket.number)
         self.observers.on_counted()
 
     def _cut_if_wanted(self, bucket: Bucket) -> None:
-        """Copy the bucket if its new step is to be cut: after the step is reached, before the next is applied."""
+        """Copy the bucket if its new step is to be cut: once the step is reached, before the next is applied."""
         if self.cuts.wanted(bucket.step):
             self.cuts.store(bucket.image())
 
 
-def part_of(bucket: BucketView, total: Partial) -> Part:
-    """What a bucket is about to get, copied: the sum's memory may be written over. Its lock held, or `order`."""
-    return Part.of(bucket.number, bucket.step, total.values, total.present, bucket.hyper)
+def part_of(bucket: BucketView, total: Partial) -> RecordPart:
+    """A copy of a bucket's input, since the sum's memory may be overwritten. Its lock or `order` must be held."""
+    return RecordPart.of(bucket.number, bucket.step, total.values, total.present, bucket.hyper)

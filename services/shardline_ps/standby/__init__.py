@@ -1,1 +1,1 @@
-"""Standbys: the primary that sends records, and the second holder that applies them."""
+"""Standbys: the primary sends records, and the standby applies them."""

@@ -1,8 +1,9 @@
-"""A primary's side of its standby, without a network: what is recorded, and what waits for the standby. PROTOCOL 1.8.
+"""A primary's records for its standby, without a network: what is recorded, and what waits for it. PROTOCOL 1.8.
 
-Whatever a record contains is published, and answers are given, when the standby has acknowledged the record. While a
-standby is copied, bucket by bucket, the copied ones are recorded already; from the mark behind the last one the standby
-may be promoted, so from then on nothing goes out without it until the chief says that the primary goes on alone.
+A record's update is published, and answers that depend on it are sent, once the standby has acknowledged the record.
+While a standby is copied, bucket by bucket, changes of copied buckets are recorded already. From the mark after the
+last bucket the standby may be promoted, so from then on nothing is sent without it until the chief has the primary
+continue alone.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardline.core.image import BucketImage
-from shardline.core.records import Applied, AppliedPush, Digest, Image, Mark, Part, Record
+from shardline.core.records import Applied, AppliedPush, Digest, Image, Mark, Record, RecordPart
 from shardline.core.tensor_bytes import digest, tensor_bytes
 from shardline.errors import UnreachableError
 from shardline.rpc.messages.records import PREVIOUS, Frame
 from shardline_ps.shard.bucket import Bucket
 
 DIGEST_EVERY = 100
-"""Records between two comparisons of what both sides hold."""
+"""Records between two comparisons of the values on both sides."""
 Release = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Sent:
-    """An entry of the stream, and the number up to which it brings the standby."""
+class SentEntry:
+    """An entry of the stream, and the number of the last record that the standby has after it."""
 
     number: int
     frame: Frame
 
 
 class RecordLog:
-    """Records of one shard for one standby. Thread-safe; a leaf among the locks.
+    """Records of one shard for one standby. Thread-safe; takes no other lock while it holds its own.
 
     on_entry: called when there is something to send, from any thread, with locks held.
-    run: runs releases; they take the locks of buckets.
+    run: runs releases, which take the locks of buckets.
     """
 
     def __init__(self, *, on_entry: Callable[[], None], run: Callable[[Release], None]) -> None:
@@ -48,14 +49,14 @@ class RecordLog:
         self._on_entry = on_entry
         self._run = run
         self.copy = 0
-        """Names the copy under way; 0 = none."""
+        """Number of the current copy; 0 = none."""
         self.marked = False
-        """All buckets are on their way: the standby may be promoted."""
+        """All buckets have been sent: the standby may be promoted."""
         self.sent = 0
         self.acked = 0
         self._copied: set[int] = set()
-        self._unsent: deque[Sent] = deque()
-        self._unacked: deque[Sent] = deque()
+        self._unsent: deque[SentEntry] = deque()
+        self._unacked: deque[SentEntry] = deque()
         self._held: deque[tuple[int, Release]] = deque()
         self._waiting: dict[asyncio.Future[None], int] = {}
         self._since_digest = 0
@@ -63,7 +64,7 @@ class RecordLog:
 
     @property
     def lag(self) -> int:
-        """Records made and not acknowledged."""
+        """Number of records not acknowledged yet."""
         with self._lock:
             return max(0, self.sent - self.acked)
 
@@ -71,7 +72,7 @@ class RecordLog:
 
     def record(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[RecordPart],
         release: Release | None = None,
         *,
         scale: float = 1.0,
@@ -81,8 +82,8 @@ class RecordLog:
     ) -> int | None:
         """Send a decision about these buckets; release() runs once it is acknowledged.
 
-        None where no bucket of them is copied: nothing is recorded, and nothing has to wait. No parts: a push that
-        changes numbers only.
+        Returns None if none of them is copied: nothing is recorded, and nothing has to wait. Empty parts: a push that
+        changes push numbers only.
         """
         with self._lock:
             told = tuple(part for part in parts if part.bucket in self._copied)
@@ -95,9 +96,9 @@ class RecordLog:
             return number
 
     def image(self, copy: int, bucket: int, image: BucketImage) -> bool:
-        """Send a bucket as it is; from now on it is recorded. The caller keeps it from changing meanwhile.
+        """Send a bucket's present state and record its changes from now on. The caller keeps it unchanged meanwhile.
 
-        False where this copy was given up.
+        False if this copy has been abandoned.
         """
         with self._lock:
             if copy != self.copy:
@@ -108,7 +109,7 @@ class RecordLog:
             return True
 
     def mark(self, copy: int, *, pushes: Sequence[AppliedPush] = (), verdict: Applied | None = None) -> None:
-        """Say that all buckets are copied; the caller keeps the shard from changing meanwhile."""
+        """Send the mark that all buckets are copied; the caller keeps the shard from changing meanwhile."""
         with self._lock:
             if copy == self.copy:
                 number = self.sent + 1
@@ -116,14 +117,14 @@ class RecordLog:
                 self._append(number, Mark(number=number, pushes=tuple(pushes), verdict=verdict))
 
     def compare(self, number: int, bucket: int, values: torch.Tensor) -> None:
-        """Now and then have the standby compare a bucket as it is right after record `number`; each in its turn.
+        """Every DIGEST_EVERY records, have the standby compare the next bucket as it is right after record `number`.
 
         The caller keeps the bucket from changing meanwhile.
         """
         with self._lock:
             self._since_digest += 1
             due = self._since_digest >= DIGEST_EVERY and bucket == self._digest_bucket % max(1, len(self._copied))
-            # A bucket that isn't copied belongs to a record of the copy before.
+            # A bucket that isn't copied belongs to a record of the previous copy.
             if not due or bucket not in self._copied:
                 return
             self._since_digest = 0
@@ -131,7 +132,7 @@ class RecordLog:
             copy = self.copy
         found = digest(tensor_bytes(values.cpu()))
         with self._lock:
-            # Not where the copy that the record belonged to was given up.
+            # Not if the copy that the record belonged to has been abandoned.
             if copy == self.copy:
                 self._send(number, Digest(number=number, bucket=bucket, digest=found))
 
@@ -140,13 +141,13 @@ class RecordLog:
         self._send(number, frame)
 
     def _send(self, number: int, frame: Frame) -> None:
-        self._unsent.append(Sent(number, frame))
+        self._unsent.append(SentEntry(number, frame))
         self._on_entry()
 
     # The stream
 
-    def take(self) -> Sent | None:
-        """The next entry to send."""
+    def take(self) -> SentEntry | None:
+        """The next entry to send, or None."""
         with self._lock:
             if not self._unsent:
                 return None
@@ -155,7 +156,7 @@ class RecordLog:
             return entry
 
     def acknowledge(self, copy: int, number: int) -> None:
-        """The standby holds everything up to this number."""
+        """The standby has everything up to this record."""
         with self._lock:
             if copy != self.copy or number > self.sent:
                 return
@@ -166,7 +167,7 @@ class RecordLog:
         self._let_go(due, waiting)
 
     def resume(self, copy: int, number: int) -> bool:
-        """A new stream to a standby that holds this copy up to this number. False: it has to be copied anew."""
+        """Open a new stream to a standby that has this copy up to this record. False: it must be copied again."""
         with self._lock:
             known = copy == self.copy != 0 and self.acked <= number <= self.sent
             if not known:
@@ -178,7 +179,7 @@ class RecordLog:
         return True
 
     def restart(self, copy: int) -> None:
-        """The standby has said that it refuses to be promoted (or there is none: copy 0). Nothing waits for it."""
+        """The standby now refuses to be promoted (or there is none: copy 0). Nothing waits for it any more."""
         with self._lock:
             self.copy, self.marked = copy, False
             self.sent = self.acked = 0
@@ -189,7 +190,7 @@ class RecordLog:
         self._let_go(due, waiting)
 
     def abandon(self) -> None:
-        """The history ends here: what waits never happened, and nobody is told that it did."""
+        """The timeline ends here: unacknowledged updates never happened, and are never reported."""
         with self._lock:
             self.copy, self.marked = 0, False
             self._copied = set()
@@ -201,7 +202,7 @@ class RecordLog:
             _settle(future, UnreachableError("the shard's history ended while its standby was waited for"))
 
     def _due(self, number: int | None) -> tuple[list[Release], list[asyncio.Future[None]]]:
-        """What waits for records up to a number, or for any. Lock held."""
+        """Releases and answers that wait for records up to a number, or for any record if None. Lock held."""
         due: list[Release] = []
         while self._held and (number is None or self._held[0][0] <= number):
             due.append(self._held.popleft()[1])
@@ -220,14 +221,15 @@ class RecordLog:
 
     @property
     def waits(self) -> bool:
-        """Whether something waits for the standby."""
+        """Whether anything waits for the standby."""
         with self._lock:
             return bool(self._held or self._waiting) or self.sent > self.acked
 
     async def passed(self) -> None:
-        """Return when the standby holds everything that is recorded by now, or nothing waits for it any more.
+        """Return once the standby has everything recorded so far, or nothing waits for it any more.
 
-        Raises UnreachableError where the history ends before. On the server's loop; the call's own deadline ends it.
+        Raises UnreachableError if the timeline ends first. On the server's loop; the call's own deadline limits the
+        wait.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._lock:
@@ -239,12 +241,13 @@ class RecordLog:
         finally:
             with self._lock:
                 self._waiting.pop(future, None)
-            # An error in it holds the frames of the waiting call, this one too; the cycle would keep the shard alive.
+            # An error in it refers to the frames of the waiting call, including this one; the cycle would keep the
+            # shard alive.
             del future
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    """Give a waiting call its outcome, from any thread."""
+    """Complete the future of a waiting call, from any thread."""
 
     def settle() -> None:
         if not future.done():
@@ -253,13 +256,13 @@ def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
             else:
                 future.set_exception(error)
 
-    # At the end of a process the loop closes while threads still end their work.
+    # At process exit the loop closes while threads are still finishing.
     with contextlib.suppress(RuntimeError):
         future.get_loop().call_soon_threadsafe(settle)
 
 
 def copied_image(bucket: Bucket) -> BucketImage:
-    """A bucket for a standby: with theta_{t-1}, which a worker that is a step behind may still need. Its lock held."""
+    """A bucket for a standby, with theta_{t-1}, which a worker one step behind may need. Its lock must be held."""
     image, previous = bucket.image(), bucket.previous()
     if previous is None:
         return image

@@ -1,4 +1,4 @@
-"""A primary's standbys on the wire: one stream of records per shard, gone on with or begun anew. PROTOCOL 1.8."""
+"""A primary's standby streams: one stream of records per shard, resumed or restarted as needed. PROTOCOL 1.8."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from shardline_ps.store import ParameterStore
 log = logging.getLogger("shardline.ps")
 METHOD = "/shardline.rpc.v1.Replication/Replicate"
 STREAM_S = 3600.0
-"""Deadline of one stream; the next one goes on where it ended."""
+"""Deadline of one stream, in seconds; the next one resumes where it ended."""
 
 
-class Protection(enum.Enum):
+class StandbyState(enum.Enum):
     """A standby as its primary sees it; names of proto StandbyState."""
 
     NONE = 0
@@ -46,9 +46,9 @@ class Protection(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StandbyView:
-    """What a ps tells of one shard's standby."""
+    """A ps's report on one shard's standby."""
 
-    state: Protection = Protection.NONE
+    state: StandbyState = StandbyState.NONE
     task: str = ""
     record: int = 0
     silent_s: float = 0.0
@@ -57,7 +57,7 @@ class StandbyView:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a standby is."""
+    """Location of a standby."""
 
     task: str
     address: str
@@ -65,7 +65,7 @@ class Target:
 
 
 class StandbyStream:
-    """One shard's stream to its standby. On the server's loop, but for what the log calls."""
+    """One shard's stream to its standby. Runs on the server's loop, except for callbacks of the log."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class StandbyStream:
         timeouts: Timeouts,
     ) -> None:
         self.number = shard.number
-        # Weakly: the log knows this stream, and what a stream was cancelled with knows its frames, in cycles. A shard's
-        # memory goes with its last user and does not wait for them to be found.
+        # A weak reference: the log refers to this stream, and a stream's cancellation error to its frames, in cycles. A
+        # shard's memory must be freed with its last user, without waiting for the cycle collector.
         self._shard = weakref.ref(shard)
         self.target = target
         self._store = store
@@ -96,7 +96,7 @@ class StandbyStream:
         self._connected = False
         self._problem = ""
         self._whole = False
-        """The standby has acknowledged the mark."""
+        """Whether the standby has acknowledged the mark."""
         self._waiting_since_s: float | None = None
         self.log = RecordLog(on_entry=self._entry, run=self._release)
         shard.storage.log = self.log
@@ -104,14 +104,14 @@ class StandbyStream:
 
     @property
     def shard(self) -> Shard:
-        """The shard; raises UnreachableError where this ps has let go of it, and this stream ends."""
+        """The shard. Raises UnreachableError if this ps has retired it and the stream is ending."""
         shard = self._shard()
         if shard is None:
             raise UnreachableError(f"shard {self.number} is not held here any more")
         return shard
 
     def of(self, shard: Shard | None) -> bool:
-        """Whether it is this shard's."""
+        """Whether this stream belongs to the shard."""
         return shard is not None and self._shard() is shard
 
     def _entry(self) -> None:
@@ -121,19 +121,19 @@ class StandbyStream:
             self._loop.call_soon_threadsafe(self._more.set)
 
     def _release(self, release: Callable[[], None]) -> None:
-        # The pool refuses at the end of a process, when nobody asks any more.
+        # At process exit the pool refuses work; nobody needs it then.
         with contextlib.suppress(RuntimeError):
             self._store.pool.submit(_guarded, release, self._store)
 
     @property
     def view(self) -> StandbyView:
-        """How the standby is. From any thread."""
+        """State of the standby. Thread-safe."""
         since_s, marked = self._waiting_since_s, self.log.marked
         silent_s = time.monotonic() - since_s if since_s is not None else 0.0
-        state = Protection.COPYING if self.log.copy else Protection.UNPROTECTED
+        state = StandbyState.COPYING if self.log.copy else StandbyState.UNPROTECTED
         if marked and self._whole:
             silent = not self._connected or silent_s > self._timeouts.suspect_s
-            state = Protection.SILENT if silent else Protection.SYNCED
+            state = StandbyState.SILENT if silent else StandbyState.SYNCED
         return StandbyView(
             state=state, task=self.target.task, record=self.log.acked, silent_s=silent_s, problem=self._problem
         )
@@ -141,7 +141,7 @@ class StandbyStream:
     # The stream
 
     async def _run(self) -> None:
-        """Keep a stream up. One that breaks before the mark is begun anew, any other is gone on with."""
+        """Keep a stream running. One that breaks before the mark is restarted, any other is resumed."""
         told = ""
         while True:
             try:
@@ -149,13 +149,13 @@ class StandbyStream:
             except* (grpc.aio.AioRpcError, ShardlineError, TimeoutError) as errors:
                 self._problem = _sentence(errors)
             except* Exception as errors:
-                # A defect; a shard whose standby is never heard again would stand still without a word.
+                # A bug; a shard blocked by a standby that is never heard again must not stay unexplained.
                 log.exception("shard %d: the stream to its standby failed", self.number)
                 self._problem = _sentence(errors)
             self._connected = False
             self._peer.failed()
             if not self.log.marked:
-                # It refuses to be promoted, so nobody has to wait for it.
+                # The standby refuses to be promoted, so nothing has to wait for it.
                 self.log.restart(0)
                 self._waiting_since_s = None
             if self._problem != told:
@@ -174,11 +174,11 @@ class StandbyStream:
             else:
                 copy = secrets.randbits(63) | 1
                 await self._send(call, Begin(copy))
-                # Memory is taken there.
+                # The standby allocates its memory during this call.
                 reply = await self._answer(call, self._timeouts.total_s)
                 if reply.copy != copy or reply.synced:
                     raise InternalError(f"{self.target.task} answered for another copy than the one under way")
-                # From here on it refuses to be promoted.
+                # From here on the standby refuses to be promoted.
                 self._whole = False
                 self.log.restart(copy)
             self._connected, self._problem, self._waiting_since_s = True, "", None
@@ -203,12 +203,12 @@ class StandbyStream:
         )
 
     async def _send(self, call: Any, frame: Frame) -> None:
-        # Serialized in the pool: megabytes are copied.
+        # Serialized in the pool: this copies megabytes.
         for message in await self._store.work(lambda: list(frames_of(frame))):
             await self._of(call, call.write(message))
 
     async def _answer(self, call: Any, timeout_s: float) -> parameter_server_pb2.ReplicaReply:
-        """The next reply; raises UnreachableError where the stream ends or the standby has a problem."""
+        """The next reply. Raises UnreachableError if the stream ends or the standby reports a problem."""
         reply = await self._of(call, asyncio.wait_for(call.read(), timeout_s))
         if reply is grpc.aio.EOF:
             raise UnreachableError(f"the stream of records to {self.target.task} at {self.target.address} ended")
@@ -218,12 +218,13 @@ class StandbyStream:
         return found
 
     async def _of(self, call: Any, operation: Awaitable[Any]) -> Any:
-        """An operation of the stream; raises UnreachableError where the other side has ended that."""
+        """Await an operation of the stream. Raises UnreachableError if the other side has ended it."""
         try:
             return await operation
         except (asyncio.CancelledError, asyncio.InvalidStateError) as error:
             task = asyncio.current_task()
-            # gRPC also cancels whoever reads from a call that was cancelled there; that is not our own end.
+            # gRPC also raises CancelledError in readers of a call that the other side has cancelled; that is not our
+            # cancellation.
             if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise
             code, details = await call.code(), await call.details()
@@ -236,7 +237,7 @@ class StandbyStream:
             self._more.clear()
             while (entry := self.log.take()) is not None:
                 await self._send(call, entry.frame)
-            # The stream's deadline ends this wait where nothing happens any more.
+            # If nothing happens any more, the stream's deadline ends this wait.
             await self._more.wait()
 
     async def _reader(self, call: Any) -> None:
@@ -249,10 +250,10 @@ class StandbyStream:
     # Copying
 
     async def _copy(self, copy: int) -> None:
-        """Copy bucket by bucket while training goes on, then say that all are there."""
+        """Copy bucket by bucket while training continues, then send the mark."""
         for bucket in self.shard.buckets:
             while not await self._store.work(self._copy_one, copy, bucket):
-                # Its step waits for records of others.
+                # Its step waits for the acknowledgement of a record.
                 await self.log.passed()
                 await asyncio.sleep(0.001)
             await self.log.passed()
@@ -260,8 +261,8 @@ class StandbyStream:
         log.info("shard %d: copied to its standby at %s", self.number, self.target.task)
 
     def _copy_one(self, copy: int, bucket: Bucket) -> bool:
-        """Send one bucket as it is; False where it has to be tried again."""
-        # What is recorded is applied under the same lock, so that the image is of before a record or after it.
+        """Send one bucket's present state; False if it must be tried again."""
+        # Records are made under the same locks, so the image precedes or follows a record entirely.
         with self.shard.storage.order, bucket.lock:
             if bucket.pending is not None:
                 return False
@@ -279,7 +280,7 @@ class StandbyStream:
     # The end
 
     def go_alone(self) -> None:
-        """The chief says so: nothing waits for the standby any more."""
+        """The chief has ordered it: nothing waits for the standby any more."""
         self._running.cancel()
         shard = self._shard()
         if shard is not None:
@@ -287,7 +288,7 @@ class StandbyStream:
         self.log.restart(0)
 
     def abandon(self) -> None:
-        """The shard's history ends: what waits never happened."""
+        """The shard's timeline ends: updates that still wait never happened."""
         self._running.cancel()
         self.log.abandon()
 
@@ -304,18 +305,13 @@ class StandbySender:
         self._running: dict[int, StandbyStream] = {}
 
     def configured(self) -> None:
-        """Shards may have been made anew, or be gone: their streams end, and what waits in them never happened."""
+        """Shards may have been replaced or retired: end their streams; updates that still wait never happened."""
         for number, running in list(self._running.items()):
             if not running.of(self._store.shards.get(number)):
                 self._running.pop(number).abandon()
 
-    def abandon(self) -> None:
-        """The histories of all shards end (a new timeline without their values)."""
-        while self._running:
-            self._running.popitem()[1].abandon()
-
     def follow(self) -> None:
-        """Do as the placement in force says: begin, go on, or go alone."""
+        """Follow the current placement: start streams, keep them, or let shards continue without a standby."""
         self.configured()
         wanted = {
             place.shard: Target(place.standby_task, place.standby_address, place.appointment)
@@ -342,19 +338,20 @@ class StandbySender:
         return self._peers[address]
 
     def view(self, number: int) -> StandbyView:
-        """How the standby of a shard is. From any thread."""
+        """State of a shard's standby. Thread-safe."""
         running = self._running.get(number)
         return running.view if running is not None else StandbyView()
 
     async def close(self) -> None:
         """End all streams and channels."""
-        self.abandon()
+        while self._running:
+            self._running.popitem()[1].abandon()
         for peer in self._peers.values():
             await peer.close()
 
 
 def _guarded(release: Callable[[], None], store: ParameterStore) -> None:
-    """Publish; a defect there must not be lost in the pool."""
+    """Publish; report an error, which the pool would swallow."""
     try:
         release()
     except Exception as error:
@@ -363,7 +360,7 @@ def _guarded(release: Callable[[], None], store: ParameterStore) -> None:
 
 
 def _sentence(errors: BaseExceptionGroup[Any]) -> str:
-    """The first error of a group of tasks, as a sentence."""
+    """The first error of a task group, as a sentence."""
     first: BaseException = errors
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]

@@ -1,4 +1,4 @@
-"""The standby's face: takes the record streams of the shards whose standby this ps holds. PROTOCOL 1.8."""
+"""The standby's gRPC service: takes the record streams of the shards whose standby this ps holds. PROTOCOL 1.8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("shardline.ps")
 
 
 class StandbyServicer(parameter_server_pb2_grpc.ReplicationServicer):
-    """Serves Replication over one ParameterStore. One stream per shard: a newer one takes the place of an older one."""
+    """Serves Replication for one ParameterStore. One stream per shard: a new one replaces the old one."""
 
     def __init__(self, task: str, store: ParameterStore) -> None:
         self._task = task
@@ -29,22 +29,22 @@ class StandbyServicer(parameter_server_pb2_grpc.ReplicationServicer):
         self.on_refused: Callable[[str, Exception], None] = lambda method, error: None
 
     def end(self, shard: int, reason: str) -> None:
-        """End a shard's stream, where there is one: its primary comes again."""
+        """End a shard's stream, if there is one: its primary will reconnect."""
         stream = self._streams.pop(shard, None)
         if stream is not None:
             stream.reason = reason
             stream.handler.cancel()
 
     def keep_only(self, shards: Collection[int], reason: str) -> None:
-        """End the streams of all other shards: an open one holds its standby."""
+        """End the streams of all other shards: an open stream keeps its standby alive."""
         for shard in self._streams.keys() - set(shards):
             self.end(shard, reason)
 
-    # Written and not yielded: so the end of a stream that a newer one replaces is told, wherever its handler is.
+    # Writes instead of yielding, so that a replaced stream gets its reason, whatever its handler is waiting for.
 
     @rpc_errors.writer
     async def Replicate(self, request: AsyncIterator[Any], context: Any) -> None:
-        """Records of one shard; each is answered when it is applied."""
+        """Records of one shard; each is acknowledged once it is applied."""
         stream: _Stream | None = None
         shard: int | None = None
         try:
@@ -75,7 +75,7 @@ class StandbyServicer(parameter_server_pb2_grpc.ReplicationServicer):
                 if not isinstance(frame, Digest):
                     await context.write(await self._reply(standby))
         except asyncio.CancelledError:
-            # A handler that is just cancelled tells the other side nothing.
+            # If its own handler is cancelled, it sends the other side nothing.
             if stream is None or not stream.reason:
                 raise
             stream.handler.uncancel()
@@ -85,12 +85,12 @@ class StandbyServicer(parameter_server_pb2_grpc.ReplicationServicer):
                 del self._streams[shard]
 
     async def _take(self, frame: Any, shard: int | None, standby: Standby | None, appointment: int) -> Standby | None:
-        """Take one frame; returns the standby from then on."""
+        """Take one frame; returns the standby to use from then on."""
         assert shard is not None
         if isinstance(frame, Head):
             return self._store.standbys.get(shard)
         if isinstance(frame, Begin):
-            # Memory is taken here, so it is tensor work.
+            # Allocates memory, so it runs in the pool like tensor work.
             standby = await self._store.work(self._store.standby, shard)
         if standby is None or self._store.standbys.get(shard) is not standby:
             raise ProtocolError(f"{self._task} holds no standby of shard {shard} any more; it has to be copied")
@@ -100,12 +100,12 @@ class StandbyServicer(parameter_server_pb2_grpc.ReplicationServicer):
     async def _reply(self, standby: Standby | None) -> parameter_server_pb2.ReplicaReply:
         if standby is None:
             return parameter_server_pb2.ReplicaReply()
-        # A frame of a stream before this one may still be on its way into the shard.
+        # A frame of an earlier stream may still be being applied.
         copy, record, synced = await self._store.work(standby.standing)
         return parameter_server_pb2.ReplicaReply(copy=copy, record=record, synced=synced)
 
     def _admit(self, head: parameter_server_pb2.ReplicaHead) -> tuple[ShardSpec | None, str]:
-        """The shard's plan, or why this stream is not taken."""
+        """The shard's plan, or the reason for refusing this stream."""
         store, authority = self._store, self._store.authority
         configuration = store.configuration
         if (
@@ -129,16 +129,16 @@ class StandbyServicer(parameter_server_pb2_grpc.ReplicationServicer):
 
 
 class _Stream:
-    """One call while its handler runs; made by it."""
+    """One call while its handler runs; created by the handler."""
 
     def __init__(self) -> None:
         handler = asyncio.current_task()
         assert handler is not None
         self.handler = handler
         self.reason = ""
-        """Why it was ended from this side."""
+        """Why this side ended it; empty if it did not."""
 
 
 def image_limit(shard: ShardSpec) -> int:
-    """What one bucket's image may come to: values and at most a handful of states, each in float64."""
+    """Most bytes of one bucket's image: values and at most a handful of states, each in float64."""
     return 64 * max((bucket.elements for bucket in shard.buckets), default=0) * 8 + (1 << 20)

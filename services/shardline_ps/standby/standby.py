@@ -1,4 +1,4 @@
-"""The second holder of a shard: it takes its primary's records in order, and takes its place. PROTOCOL 1.8."""
+"""The standby of a shard: applies its primary's records in order, and can replace it. PROTOCOL 1.8."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from shardline_ps.shard.shard import Shard
 
 
 class Standby:
-    """An image of one shard. Thread-safe: records are applied one at a time, and none once it is promoted.
+    """A copy of one shard. Thread-safe: records are applied one at a time, and none after a promotion.
 
-    `shard` is of the primary's own kind, so that the same records give the same bits, and serves as it is afterwards.
+    `shard` is of the same kind as the primary's, so the same records give the same bits, and it can serve as it is.
     """
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         self.copy = 0
-        """Names the copy whose records it holds; 0 = none that could be gone on with."""
+        """Number of the copy whose records it has; 0 = none that can be resumed."""
         self.record = 0
         self.synced = False
         self.appointment = 0
-        """The one that it was copied for; see Placement."""
+        """The appointment it was copied for; see Placement."""
         self._copied: set[int] = set()
         self._closed = ""
-        """Why it takes no records any more."""
+        """Why it takes no more records; empty if it does."""
         self._lock = threading.Lock()
 
     def take(self, frame: Begin | Record | Image | Mark | Digest, *, appointment: int = 0) -> None:
-        """Go on by one frame. appointment: that a copy which begins is for.
+        """Apply one frame. appointment: for a frame that begins a copy, the appointment it is for.
 
-        Raises ProtocolError where it doesn't follow the one before it, or shows that both sides differ: it has to be
-        copied anew then, and refuses to be promoted. FencedError where this is no standby any more.
+        Raises ProtocolError if the frame doesn't follow the previous one, or shows that the two sides differ: the
+        standby must then be copied again, and refuses to be promoted. Raises FencedError if this is no longer a
+        standby.
         """
         with self._lock:
             if self._closed:
                 raise FencedError(self._closed)
             if isinstance(frame, Begin):
-                # With the copy: what is held under another number must never be taken for what this one protects.
+                # Set with the copy: what was copied for another appointment must never pass as this one's.
                 self.appointment = appointment
             try:
                 self._take(frame)
@@ -116,15 +117,15 @@ class Standby:
             )
 
     def standing(self) -> tuple[int, int, bool]:
-        """(copy, record, synced) after the frame that is being taken, if one is."""
+        """(copy, record, synced), once any frame being applied is done."""
         with self._lock:
             return self.copy, self.record, self.synced
 
     def promote(self, appointment: int) -> str:
-        """Take no record from now on, and be the primary's shard; returns why not, empty where it is done.
+        """Take no more records and become the primary's shard; returns why not, or "" on success.
 
-        appointment: the one that its shard's standby has. What was copied for an earlier one was given up since, and
-        its primary has gone on without it.
+        appointment: the one that the chief's placement names. A copy for an earlier one was abandoned since, and its
+        primary has continued without it.
         """
         with self._lock:
             if self._closed:
@@ -137,16 +138,16 @@ class Standby:
             if not self.synced:
                 return f"the standby of shard {self.shard.number} is not whole: it holds record {self.record} of a copy"
             self._closed = f"the standby of shard {self.shard.number} is its primary now"
-            # Copies of cuts went with the primary before it: one that is behind some bucket would never be whole.
+            # The previous primary's cuts are lost with it: one that lags behind some bucket could never be completed.
             self.shard.cuts.release(self.shard.step_max)
             return ""
 
     def close(self, reason: str) -> None:
-        """Take no record from now on, and don't let it be promoted."""
+        """Take no more records, and refuse to be promoted. reason: for the errors."""
         with self._lock:
             self._closed = self._closed or reason
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Bytes held."""
         return self.shard.held_bytes

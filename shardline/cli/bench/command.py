@@ -1,4 +1,4 @@
-"""shardline bench net: what a link gives, what push and pull give over it, and their ratio."""
+"""shardline bench net: throughput of a link, of push and pull over it, and their ratio."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from shardline.cli.bench.lane import LaneFigures
 
 START_S = 60.0
-"""A server that this command starts itself may take this long to import torch on a busy machine."""
+"""Seconds that a server started by this command may take to import torch on a busy machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
-    """One measurement, for people and for --json."""
+class BenchFigures:
+    """Results of one measurement, for people and for --json."""
 
     sender: str
     server: str
@@ -46,12 +46,12 @@ class Figures:
 
     @property
     def push_ratio(self) -> float:
-        """Share of what plain TCP gives that a push reaches."""
+        """Throughput of a push relative to plain TCP."""
         return self.lane.push_bytes_per_s / self.link.up_bytes_per_s
 
     @property
     def pull_ratio(self) -> float:
-        """Share of what plain TCP gives that a pull reaches."""
+        """Throughput of a pull relative to plain TCP."""
         return self.lane.pull_bytes_per_s / self.link.down_bytes_per_s
 
     def to_json(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What to measure."""
+    """The measurement to make."""
 
     spec: ClusterSpec
     sender: str
@@ -87,7 +87,7 @@ class Measurement:
 
 @click.group(short_help="Measure a cluster's network.")
 def bench() -> None:
-    """Measure before training: what the network gives and what Shardline makes of it."""
+    """Measure before training: network throughput, and what Shardline reaches of it."""
 
 
 @bench.command()
@@ -192,7 +192,7 @@ def _serve(asked: Measurement, ready_fd: int | None) -> int:
     else:
         print(f"{asked.server} waits at {link.address} for {asked.sender}, up to {asked.wait_s:.0f} s", flush=True)
     request = link.serve(wait_s=asked.wait_s)
-    # Imports torch, which the first part has no use for.
+    # Imports torch, which the first part doesn't need.
     from shardline.cli.bench.lane import serve_without_chief
 
     process = serve_without_chief(replace(config, cluster=config.cluster.with_address("ps/0", link.address)))
@@ -211,7 +211,7 @@ def _serve(asked: Measurement, ready_fd: int | None) -> int:
 # The measuring side
 
 
-def _measure(asked: Measurement, address: str | None = None) -> Figures:
+def _measure(asked: Measurement, address: str | None = None) -> BenchFigures:
     address = asked.address if address is None else address
     if parse_address(address)[1] == 0:
         raise ClusterSpecError(
@@ -225,7 +225,7 @@ def _measure(asked: Measurement, address: str | None = None) -> Figures:
     )
     given = link.measure(asked.seconds)
     slowest = min(given.up_bytes_per_s, given.down_bytes_per_s)
-    # First values, one uncounted call and MIN_ROUNDS of each kind, at a tenth of what the link gives.
+    # Initial values, one uncounted call and MIN_ROUNDS of each kind, at a tenth of the link's rate.
     budget_s = min(3600.0, START_S + 10 * (3 * asked.seconds + 16 * asked.megabytes * 1e6 / slowest))
     link.ask("lane", budget_s=budget_s)
     from shardline.cli.bench.lane import LaneProbe
@@ -239,7 +239,7 @@ def _measure(asked: Measurement, address: str | None = None) -> Figures:
         security=asked.security,
         lane=asked.lane,
         run_dir=asked.run_dir,
-        # It listens nowhere.
+        # It doesn't listen on any port.
         insecure_bind=True,
     )
     probe = LaneProbe(config, asked.server, address, megabytes=asked.megabytes)
@@ -248,11 +248,11 @@ def _measure(asked: Measurement, address: str | None = None) -> Figures:
         moved = probe.measure(asked.seconds)
     finally:
         probe.close()
-    return Figures(sender=asked.sender, server=asked.server, address=address, link=given, lane=moved)
+    return BenchFigures(sender=asked.sender, server=asked.server, address=address, link=given, lane=moved)
 
 
-def _measure_here(asked: Measurement) -> Figures:
-    """Measure against a server that is started, unless somebody has started one at a port of its own already."""
+def _measure_here(asked: Measurement) -> BenchFigures:
+    """Measure against a server started here, unless one is already running on the task's own port."""
     if parse_address(asked.address)[1] != 0 and _answers(asked.address):
         return _measure(asked)
     with _child(asked) as address:
@@ -260,7 +260,7 @@ def _measure_here(asked: Measurement) -> Figures:
 
 
 def _answers(address: str) -> bool:
-    """Whether something listens there; what it is, the first request tells."""
+    """Whether anything listens there; the first request shows what it is."""
     import socket
 
     try:
@@ -272,7 +272,7 @@ def _answers(address: str) -> bool:
 
 @contextmanager
 def _child(asked: Measurement) -> Iterator[str]:
-    """The serving side as a process of this command; yields its address."""
+    """The serving side as a child process; yields its address."""
     read_fd, write_fd = os.pipe()
     host, port = parse_address(asked.address)
     spec = asked.spec.with_address(asked.server, format_address(host, port))
@@ -330,8 +330,8 @@ def _end(process: subprocess.Popen[bytes], *, wait_s: float) -> None:
 # For people
 
 
-def headline(found: Figures) -> list[str]:
-    """What was measured, and why a lane was not used, in a line each."""
+def headline(found: BenchFigures) -> list[str]:
+    """The measurement, and why a lane was not used, one line each."""
     lane = found.lane
     lines = [
         f"{found.sender} -> {found.server} at {found.address}, lane {lane.lane}, {lane.nbytes / 1e6:.1f} MB a push, "
@@ -341,7 +341,7 @@ def headline(found: Figures) -> list[str]:
     return lines
 
 
-def table(found: Figures) -> Table:
+def table(found: BenchFigures) -> Table:
     """Rates in both units, and the ratio."""
     from rich.table import Table
 
@@ -367,5 +367,5 @@ def table(found: Figures) -> Table:
 
 
 def _rates(bytes_per_s: float) -> tuple[str, str]:
-    """MB/s and Mbit/s."""
+    """The rate in MB/s and Mbit/s."""
     return f"{bytes_per_s / 1e6:.1f}", f"{bytes_per_s * 8 / 1e6:.1f}"

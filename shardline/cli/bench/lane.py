@@ -1,6 +1,6 @@
-"""For `shardline bench net`: what push and pull give through a lane, against a server that no chief commands.
+"""For `shardline bench net`: throughput of push and pull through a lane, against a server without a chief.
 
-No model and no optimizer state: one flat tensor, plain SGD, the lane itself.
+No model and no optimizer state: one flat tensor and plain SGD, to measure the lane itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardline.rpc.messages.configuration import Configuration
 from shardline.update import rule
 
 SERVERS = "shardline.servers"
-"""Entry points of servers that serve without a chief."""
+"""Entry points for servers without a chief."""
 ROW = 1024
 SLOWEST_BYTES_PER_S = 1e6
 MIN_ROUNDS = 3
@@ -38,22 +38,22 @@ MIN_ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class LaneFigures:
-    """What a lane moved. Bytes per second, medians."""
+    """Throughput of a lane in bytes per second, medians."""
 
     lane: str
-    """The one that was used; another than asked for where that could not be."""
+    """The lane used, which may not be the one requested."""
     fallbacks: tuple[str, ...] = ()
-    """Why a better one was not used."""
+    """Why better lanes were not used."""
     nbytes: int
     push_bytes_per_s: float
     pull_bytes_per_s: float
     both_s: float
-    """Seconds of a push and a pull in one exchange, in full duplex."""
+    """Seconds for a push and a pull in one exchange, in full duplex."""
     rounds: int
 
 
 def serve_without_chief(config: RoleConfig) -> Any:
-    """A parameter server's process object, not started, from the entry points of what is installed."""
+    """A parameter server's process object, not started, from the installed entry points."""
     found = tuple(importlib.metadata.entry_points(group=SERVERS, name="ps"))
     if not found:
         raise UsageError("no installed package has a parameter server to measure; install Shardline: pip install -e .")
@@ -61,8 +61,8 @@ def serve_without_chief(config: RoleConfig) -> Any:
 
 
 @dataclass
-class Buffers:
-    """Takes what is pulled, into memory that is reused."""
+class ReusingSink:
+    """Receives pulled values into reused memory."""
 
     memory: dict[int, torch.Tensor] = field(default_factory=dict)
     arrived: int = 0
@@ -85,9 +85,9 @@ class Buffers:
 
 
 class LaneProbe:
-    """One shard of one tensor on a ps that belongs to this measurement alone.
+    """One shard with one tensor on a ps that serves only this measurement.
 
-    config: of the task that measures; its lane is the one to measure.
+    config: of the measuring task; its lane is the one to measure.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class LaneProbe:
             on_fallback=lambda name, reason: self.fallbacks.append(f"{name}: {reason}"),
         )
         self._sender = Sender(job="bench", timeline=1, plan_id=self.plan.plan_id, who=Identity(config.task))
-        self._sink = Buffers()
+        self._sink = ReusingSink()
         self._items = [_payload(number, bucket.elements) for number, bucket in enumerate(self.plan.shards[0].buckets)]
         self.nbytes = sum(len(item.data) for item in self._items)
         self._step = 0
 
     def prepare(self) -> None:
-        """Configure the server and give it first values; every page of both sides is touched then."""
+        """Configure the server and set initial values, which touches every page on both sides."""
         self._control.configure(
             Configuration(
                 job="bench",
@@ -139,17 +139,17 @@ class LaneProbe:
         self.both()
 
     def push(self) -> float:
-        """Seconds of a push without a pull."""
+        """Seconds for a push without a pull."""
         seconds = self._exchange([self._contribution()], None)
         self._step += 1
         return seconds
 
     def pull(self) -> float:
-        """Seconds of a pull without a push: all parameters of the present step."""
+        """Seconds for a pull without a push: all parameters of the current step."""
         return self._exchange([], Want(step=self._step, wait_s=self._timeouts.server_wait_s))
 
     def both(self) -> float:
-        """Seconds of a push, the update, and the pull of what it made."""
+        """Seconds for a push, the update, and a pull of the result."""
         want = Want(step=self._step + 1, wait_s=self._timeouts.server_wait_s)
         seconds = self._exchange([self._contribution()], want)
         self._step += 1
@@ -184,7 +184,7 @@ class LaneProbe:
         return seconds
 
     def close(self) -> None:
-        """End the server and all connections."""
+        """Stop the server and close all connections."""
         try:
             self._control.stop("measured")
         finally:
@@ -215,7 +215,7 @@ def _check(done: Exchanged) -> None:
 
 
 def _repeat(call: Callable[[], float], seconds: float) -> list[float]:
-    """Durations of calls made for some seconds, at least MIN_ROUNDS; a first one is not counted."""
+    """Durations of repeated calls, for `seconds` and at least MIN_ROUNDS times; the first one is not counted."""
     call()
     found: list[float] = []
     while len(found) < MIN_ROUNDS or sum(found) < seconds:

@@ -1,7 +1,7 @@
-"""What a link gives with nothing but TCP: bytes one way, the other way, and a round trip. For `shardline bench net`.
+"""Throughput of a link with plain TCP: one way, the other way, and a round trip. For `shardline bench net`.
 
-One request per connection, a JSON line, answered by a JSON line; then bytes flow for some seconds, and the receiver
-says how many came in what time. Both sides have deadlines, and the server serves nothing but this.
+One request per connection: a JSON line, answered by a JSON line; then bytes flow for some seconds, and the receiver
+reports how many arrived in what time. Both sides have deadlines, and the server serves nothing else.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ log = logging.getLogger("shardline.bench")
 
 MAGIC = "shardline-bench-1"
 LINE_BYTES = 4096
-"""Longest request or answer; strangers can't make a server hold more."""
+"""Most bytes of a request or answer, so that strangers can't fill a server's memory."""
 BLOCK_BYTES = 1 << 20
 MAX_SECONDS = 60.0
 CONNECT_S = 10.0
 STALL_S = 10.0
-"""A peer that moves no byte for this long is gone."""
+"""Seconds without a byte after which the peer counts as gone."""
 ROUND_TRIPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFigures:
-    """What plain TCP moved. Rates in bytes per second, by the receiver's clock."""
+    """Results of plain TCP. Rates in bytes per second, by the receiver's clock."""
 
     up_bytes_per_s: float
-    """From the side that asks to the side that serves: the way of a push."""
+    """From client to server: the direction of a push."""
     down_bytes_per_s: float
-    """The way of a pull."""
+    """The direction of a pull."""
     round_trip_s: float
-    """Median of a byte there and back."""
+    """Median time of one byte there and back, in seconds."""
 
 
 class LinkClient:
-    """Asks a BenchServer. `where` names the other end in errors, such as "ps/0 at 10.0.0.7:2222"."""
+    """Client of a LinkServer. `where` names the server in errors, such as "ps/0 at 10.0.0.7:2222"."""
 
     def __init__(self, address: str, *, where: str, hint: str = "") -> None:
         self._host, self._port = parse_address(address)
@@ -55,14 +55,14 @@ class LinkClient:
         self._hint = hint
 
     def measure(self, seconds: float) -> LinkFigures:
-        """Both ways one after the other, `seconds` each. Raises UnreachableError, ProtocolError."""
+        """Measure both directions, one after the other, `seconds` each. Raises UnreachableError, ProtocolError."""
         round_trip_s = self._echo()
         up, _ = self._transfer("send", seconds)
         down, _ = self._transfer("receive", seconds)
         return LinkFigures(up_bytes_per_s=up, down_bytes_per_s=down, round_trip_s=round_trip_s)
 
     def ask(self, what: str, **more: object) -> dict[str, Any]:
-        """One request that only has an answer."""
+        """One request that has only an answer."""
         with self._connect() as sock:
             return self._request(sock, what, **more)
 
@@ -76,7 +76,7 @@ class LinkClient:
         return sock
 
     def _why(self, error: OSError) -> str:
-        """One sentence for why there is no connection."""
+        """Why there is no connection, in one sentence."""
         if isinstance(error, socket.gaierror):
             return (
                 f"the host of {self.where} can't be found ({error.strerror}): is {self._host!r} known to this "
@@ -124,7 +124,7 @@ class LinkClient:
         return statistics.median(seconds)
 
     def _transfer(self, what: str, seconds: float) -> tuple[float, int]:
-        """Bytes per second and bytes of one way."""
+        """(bytes per second, bytes) of one direction."""
         with self._connect() as sock:
             self._request(sock, what, seconds=seconds)
             try:
@@ -156,9 +156,9 @@ class LinkServer:
         self.address = format_address(host, self._listener.getsockname()[1])
 
     def serve(self, *, wait_s: float) -> dict[str, Any]:
-        """Answer requests until one is for a lane; returns that request. Its answer is sent, the port is free then.
+        """Answer requests until one asks for a lane; returns that request, already answered, with the port free again.
 
-        Raises UnreachableError where nobody asks for `wait_s`.
+        Raises UnreachableError if no request comes for `wait_s` seconds.
         """
         try:
             while True:
@@ -213,7 +213,7 @@ class LinkServer:
 
 
 def check_request(request: Mapping[str, Any]) -> dict[str, Any]:
-    """A request with every field in its range; raises ProtocolError."""
+    """The request. Raises ProtocolError unless every field is in its range."""
     if request.get("is") != MAGIC:
         raise ProtocolError(f"the request is not of {MAGIC}; use the same version on both machines")
     what = request.get("do")
@@ -235,7 +235,7 @@ def _in_range(request: Mapping[str, Any], field: str, low: float, high: float) -
 
 
 def send_for(sock: socket.socket, seconds: float) -> None:
-    """Send for some seconds, then end this direction. Raises OSError."""
+    """Send for some seconds, then close this direction. Raises OSError."""
     block = memoryview(bytearray(BLOCK_BYTES))
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
@@ -244,7 +244,7 @@ def send_for(sock: socket.socket, seconds: float) -> None:
 
 
 def receive_all(sock: socket.socket) -> tuple[float, int]:
-    """Bytes per second and bytes until the other side ends. Raises OSError, UnreachableError where nothing came."""
+    """(bytes per second, bytes) until the peer closes. Raises OSError; UnreachableError if nothing came."""
     block = bytearray(4 * BLOCK_BYTES)
     total = sock.recv_into(block)
     first = total
@@ -254,12 +254,12 @@ def receive_all(sock: socket.socket) -> tuple[float, int]:
         end_s = time.perf_counter()
     if end_s <= start_s:
         raise UnreachableError(f"only {total} bytes came; measure longer with --seconds")
-    # The clock starts when the first bytes are there.
+    # The clock starts with the first bytes.
     return (total - first) / (end_s - start_s), total
 
 
 def read_line(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
-    """One JSON object, ended by a newline; reads no byte behind it. Raises OSError, ProtocolError."""
+    """One JSON object, ended by a newline; reads nothing beyond it. Raises OSError, ProtocolError."""
     end_s = time.monotonic() + timeout_s
     line = bytearray()
     with selectors.DefaultSelector() as selector:
@@ -288,7 +288,7 @@ def _line(message: Mapping[str, object]) -> bytes:
 
 
 def is_local(host: str) -> bool:
-    """Whether an address belongs to this machine: one can bind to it."""
+    """Whether an address belongs to this machine, tested by binding to it."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardline.client.api.optimizer_state import KEY, Standing, check_loadable
+from shardline.client.api.optimizer_state import KEY, TrainingPosition, check_loadable
 from shardline.update import hyper_numbers
 
 log = logging.getLogger("shardline.client")
@@ -22,7 +22,7 @@ class Steps(Protocol):
         """Whether the last step was skipped."""
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> TrainingPosition:
         """The job's current position."""
 
     def finish_step(self, loss: float | None = None, hyper: Mapping[int, Mapping[str, float]] | None = None) -> bool:

@@ -13,7 +13,7 @@ KEY = "shardline"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class TrainingPosition:
     """A job's position as one worker sees it."""
 
     step: int
@@ -28,7 +28,7 @@ class Standing:
         return {"step": self.step, "incarnation": self.incarnation}
 
 
-def check_loadable(state_dict: Mapping[str, Any], here: Standing) -> bool:
+def check_loadable(state_dict: Mapping[str, Any], here: TrainingPosition) -> bool:
     """Refuse a state dict that does not match the servers' state. Returns whether an earlier process saved it."""
     names = state_made(state_dict.get("state", {}).values())
     if names:
@@ -51,7 +51,7 @@ def check_loadable(state_dict: Mapping[str, Any], here: Standing) -> bool:
     return int(stamp["incarnation"]) != here.incarnation
 
 
-def check_unused(states: Iterable[Mapping[str, Any]], here: Standing) -> None:
+def check_unused(states: Iterable[Mapping[str, Any]], here: TrainingPosition) -> None:
     """Refuse an optimizer that has already stepped if the job starts at step 0. Raises JobError."""
     names = state_made(states)
     if names and here.step == 0:

@@ -19,7 +19,7 @@ log = logging.getLogger("shardline.client")
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentStep:
     """A step that was sent and is not closed yet."""
 
     reports: tuple[StepReport, ...]
@@ -41,13 +41,13 @@ class Pipeline:
         *,
         go_on: Callable[[Exception], bool],
         still_ordered: Callable[[], bool],
-        closed: Callable[[Sent, StepFigures], None],
+        closed: Callable[[SentStep, StepFigures], None],
     ) -> None:
         self.place: Workplace | None = None
         self._go_on = go_on
         self._still_ordered = still_ordered
         self._closed = closed
-        self.sent: Sent | None = None
+        self.sent: SentStep | None = None
         self.waited_s = 0.0
         """Seconds that the body has waited for the previous step; reset to 0 when a step begins."""
         self._unwound: StepAgain | None = None
@@ -156,7 +156,7 @@ class Pipeline:
             self.settle()
         return True
 
-    def lose(self) -> Sent | None:
+    def lose(self) -> SentStep | None:
         """Give up the step in flight, which has to be computed again; returns it."""
         sent, self.sent = self.sent, None
         if self._place.current is not None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from shardline.client.api.joining import begin, link_of
 from shardline.client.api.optimizer import ShardlineOptimizer
-from shardline.client.api.optimizer_state import Standing, check_unused
+from shardline.client.api.optimizer_state import TrainingPosition, check_unused
 from shardline.client.api.script_job import ScriptSettings, check_named, script_spec
 from shardline.client.api.step_loop import Hyper, StepLoop
 from shardline.client.step.shared_gradients import SharedGradients
@@ -112,11 +112,11 @@ class Session:
         return self.trainer.step
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> TrainingPosition:
         """The job's position, for state dicts."""
-        course = self.trainer.course
-        one_step = course.mode.consistent_cuts
-        return Standing(step=course.half.job_step, incarnation=self.link.incarnation, one_step=one_step)
+        methods = self.trainer.methods
+        one_step = methods.mode.consistent_cuts
+        return TrainingPosition(step=methods.half.job_step, incarnation=self.link.incarnation, one_step=one_step)
 
     def resumed(self) -> None:
         """Note that an optimizer state saved at this step was loaded, with the weights that the servers have."""
@@ -277,7 +277,7 @@ class Session:
     def _gradients(self) -> Mapping[str, torch.Tensor]:
         """The gradients in .grad, by name."""
         clip_norm = self.job.consistency.clip_norm
-        if clip_norm > 0.0 and self.trainer.course.mode.clips_at_worker:
+        if clip_norm > 0.0 and self.trainer.methods.mode.clips_at_worker:
             # As in torch: each worker clips its own gradient before it is sent.
             torch.nn.utils.clip_grad_norm_([v for v in self._values.values() if v.grad is not None], clip_norm)
         if self._loop.lent is not None:

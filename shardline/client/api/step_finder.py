@@ -71,19 +71,19 @@ class StepFinder:
 
     @property
     def _mode(self) -> Consistency:
-        return self._place.trainer.course.mode
+        return self._place.trainer.methods.mode
 
     @property
     def number(self) -> int:
         """Number of the open tick: from the step, or from the leased batch."""
-        return self._trainer.course.ticks.number(self.leases.batch if self.leases.held else self._trainer.step)
+        return self._trainer.methods.ticks.number(self.leases.batch if self.leases.held else self._trainer.step)
 
     def ordered(self, orders: Orders) -> None:
         """Interrupt the exchange if new orders end it. Called on the heartbeat thread."""
         trainer, link, view = self._place.current, self._link, self._place.view
         if trainer is None or link is None or view is None:
             return
-        moved = trainer.course.mode.assigns_replicas and self.assigned and orders.replicas != self.assigned
+        moved = trainer.methods.mode.assigns_replicas and self.assigned and orders.replicas != self.assigned
         if orders.fenced or link.lost or moved or orders.timeline != view.timeline or orders.phase is Phase.ENDED:
             trainer.exchange.interrupt()
 

@@ -10,7 +10,7 @@ import torch
 
 from shardline.client.api.barrier import Barrier
 from shardline.client.api.own_loop import OwnLoop
-from shardline.client.api.pipeline import Pipeline, Sent
+from shardline.client.api.pipeline import Pipeline, SentStep
 from shardline.client.api.script_job import meter_step
 from shardline.client.api.step_finder import StepFinder
 from shardline.client.api.step_reports import StepReports
@@ -60,7 +60,7 @@ class StepLoop:
     @property
     def assigns_replicas(self) -> bool:
         """Whether the chief assigns logical replicas to this worker."""
-        return self.trainer.course.mode.assigns_replicas
+        return self.trainer.methods.mode.assigns_replicas
 
     @property
     def replica(self) -> int:
@@ -89,7 +89,7 @@ class StepLoop:
                     if self.pipeline.settle():
                         return
                     continue
-                if self.trainer.course.ticks.tick == 0:
+                if self.trainer.methods.ticks.tick == 0:
                     self._reports.clear()
                 else:
                     self._reports.next_tick()
@@ -169,8 +169,8 @@ class StepLoop:
             # Not copied: this returns when they are acknowledged.
             self.contribute_own(gradients(), loss=loss or self._loss, hyper=hyper)
         self._loss = None
-        if not self.trainer.course.ticks.last:
-            self.trainer.course.ticks.advance()
+        if not self.trainer.methods.ticks.last:
+            self.trainer.methods.ticks.advance()
             self._reports.next_tick()
             return True
         figures: StepFigures | None = None
@@ -194,7 +194,7 @@ class StepLoop:
     def _sent(self, figures: StepFigures | None) -> None:
         """The open step was sent. figures: set if it is also closed."""
         began_s = self._reports.began_s
-        sent = Sent(self._reports.take(), began_s, self.finder.leases.batch)
+        sent = SentStep(self._reports.take(), began_s, self.finder.leases.batch)
         self.finder.retained = None
         self.finder.advance()
         self.pipeline.waited_s = 0.0
@@ -235,7 +235,7 @@ class StepLoop:
     def _still_ordered(self) -> bool:
         return self.finder.still_ordered()
 
-    def _account(self, sent: Sent, figures: StepFigures) -> None:
+    def _account(self, sent: SentStep, figures: StepFigures) -> None:
         """Report a closed step to the metrics and the chief."""
         self.skipped = figures.skipped
         step_s = time.monotonic() - max(sent.began_s, self._accounted_s)

@@ -13,8 +13,8 @@ from shardline import topology
 from shardline.client.exchange.observer import Observer
 from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.overlap.gate import Gate, why_not
-from shardline.client.step.course import Course
 from shardline.client.step.trainer import Trainer
+from shardline.client.step.worker_methods import WorkerMethods
 from shardline.config import RoleConfig, environment
 from shardline.core.orders import JobView
 from shardline.errors import UsageError
@@ -86,7 +86,7 @@ class Workplace:
         self.values: Mapping[str, torch.Tensor] = {}
         """The user's tensors by name."""
         self._wishes = Wishes()
-        self._course: Course | None = None
+        self._methods: WorkerMethods | None = None
         self.view: JobView | None = None
         self.current: Trainer | None = None
         self.gate: Gate | None = None
@@ -147,11 +147,11 @@ class Workplace:
         ties = self._tie(link, view)
         self._close_trainer()
         self.view = view
-        if self._course is None:
-            self._course = Course(view.job, self.values)
-            self._wishes = replace(self._wishes, overlap=self._wishes.overlap and self._course.streams)
+        if self._methods is None:
+            self._methods = WorkerMethods(view.job, self.values)
+            self._wishes = replace(self._wishes, overlap=self._wishes.overlap and self._methods.streams)
         link.suspect((), view.timeline)
-        trainer = make_trainer(view, self._course, ties, self._wishes)
+        trainer = make_trainer(view, self._methods, ties, self._wishes)
         self._open_gate(trainer)
         self.current = trainer
 
@@ -162,7 +162,7 @@ class Workplace:
     @property
     def lost_updates(self) -> int:
         """Asynchronous mode: acknowledged pushes that are gone because a shard was lost and restored."""
-        return self._course.half.lost if self._course is not None else 0
+        return self._methods.half.lost if self._methods is not None else 0
 
     def _tie(self, link: ChiefLink, view: JobView) -> Ties:
         """Open lanes to the tasks that the job's topology names."""

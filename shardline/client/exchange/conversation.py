@@ -27,7 +27,7 @@ TRIES = 4
 FIRST_PAUSE_S = 0.05
 
 
-class Silence:
+class SilentShards:
     """Shards that do not answer; reports every change to the observer. Any thread may call it."""
 
     def __init__(self, observer: Observer) -> None:
@@ -80,7 +80,7 @@ class Conversation:
         *,
         interrupted: threading.Event,
         observer: Observer,
-        silence: Silence,
+        silence: SilentShards,
     ) -> None:
         self._shard = shard
         self._lane = lane

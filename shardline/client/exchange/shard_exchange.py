@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from shardline.client.exchange.conversation import Conversation, Silence
+from shardline.client.exchange.conversation import Conversation, SilentShards
 from shardline.client.exchange.live import LivePayloads
 from shardline.client.exchange.observer import Observer
 from shardline.client.exchange.outcomes import Interrupted, ShardOutcome, ShardTask
@@ -47,7 +47,7 @@ class Exchange:
         self._live: list[LivePayloads] = []
         self._running: Running | None = None
         self.observer = observer or Observer()
-        silence = Silence(self.observer)
+        silence = SilentShards(self.observer)
         self._conversations = {
             shard: Conversation(
                 shard,

@@ -9,7 +9,7 @@ from shardline.client.exchange.pull_sink import PullSink
 from shardline.core.exchange import Contribution
 
 
-class Traffic:
+class PushTraffic:
     """Counts pushed bytes; the sinks count pulled ones."""
 
     def __init__(self, sinks: Mapping[int, PullSink]) -> None:

@@ -12,9 +12,9 @@ from shardline.client.exchange.device import HostPath
 from shardline.client.exchange.live import LivePayloads, drop_all
 from shardline.client.exchange.priority import SendQueue, default_credit
 from shardline.client.exchange.running import Running
-from shardline.client.step.course import Course
 from shardline.client.step.sending import Sending
 from shardline.client.step.staging import GradientStaging
+from shardline.client.step.worker_methods import WorkerMethods
 from shardline.core.exchange import Contribution, Payloads, Whole
 from shardline.core.plan import Plan
 from shardline.core.reduce import Block
@@ -64,8 +64,8 @@ def filled_payloads(tools: PushTools, shard: int, block: Block, ranks: Sequence[
 class OpenStep:
     """The step that is open for contributions. Used by the computing thread."""
 
-    def __init__(self, course: Course, tools: PushTools, sending: Sending) -> None:
-        self._course = course
+    def __init__(self, methods: WorkerMethods, tools: PushTools, sending: Sending) -> None:
+        self._methods = methods
         self._tools = tools
         self._staging = tools.staging
         self._sending = sending
@@ -104,7 +104,7 @@ class OpenStep:
     def make_pushes(self) -> None:
         """Make the pushes if all gradients were computed before any left."""
         blocks = self._staging.blocks()
-        mode = self._course.mode
+        mode = self._methods.mode
         skip = bool(self._staging.extras.nonfinite) and mode.clips_at_worker
         if mode.whole_pushes and len(blocks) > 1:
             raise ProtocolError("asynchronous mode takes one contribution per step")
@@ -119,15 +119,15 @@ class OpenStep:
                 )
                 for block in blocks
             ]
-        self.target = self._course.half.target
+        self.target = self._methods.half.target
 
     def push_early(self, block: Block, payloads: Mapping[int, Payloads]) -> None:
         """Make the pushes of gradients that leave as they are computed."""
         self.pushes = {shard: [self._push(shard, items, block)] for shard, items in payloads.items()}
-        self.target = self._course.half.target
+        self.target = self._methods.half.target
 
     def _push(self, shard: int, payloads: Payloads, block: Block, *, skip: bool = False) -> Contribution:
-        stamp = self._course.half.stamp(shard)
+        stamp = self._methods.half.stamp(shard)
         self._staging.encoders.begin(shard, stamp.number)
         push = self._staging.contribution(block, payloads)
         return replace(push, step=stamp.step, seq=stamp.seq, base_min=stamp.base, base_max=stamp.base, skip=skip)

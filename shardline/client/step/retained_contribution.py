@@ -13,7 +13,7 @@ from dataclasses import replace
 from shardline.cadence import Outgoing
 from shardline.client.exchange.outcomes import StepFigures
 from shardline.client.step.trainer import Trainer
-from shardline.consistency.worker import Mark
+from shardline.consistency.worker import ComputedAt
 from shardline.consistency.worker.base import WorkerHalf
 
 
@@ -23,7 +23,7 @@ class RetainedContribution:
     parts: by replica.
     """
 
-    def __init__(self, mark: Mark, parts: Mapping[int, Outgoing]) -> None:
+    def __init__(self, mark: ComputedAt, parts: Mapping[int, Outgoing]) -> None:
         self._mark = mark
         self._parts = {replica: part if part.keep else _copied(part) for replica, part in parts.items()}
         self._kept = False

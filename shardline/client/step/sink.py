@@ -20,12 +20,14 @@ from shardline.core.spec import TensorKind
 from shardline.core.tensor_bytes import borrowed_tensor, memory_of
 from shardline.errors import ProtocolError, UnreachableError
 
+HOLD_S = 3600.0
+"""How long a lane's own memory waits until the model may be written to."""
+
 
 class BucketSink:
     """Receives the pulled buckets of one shard and loads them into the model.
 
-    arrivals: notified of every bucket; says whether the model may be written to yet. None = it always may. hold_s: how
-    many seconds a lane's own memory waits for that.
+    arrivals: told of every bucket; says whether the model may be written to yet. None = it always may.
     """
 
     def __init__(
@@ -37,14 +39,12 @@ class BucketSink:
         *,
         host: HostPath | None = None,
         residence: Residence = PRIVATE,
-        hold_s: float = 3600.0,
     ) -> None:
         self._layout = layout
         self._shard = shard
         self._coding = coding
         self._arrivals = arrivals or Arrivals([(shard, b) for b in range(len(layout.plan.shards[shard].buckets))])
         self._host = host
-        self._hold_s = hold_s
         self._residence = residence
         self.num_buckets = len(layout.plan.shards[shard].buckets)
         self.shard_bytes = layout.plan.shards[shard].nbytes
@@ -141,8 +141,8 @@ class BucketSink:
         UnreachableError after hold_s.
         """
         self.first_s = self.first_s or time.monotonic()
-        if not self._arrivals.await_release(self._hold_s):
-            raise UnreachableError(f"shard {self._shard}: what it published was not taken within {self._hold_s:.0f} s")
+        if not self._arrivals.await_release(HOLD_S):
+            raise UnreachableError(f"shard {self._shard}: what it published was not taken within {HOLD_S:.0f} s")
         self.raw_bytes += self._spec(arrival).nbytes
         stays = arrival.area < 2 and self._residence.take((self._shard, arrival.bucket), memory)
         self._landed(arrival, _nothing if stays else functools.partial(self._load, arrival, memory))

@@ -13,14 +13,14 @@ from shardline.cadence import Outgoing
 from shardline.client.exchange.live import LivePayloads
 from shardline.client.exchange.outcomes import Restart, ShardTask, StepFigures
 from shardline.client.exchange.shard_exchange import Exchange
-from shardline.client.exchange.traffic import Traffic
-from shardline.client.step.course import Course
+from shardline.client.exchange.traffic import PushTraffic
 from shardline.client.step.expected import Expected
 from shardline.client.step.finite import NonFinite, loss_names
 from shardline.client.step.open_step import OpenStep, PushTools
 from shardline.client.step.sending import Sending
 from shardline.client.step.staging import initial_contribution
 from shardline.client.step.weights import Weights
+from shardline.client.step.worker_methods import WorkerMethods
 from shardline.core.exchange import Payloads, Sender, Standing, Want
 from shardline.core.orders import JobView
 from shardline.core.outcome import Outcome
@@ -39,15 +39,15 @@ LONGEST_WAIT_S = 600.0
 class Trainer:
     """Gradients in, parameters out, for one worker and all shards. Used by one thread.
 
-    course: outlives the trainer. route: where the lanes of the exchange lead. sending: how gradients leave. Pulls write
-    the tensors of `weights`. See make_trainer().
+    methods: outlives the trainer. route: where the lanes of the exchange lead. sending: how gradients leave. Pulls
+    write the tensors of `weights`. See make_trainer().
     """
 
     def __init__(
         self,
         view: JobView,
         sender: Sender,
-        course: Course,
+        methods: WorkerMethods,
         route: Route,
         weights: Weights,
         tools: PushTools,
@@ -56,18 +56,18 @@ class Trainer:
     ) -> None:
         self.job = view.job
         self.plan = view.plan
-        self.course = course
-        self.half = course.half
+        self.methods = methods
+        self.half = methods.half
         self.weights = weights
         self.exchange = exchange
-        self.meter = Traffic(weights.sinks)
+        self.meter = PushTraffic(weights.sinks)
         self._sender = sender
         self._route = route
         self._staging = tools.staging
         self.encoders = tools.staging.encoders
         self._sending = sending
         self._nonfinite = NonFinite(view.job.consistency.nan_policy, tools.staging, exchange.observer)
-        self.open = OpenStep(course, tools, sending)
+        self.open = OpenStep(methods, tools, sending)
         self._start_s = self._computed_s = self._began_s = 0.0
         self._longest_s = 0.0
         """Longest computation of a step so far, in seconds."""
@@ -109,7 +109,7 @@ class Trainer:
         todo = self.half.located(standings, owned)
         self.encoders.locate(self.half.awaited(standings, owned))
         self._pull()
-        self.course.restart()
+        self.methods.restart()
         return todo
 
     def standings(self, replicas: Sequence[int]) -> dict[int, Standing]:
@@ -155,7 +155,7 @@ class Trainer:
         """Prepare the model for a replica's forward pass; call before each."""
         self._began_s = time.monotonic()
         self.weights.enter_pass(pending=self.open.sent, running=self.open.running)
-        self.course.local.enter(replica, self.course.ticks.tick)
+        self.methods.local.enter(replica, self.methods.ticks.tick)
 
     def wait_for(self, tensors: Iterable[int]) -> None:
         """Wait until these tensors (numbers in the plan) contain the values of `step`.
@@ -213,9 +213,9 @@ class Trainer:
         buckets that left during the backward pass. Raises JobError if gradients changed after they had left.
         """
         self._longest_s = max(self._longest_s, time.monotonic() - self._began_s if self._began_s else 0.0)
-        ticks = self.course.ticks
+        ticks = self.methods.ticks
         buffers = self.weights.changed_buffers() if ticks.last and self.half.brings_buffers(replica) else {}
-        made = self.course.local.take(
+        made = self.methods.local.take(
             replica,
             ticks.tick,
             Outgoing(values=gradients, buffers=buffers, samples=samples, hyper=hyper or {}, loss=loss, keep=keep),
@@ -242,7 +242,7 @@ class Trainer:
             self._sending.close(values, buffers, outgoing.hyper)
             return
         # Rounding a sum is not summing rounded parts: with a lossy codec the bits would depend on the assignment.
-        presum = self.course.mode.sums_in_tree and not self.open.first and self.encoders.coding.codec.exact
+        presum = self.methods.mode.sums_in_tree and not self.open.first and self.encoders.coding.codec.exact
         self._staging.extras.samples[replica] = outgoing.samples
         if outgoing.hyper and replica == 0:
             self._staging.extras.hyper = outgoing.hyper
@@ -279,7 +279,7 @@ class Trainer:
         timeouts = self.exchange.timeouts
         patience_s = timeouts.rpc_s + PATIENCE * compute_s if hold else 0.0
         wait_s = min(LONGEST_WAIT_S, timeouts.server_wait_s + compute_s)
-        by_step = self.course.mode.pulls_by_step
+        by_step = self.methods.mode.pulls_by_step
         tasks = {}
         for shard, pushes in self.open.pushes.items():
             for push in pushes:
@@ -318,7 +318,7 @@ class Trainer:
         self.open.close()
         self.open.first = False
         self.encoders.settle(skipped=skipped)
-        self.course.next_step()
+        self.methods.next_step()
         return StepFigures(seconds=seconds, computed_s=self._computed_s, outcomes=outcomes, skipped=skipped)
 
     def close(self) -> None:

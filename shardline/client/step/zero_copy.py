@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from shardline.client.exchange.arrivals import Key
-from shardline.client.step.course import Course
 from shardline.client.step.layout import ModelLayout
+from shardline.client.step.worker_methods import WorkerMethods
 from shardline.codecs import CODECS
 from shardline.codecs.coding import pulled, pushed
 from shardline.core.plan import Plan
@@ -81,15 +81,15 @@ def _region(plan: Plan, number: int) -> Region | None:
     return Region(number, pieces[0][1], start, end - start, frozenset((s, b) for _, s, b, _, _ in pieces))
 
 
-def check_shareable(job: JobSpec, course: Course) -> None:
+def check_shareable(job: JobSpec, methods: WorkerMethods) -> None:
     """Raise UsageError if the job's replies are made for a single worker and so can't be read from shared memory."""
     codec = CODECS.parse(job.codec)
-    if not (course.mode.pulls_by_step and pushed(codec).is_view and pulled(codec).is_view):
+    if not (methods.mode.pulls_by_step and pushed(codec).is_view and pulled(codec).is_view):
         raise UsageError(
             f"zero_copy needs a synchronous job whose codec leaves numbers as they are (raw), this one is "
             f"{job.consistency.mode} with codec {job.codec}"
         )
-    if not course.streams:
+    if not methods.streams:
         raise UsageError(
             "zero_copy needs a cadence and a topology that send each gradient as it is, to the server itself; this job "
             f"has {job.cadence} and {job.topology}"

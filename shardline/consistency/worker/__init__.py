@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardline.consistency.worker.base import Mark, Stamp, WorkerHalf
+from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf
 from shardline.consistency.worker.own_pushes import OwnPushes
 from shardline.consistency.worker.shared_steps import SharedSteps
 
-__all__ = ["Mark", "OwnPushes", "SharedSteps", "Stamp", "WorkerHalf"]
+__all__ = ["ComputedAt", "OwnPushes", "SharedSteps", "Stamp", "WorkerHalf"]

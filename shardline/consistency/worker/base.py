@@ -27,7 +27,7 @@ class Stamp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class ComputedAt:
     """A worker's position when it computed something."""
 
     step: int
@@ -119,22 +119,22 @@ class WorkerHalf(abc.ABC):
 
     # A loop that can't repeat a step
 
-    def mark(self) -> Mark:
+    def mark(self) -> ComputedAt:
         """The worker's current position."""
-        return Mark(step=self.step, acknowledged=dict(self.acknowledged), base=dict(self.base))
+        return ComputedAt(step=self.step, acknowledged=dict(self.acknowledged), base=dict(self.base))
 
     @abc.abstractmethod
-    def went_back(self, mark: Mark) -> bool:
+    def went_back(self, mark: ComputedAt) -> bool:
         """Whether the job, as just located, is behind the mark."""
 
     @abc.abstractmethod
-    def counted(self, mark: Mark) -> bool:
+    def counted(self, mark: ComputedAt) -> bool:
         """Whether all shards have what was sent at the mark, so that only the answer is missing."""
 
     @abc.abstractmethod
-    def resume(self, mark: Mark) -> None:
+    def resume(self, mark: ComputedAt) -> None:
         """Prepare to resend, with the same labels, what was computed at the mark."""
 
     @abc.abstractmethod
-    def accept(self, mark: Mark) -> bool:
+    def accept(self, mark: ComputedAt) -> bool:
         """Close the step of a counted contribution; returns whether it changed nothing."""

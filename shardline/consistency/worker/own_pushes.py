@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from shardline.consistency.numbered_pushes import resume
-from shardline.consistency.worker.base import Mark, Stamp, WorkerHalf
+from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf
 from shardline.core.exchange import Standing
 from shardline.core.reduce import Block
 
@@ -74,22 +74,22 @@ class OwnPushes(WorkerHalf):
         self.base, self.step = dict(base), step
         return dropped
 
-    def went_back(self, mark: Mark) -> bool:
+    def went_back(self, mark: ComputedAt) -> bool:
         """See WorkerHalf.went_back: any shard, and others' pushes too, since the loop computes from all of them."""
         held, sent = self.acknowledged, {shard: number + 1 for shard, number in mark.acknowledged.items()}
         lost = any(resume(seq, last_seq=held.get(shard, 0)) is None for shard, seq in sent.items())
         return lost or any(self.base.get(shard, 0) < version for shard, version in mark.base.items())
 
-    def counted(self, mark: Mark) -> bool:
+    def counted(self, mark: ComputedAt) -> bool:
         """See WorkerHalf.counted."""
         return all(self.acknowledged.get(shard, 0) > number for shard, number in mark.acknowledged.items())
 
-    def resume(self, mark: Mark) -> None:
+    def resume(self, mark: ComputedAt) -> None:
         """See WorkerHalf.resume: shards that applied it know its number; its base does not change."""
         self.acknowledged = dict(mark.acknowledged)
         self.base = dict(mark.base)
 
-    def accept(self, mark: Mark) -> bool:
+    def accept(self, mark: ComputedAt) -> bool:
         """See WorkerHalf.accept."""
         self.step += 1
         return False

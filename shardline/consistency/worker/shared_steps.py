@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from shardline.consistency.worker.base import Mark, Stamp, WorkerHalf
+from shardline.consistency.worker.base import ComputedAt, Stamp, WorkerHalf
 from shardline.core.exchange import Standing
 from shardline.core.reduce import Block, cover
 
@@ -76,17 +76,17 @@ class SharedSteps(WorkerHalf):
         """Whether the step since these versions made no new version of any shard: all have skipped it."""
         return self.job.consistency.nan_policy == "skip" and self.base == base
 
-    def went_back(self, mark: Mark) -> bool:
+    def went_back(self, mark: ComputedAt) -> bool:
         """See WorkerHalf.went_back."""
         return self.step < mark.step
 
-    def counted(self, mark: Mark) -> bool:
+    def counted(self, mark: ComputedAt) -> bool:
         """See WorkerHalf.counted."""
         return self.step > mark.step
 
-    def resume(self, mark: Mark) -> None:
+    def resume(self, mark: ComputedAt) -> None:
         """See WorkerHalf.resume: the step identifies it."""
 
-    def accept(self, mark: Mark) -> bool:
+    def accept(self, mark: ComputedAt) -> bool:
         """See WorkerHalf.accept."""
         return self._stood_still(mark.base)

@@ -1,8 +1,8 @@
-"""Proof of the admin token without sending it, and who a caller is. proto/shardline/rpc/v1/access.proto has the wire.
+"""Proof of the admin token without sending it, and identification of callers; messages: rpc/v1/access.proto.
 
-A server draws a challenge when it starts. A caller derives a key from the admin token, the challenge, a nonce of its
-own and the audience (whom it believes to talk to), and proves with every call that it holds that key: each proof is
-good for one call of one method at one task.
+A server draws a challenge when it starts. A caller derives a key from the admin token, the challenge, its own nonce and
+the audience (the peer it believes it is calling), and proves with every call that it has that key. Each proof is valid
+for one call of one method of one task.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardline.rpc.auth.rights import PACKAGE, ROLE_URI, Caller
+from shardline.rpc.auth.rights import ROLE_URI, Caller
 from shardline.security import ADMIN_KEY, Metadata, Security
 
-CHALLENGE_METHOD = f"/{PACKAGE}.Access/Challenge"
 CHALLENGE_BYTES = 32
 NONCE_BYTES = 16
 LONGEST_NONCE_BYTES = 64
 CHIEF_AUDIENCE = "chief"
-"""A chief is called by many names, each from a file of the caller's own."""
+"""Audience of the chief, whose address can be a different name in each caller's configuration."""
 STALE_KEY = "shardline-challenge"
-"""Trailing metadata of a refused call whose proof answers another challenge: the server was started anew."""
+"""Trailing metadata of a refused call whose proof answers an old challenge: the server has been restarted."""
 WINDOW = 1024
-"""Calls of one connection may overtake each other by so many."""
+"""How far calls of one connection may arrive out of order."""
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
-    # Lengths keep ("ab", "c") and ("a", "bc") apart.
+    # The lengths distinguish ("ab", "c") from ("a", "bc").
     return hmac.digest(key, b"".join(len(part).to_bytes(4, "big") + part for part in parts), hashlib.sha256)
 
 
@@ -46,7 +45,7 @@ def _proof(key: bytes, method: str, number: int) -> bytes:
 class Prover:
     """The calling side of one channel. Thread-safe.
 
-    audience: "chief", or the address of the parameter server that is dialled.
+    audience: "chief", or the address of the parameter server being called.
     """
 
     def __init__(self, security: Security, audience: str) -> None:
@@ -60,23 +59,23 @@ class Prover:
 
     @property
     def ready(self) -> bool:
-        """Whether metadata() needs no challenge first."""
+        """Whether metadata() can be called without another challenge."""
         return not self._token or self._challenge is not None
 
     def answer(self, challenge: bytes) -> None:
-        """Take the server's challenge; empty = it wants no proofs."""
+        """Set the server's challenge; empty = it requires no proofs."""
         with self._lock:
             if challenge != self._challenge:
                 self._challenge = challenge
                 self._key = _session_key(self._token, self._audience, challenge, self._nonce)
 
     def forget(self) -> None:
-        """The server was started anew: its challenge is another one."""
+        """Forget the challenge: the server has been restarted and has a new one."""
         with self._lock:
             self._challenge = None
 
     def metadata(self, method: str) -> tuple[tuple[str, str], ...]:
-        """Proof for one call of a method; empty where there is no admin token, or the server wants none."""
+        """Proof for one call of a method; empty if there is no admin token, or the server requires no proof."""
         with self._lock:
             if not self._token or not self._challenge:
                 return ()
@@ -87,14 +86,14 @@ class Prover:
 
 
 class _Numbers:
-    """Which numbers of one caller's calls have been used."""
+    """The used call numbers of one caller."""
 
     def __init__(self) -> None:
         self._highest = 0
         self._used: set[int] = set()
 
     def use(self, number: int) -> bool:
-        """Whether it is used for the first time; numbers too far back count as used."""
+        """Mark a number as used; False if it was before, or is too old to tell."""
         if number <= self._highest - WINDOW or number in self._used:
             return False
         self._used.add(number)
@@ -106,9 +105,9 @@ class _Numbers:
 
 
 class Access:
-    """The called side: who is calling. For one server; used on its loop.
+    """The called side: identifies callers. For one server; used on its loop.
 
-    audience: what callers must have meant; a server's is its address, set when that is known.
+    audience: what callers must have addressed; a server's is its address, set once that is known.
     """
 
     def __init__(self, security: Security, audience: str = "") -> None:
@@ -116,19 +115,19 @@ class Access:
         self.audience = audience
         self.challenge = secrets.token_bytes(CHALLENGE_BYTES) if security.admin_token else b""
         self._callers: dict[bytes, tuple[bytes, _Numbers]] = {}
-        """Key and used numbers by nonce, of callers that have proven themselves. Nobody else adds to it."""
+        """Key and used numbers by nonce, only of callers that have proven themselves, so that others can't fill it."""
 
     def has_job_token(self, metadata: Metadata) -> bool:
-        """Whether a call's metadata bring the job token; True where none is set."""
+        """Whether a call's metadata contain the job token; True if none is set."""
         return self._security.check_metadata(metadata)
 
     def stale(self, metadata: Metadata) -> bool:
-        """Whether a call's proof answers the challenge of an earlier life of this task."""
+        """Whether a call's proof answers the challenge of an earlier process of this task."""
         said = _Said.of(metadata)
         return bool(self.challenge) and said is not None and said.challenge != self.challenge
 
     def is_admin(self, method: str, metadata: Metadata) -> bool:
-        """Whether a call's metadata prove the admin token; True where none is set. A proof is good once."""
+        """Whether a call's metadata prove the admin token; True if none is set. Each proof is valid once."""
         if not self._security.admin_token:
             return True
         said = _Said.of(metadata)
@@ -145,13 +144,13 @@ class Access:
         return numbers.use(said.number)
 
     def caller(self, method: str, context: Any) -> Caller:
-        """Who makes a call that was let in; uses its proof up, so only once per call."""
+        """The caller of an admitted call. Uses its proof up, so call it only once per call."""
         return Caller(admin=self.is_admin(method, context.invocation_metadata()), role=role_of(context))
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What a caller brings as its proof."""
+    """A caller's proof, as sent."""
 
     challenge: bytes
     nonce: bytes
@@ -160,7 +159,7 @@ class _Said:
 
     @classmethod
     def of(cls, metadata: Metadata) -> _Said | None:
-        """None where there is none, or none that could be one."""
+        """None if there is none, or it is malformed."""
         words = next((_text(value) for key, value in metadata or () if key == ADMIN_KEY), "").split(" ")
         if len(words) != 4 or not words[2].isascii() or not words[2].isdigit() or len(words[2]) > 18:
             return None
@@ -178,7 +177,7 @@ def _text(value: str | bytes) -> str:
 
 
 def role_of(context: Any) -> str:
-    """Role that the caller's certificate names; empty without one. Of several, none is believed: no call takes them."""
+    """Role named by the caller's certificate; empty without one, or if it names several."""
     facts: Mapping[str, Iterable[bytes]] = context.auth_context()
     named = {uri for uri in map(_text, facts.get("peer_uri", ())) if uri.startswith(ROLE_URI)}
     return "/".join(sorted(uri.removeprefix(ROLE_URI) for uri in named))

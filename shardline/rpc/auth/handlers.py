@@ -1,4 +1,4 @@
-"""Handlers of a gRPC server's calls, wrapped: what interceptors put around them."""
+"""Wrapping of a gRPC server's call handlers, for interceptors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _MAKERS = {
 
 
 class HandlerCache:
-    """What became of the handlers of a server: wrapped once each, not at every call."""
+    """Wraps each of a server's handlers once instead of at every call."""
 
     def __init__(self, wrap: Callable[[str, Any], Any]) -> None:
         """wrap(method, handler) gives the handler to use."""
         self._wrap = wrap
         self._known: dict[str, tuple[Any, Any]] = {}
-        """By method: the handler and what it became. Only methods that there are, so that nobody can fill it."""
+        """(handler, wrapped handler) by method. Only existing methods, so that callers can't fill it."""
 
     def get(self, method: str, handler: Any) -> Any:
-        """The wrapped handler; None where there is none."""
+        """The wrapped handler; None if there is none."""
         if handler is None:
             return None
         known = self._known.get(method)
@@ -44,16 +44,16 @@ def behavior_of(handler: Any) -> Any:
 
 
 def same_kind(handler: Any, behavior: Any, *, deserializer: Any) -> Any:
-    """A handler like this one, with another function and another reader of requests."""
+    """A handler of the same kind, with another function and request deserializer."""
     make = _MAKERS[handler.request_streaming, handler.response_streaming]
     return make(behavior, request_deserializer=deserializer, response_serializer=handler.response_serializer)
 
 
 def checked(handler: Any, check: Callable[[Any], Awaitable[None]]) -> Any:
-    """The handler behind a check(context), which aborts the call where it is not to be served."""
+    """The handler with a check(context) before it, which aborts calls that may not be served."""
     inner = behavior_of(handler)
 
-    # gRPC looks at what kind of function a handler is: one that yields its replies, or one that returns or writes them.
+    # gRPC distinguishes handlers that yield their replies from those that return or write them.
     if inspect.isasyncgenfunction(inner):
 
         async def replies(request: Any, context: Any) -> AsyncIterator[Any]:

@@ -1,8 +1,8 @@
-"""What each credential may do: one row per call of the contract.
+"""What each credential may do: one row per call of the API.
 
-A call needs a token (`Token`), and its caller's certificate, where that names a role, must name one of the row's
-roles. Joining is decided by the role that is joined as (`JOINING`). docs/security.md shows the same table, and
-tests/contract/test_rights.py walks it over every method of every service.
+A call needs a token (`Token`), and if its caller's certificate names a role, that role must be in the row. Joining is
+decided by the role to be joined as (`JOINING`). docs/security.md has the same table, and tests/contract/test_rights.py
+checks it against every method of every service.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ PACKAGE = "shardline.rpc.v1"
 ROLES = ("chief", "ps", "worker", "evaluator")
 """Roles that a certificate can name."""
 ROLE_URI = "urn:shardline:role:"
-"""What stands before the role in a certificate, among its alternative names of the kind URI."""
+"""Prefix of the role in a certificate, in a subject alternative name of type URI."""
 
 
 class Token(enum.Enum):
-    """What a call must bring."""
+    """The token that a call needs."""
 
     NONE = "nothing"
     JOB = "the job token"
@@ -28,23 +28,23 @@ class Token(enum.Enum):
 
 @dataclass(frozen=True)
 class Right:
-    """What one call needs."""
+    """Requirements of one call."""
 
     token: Token
     roles: Collection[str] = ROLES
-    """Roles whose certificates may make it. A certificate that names no role may make every call."""
+    """Roles whose certificates allow the call. A certificate without a role allows every call."""
     life: bool = False
     """Its messages name a life of a task and must carry the secret that the chief gave to that life."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a call, as far as tokens and certificates say."""
+    """Identity of a caller, according to its tokens and certificate."""
 
     admin: bool
-    """It has proven that it holds the admin token, or the cluster has none."""
+    """It has proven that it has the admin token, or the cluster has none."""
     role: str = ""
-    """What its certificate names; empty = no certificate, or one that names none."""
+    """Role named by its certificate; empty = no certificate, or none named."""
 
 
 _LOOK = Right(Token.JOB)
@@ -55,7 +55,7 @@ _AMONG_SERVERS = Right(Token.ADMIN, roles=("ps",))
 RIGHTS: dict[str, dict[str, Right]] = {
     "Access": {"Challenge": _LOOK},
     "Chief": {
-        # Needs proof of the admin token for some roles: see JOINING.
+        # For some roles it needs proof of the admin token: see JOINING.
         "Join": _LOOK,
         "Heartbeat": Right(Token.JOB, life=True),
         "GetJob": _LOOK,
@@ -76,12 +76,11 @@ RIGHTS: dict[str, dict[str, Right]] = {
         "Lead": _COMMAND,
         "Configure": _COMMAND,
         "SetMembership": _COMMAND,
-        "Prepare": _COMMAND,
         "Restore": _COMMAND,
         "Activate": _COMMAND,
         "Promote": _COMMAND,
         "Cut": _COMMAND,
-        # Reads all that a shard holds, optimizer state included.
+        # Reads everything that a shard holds, including optimizer state.
         "GetCut": _COMMAND,
         "Release": _COMMAND,
         "Stop": _COMMAND,
@@ -90,13 +89,13 @@ RIGHTS: dict[str, dict[str, Right]] = {
     "Replication": {"Replicate": _AMONG_SERVERS},
 }
 JOINING = {"chief": Token.ADMIN, "ps": Token.ADMIN, "worker": Token.JOB, "evaluator": Token.JOB}
-"""What joining, or asking for an index, needs by role. The chief dials whoever joins as a ps, and commands it."""
+"""Token needed to join, or to ask for an index, by role. The chief calls any task that joined as a ps, as admin."""
 
 _BY_METHOD = {
     f"/{PACKAGE}.{service}/{call}": right for service, calls in RIGHTS.items() for call, right in calls.items()
 }
 _OPEN = ("/grpc.health.",)
-"""Whoever reaches the port may ask whether the task lives; the health service tells nothing else."""
+"""Anyone who reaches the port may ask whether the task is up; the health service reveals nothing else."""
 _PROVES = frozenset(
     {method for method, right in _BY_METHOD.items() if right.token is Token.ADMIN}
     | {f"/{PACKAGE}.Chief/Join", f"/{PACKAGE}.Places/Take"}
@@ -104,19 +103,19 @@ _PROVES = frozenset(
 
 
 def right_of(method: str) -> Right:
-    """What a call such as "/shardline.rpc.v1.Chief/Stop" needs; reflection and unknown calls need the job token."""
+    """Requirements of a call like "/shardline.rpc.v1.Chief/Stop"; unknown calls and reflection need a job token."""
     if method.startswith(_OPEN):
         return Right(Token.NONE)
     return _BY_METHOD.get(method, _LOOK)
 
 
 def takes_proof(method: str | bytes) -> bool:
-    """Whether a caller that holds the admin token proves it with this call."""
+    """Whether callers with the admin token prove it with this call."""
     return (method.decode() if isinstance(method, bytes) else method) in _PROVES
 
 
 def role_refusal(role: str, roles: Collection[str], what: str) -> str:
-    """Why a certificate's role may not do `what`; empty where it may."""
+    """Why a certificate's role may not do `what`; empty if it may."""
     if not role or role in roles:
         return ""
     return (
@@ -126,7 +125,7 @@ def role_refusal(role: str, roles: Collection[str], what: str) -> str:
 
 
 def joining_refusal(role: str, caller: Caller) -> str:
-    """Why somebody may not take part in this role; empty where it may. Unknown roles are refused elsewhere."""
+    """Why a caller may not join in this role; empty if it may. Unknown roles are refused elsewhere."""
     if JOINING.get(role) is Token.ADMIN and not caller.admin:
         return (
             f"taking part as {role} needs the admin token besides the job's; set --admin-token-file (or "

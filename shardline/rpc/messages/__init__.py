@@ -1,1 +1,1 @@
-"""Values to protobuf messages and back; whatever comes from the network is checked here."""
+"""Converts values to protobuf messages and back; everything from the network is checked here."""

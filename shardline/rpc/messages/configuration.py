@@ -1,4 +1,4 @@
-"""What Configure says: the chief's value, the ps's, and the message between them."""
+"""Configure: the chief's value, the ps's value, and the message between them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardline.rpc.v1 import parameter_server_pb2
 
 @dataclass(frozen=True, kw_only=True)
 class PsConfiguration(Settings):
-    """What a ps needs to hold its shards, the job's settings among it; equal ones change nothing there."""
+    """All that a ps needs to host its shards, including the job's settings; an equal one changes nothing."""
 
     job: str
     timeline: int
@@ -41,24 +41,24 @@ class PsConfiguration(Settings):
     consistency: ConsistencySpec
     cut_every: int
     standbys: tuple[int, ...] = ()
-    """Shards whose standby this ps holds."""
+    """Shards whose standby is on this ps."""
 
     @functools.cached_property
     def coding(self) -> JobCoding:
-        """The codec over the plan. Raises JobError for one that doesn't exist."""
+        """The codec for the plan. Raises JobError if it doesn't exist."""
         return coding_of(self.codec, self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration(PsConfiguration):
-    """The same with what may change while the shards stay."""
+    """The same, with what may change while the shards stay."""
 
     placement: tuple[Placement, ...] = ()
     activate: bool = False
     keep: tuple[int, ...] = ()
-    """Shards whose present values stay."""
+    """Shards that keep their values."""
     keep_standbys: tuple[int, ...] = ()
-    """Standbys that stay as they are."""
+    """Standbys that are kept."""
 
 
 def placement_to_proto(placement: Iterable[Placement]) -> list[parameter_server_pb2.Placement]:
@@ -77,8 +77,8 @@ def placement_to_proto(placement: Iterable[Placement]) -> list[parameter_server_
 
 
 def placement_from_proto(messages: Sequence[parameter_server_pb2.Placement]) -> tuple[Placement, ...]:
-    """Where shards are hosted. Raises ProtocolError where there are too many, or their names too long."""
-    # A shard has at least one slice of a tensor.
+    """The placement. Raises ProtocolError if there are too many items, or their names are too long."""
+    # Every shard has at least one slice of a tensor.
     at_most(len(messages), MAX_TENSORS, "placements")
     for item in messages:
         for text in (item.task, item.address, item.standby_task, item.standby_address):
@@ -99,7 +99,7 @@ def placement_from_proto(messages: Sequence[parameter_server_pb2.Placement]) -> 
 def configuration_to_proto(
     configuration: Configuration, term: parameter_server_pb2.Term
 ) -> parameter_server_pb2.ConfigureRequest:
-    """The command of this term."""
+    """The Configure command for this term."""
     return parameter_server_pb2.ConfigureRequest(
         term=term,
         job=configuration.job,
@@ -120,7 +120,7 @@ def configuration_to_proto(
 
 
 def configuration_from_proto(message: parameter_server_pb2.ConfigureRequest) -> PsConfiguration:
-    """What its shards are to be; raises ProtocolError or UsageError where that can't be."""
+    """The configuration. Raises ProtocolError or UsageError if it is invalid."""
     settings = settings_from_proto(message.settings, "Configure")
     for named, what in (
         (message.shards, "shards"),
@@ -128,7 +128,7 @@ def configuration_from_proto(message: parameter_server_pb2.ConfigureRequest) -> 
         (message.keep_shards, "shards to keep"),
         (message.keep_standbys, "standbys to keep"),
     ):
-        # A few more than there are get a sentence of their own, which names them.
+        # A slight excess gets its own error message, which names the shards.
         at_most(len(named), max(64, len(message.plan.shards)), f"Configure: {what}")
     return PsConfiguration(
         job=short(message.job, "name of the job"),

@@ -1,4 +1,4 @@
-"""Specs, plans and images to protobuf and back. What comes from the network is checked here: values, ranges, sizes."""
+"""Specs, plans and images to protobuf and back. Everything from the network is checked: values, ranges, sizes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MAX_TENSOR_ELEMENTS = 1 << 40
 
 
 def dtype_from_proto(value: int, where: str) -> str:
-    """Name of a dtype on the wire; raises ProtocolError for one this version doesn't know."""
+    """Name of a dtype on the wire. Raises ProtocolError if this version doesn't know it."""
     try:
         return DTYPE_FROM_PROTO[value]
     except KeyError:
@@ -94,7 +94,7 @@ def argument_from_proto(value: plan_pb2.Argument) -> Argument:
 
 
 def rule_to_proto(rule: RuleSpec) -> plan_pb2.RuleSpec:
-    """Rule by name with its groups' arguments."""
+    """A rule by name, with its groups' arguments."""
     groups = [
         plan_pb2.ParamGroup(arguments={key: argument_to_proto(value) for key, value in group.items()})
         for group in rule.groups
@@ -115,7 +115,7 @@ def rule_from_proto(message: plan_pb2.RuleSpec) -> RuleSpec:
 
 
 def schedule_to_proto(schedule: ScheduleSpec) -> plan_pb2.ScheduleSpec:
-    """Schedule as plain numbers."""
+    """A schedule as plain numbers."""
     return to_message(plan_pb2.ScheduleSpec, schedule)
 
 
@@ -146,9 +146,9 @@ def tensor_to_proto(tensor: TensorSpec) -> plan_pb2.TensorSpec:
 
 
 def tensor_from_proto(message: plan_pb2.TensorSpec) -> TensorSpec:
-    """Inverse of tensor_to_proto; raises ProtocolError on a negative or absurd shape."""
+    """Inverse of tensor_to_proto. Raises ProtocolError on a negative or far too large shape."""
     short(message.name, "name of a tensor")
-    # Before any arithmetic: the product of a million sizes takes minutes.
+    # Before any arithmetic: multiplying a million sizes would take minutes.
     at_most(len(message.shape), MAX_DIMENSIONS, f"dimensions of tensor {message.name!r}")
     at_most(len(message.aliases), MAX_ALIASES, f"aliases of tensor {message.name!r}")
     for alias in message.aliases:
@@ -167,7 +167,7 @@ def tensor_from_proto(message: plan_pb2.TensorSpec) -> TensorSpec:
 
 
 def tensors_from_proto(messages: Sequence[plan_pb2.TensorSpec], where: str) -> tuple[TensorSpec, ...]:
-    """All tensors of a job or plan; raises ProtocolError where there are too many of them or of their bytes."""
+    """All tensors of a job or plan. Raises ProtocolError if there are too many, or too many bytes."""
     at_most(len(messages), MAX_TENSORS, f"{where}: tensors")
     tensors = tuple(tensor_from_proto(message) for message in messages)
     size = sum(tensor.elements * DTYPES[tensor.dtype].itemsize for tensor in tensors)
@@ -177,7 +177,7 @@ def tensors_from_proto(messages: Sequence[plan_pb2.TensorSpec], where: str) -> t
 
 
 def replicas_from_proto(count: int, where: str) -> int:
-    """A number of replicas; raises ProtocolError where there are too many."""
+    """A number of replicas. Raises ProtocolError if it is too high."""
     if count > MAX_REPLICAS:
         raise ProtocolError(f"{where} has {count} replicas; the limit is {MAX_REPLICAS}")
     return count
@@ -204,7 +204,7 @@ def _bucket_to_proto(bucket: BucketSpec) -> plan_pb2.BucketSpec:
 
 
 def plan_from_proto(message: plan_pb2.PlanSpec) -> Plan:
-    """Inverse of plan_to_proto; the plan is checked whole and its digest computed again."""
+    """Inverse of plan_to_proto; checks the whole plan and recomputes its digest."""
     tensors = tensors_from_proto(message.tensors, "plan")
     shards = []
     for s, shard in enumerate(message.shards):
@@ -237,7 +237,7 @@ def settings_to_proto(holder: Settings) -> dict[str, plan_pb2.Argument]:
 
 
 def settings_from_proto(messages: Mapping[str, plan_pb2.Argument], where: str) -> dict[str, Any]:
-    """Inverse of settings_to_proto; an absent one has its default. Raises ProtocolError naming one that can't be."""
+    """Inverse of settings_to_proto; a missing setting gets its default. Raises ProtocolError if one is invalid."""
     at_most(len(messages), MAX_ARGUMENTS, f"{where}: settings")
     found: dict[str, Any] = {}
     for name in sorted(messages):
@@ -252,7 +252,7 @@ def settings_from_proto(messages: Mapping[str, plan_pb2.Argument], where: str) -
 
 
 def job_to_proto(job: JobSpec) -> plan_pb2.JobSpec:
-    """A job's identity."""
+    """A job's spec."""
     return plan_pb2.JobSpec(
         name=job.name,
         tensors=[tensor_to_proto(tensor) for tensor in job.tensors],
@@ -268,7 +268,7 @@ def job_to_proto(job: JobSpec) -> plan_pb2.JobSpec:
 
 
 def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
-    """Inverse of job_to_proto; raises ProtocolError where it names more than a job can have."""
+    """Inverse of job_to_proto. Raises ProtocolError if it has more items than a job can have."""
     return JobSpec(
         name=short(message.name, "name of the job"),
         tensors=tensors_from_proto(message.tensors, "job"),
@@ -284,12 +284,12 @@ def job_from_proto(message: plan_pb2.JobSpec) -> JobSpec:
 
 
 def hyper_to_proto(hyper: Mapping[int, Mapping[str, float]]) -> list[data_pb2.GroupHyper]:
-    """Hyper-parameters in force, by group."""
+    """Current hyper-parameters, by group."""
     return [data_pb2.GroupHyper(group=group, values=dict(values)) for group, values in sorted(hyper.items())]
 
 
 def hyper_from_proto(messages: Iterable[data_pb2.GroupHyper]) -> dict[int, dict[str, float]]:
-    """Inverse of hyper_to_proto; raises ProtocolError where a value isn't finite."""
+    """Inverse of hyper_to_proto. Raises ProtocolError if a value isn't finite."""
     result: dict[int, dict[str, float]] = {}
     for message in messages:
         for name, value in message.values.items():
@@ -300,13 +300,13 @@ def hyper_from_proto(messages: Iterable[data_pb2.GroupHyper]) -> dict[int, dict[
 
 
 def pack_bits(flags: Sequence[bool]) -> bytes:
-    """Bitmap, least significant bit first."""
+    """Bitmap of the flags, least significant bit first."""
     value = sum(1 << number for number, flag in enumerate(flags) if flag)
     return value.to_bytes(-(-len(flags) // 8), "little")
 
 
 def unpack_bits(data: bytes, count: int, where: str) -> tuple[bool, ...]:
-    """Inverse of pack_bits; empty data means all set. Raises ProtocolError on another length."""
+    """Inverse of pack_bits; empty data means all set. Raises ProtocolError if the length is wrong."""
     if not data:
         return (True,) * count
     if len(data) != -(-count // 8):
@@ -353,9 +353,9 @@ def image_parts(image: BucketImage) -> Iterator[ImagePart]:
 
 
 class ImageAssembler:
-    """Puts image parts together again: feed() returns a BucketImage whenever one is whole.
+    """Reassembles image parts: feed() returns a BucketImage whenever one is complete.
 
-    max_bytes bounds what a header may make us allocate.
+    max_bytes limits what a header can make us allocate.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
@@ -369,7 +369,7 @@ class ImageAssembler:
         header: parameter_server_pb2.ImageHeader | None,
         chunk: parameter_server_pb2.ImageChunk | None,
     ) -> BucketImage | None:
-        """Take one part. Raises ProtocolError where parts don't follow one another without gap or overlap."""
+        """Take one part. Raises ProtocolError unless the parts follow each other without gap or overlap."""
         if header is not None:
             if self._header is not None:
                 raise ProtocolError(f"image of bucket {self._header.bucket} is cut short by that of {header.bucket}")
@@ -426,12 +426,12 @@ class ImageAssembler:
 
     @property
     def idle(self) -> bool:
-        """True between two images."""
+        """Whether no image is incomplete."""
         return self._header is None
 
 
 def sequences_to_proto(sequences: Mapping[str, WorkerSequence]) -> list[parameter_server_pb2.WorkerSequence]:
-    """The last push of each worker, by task, for the end of images."""
+    """Each worker's last push, by task, for the end of a stream of images."""
     return [
         parameter_server_pb2.WorkerSequence(task=task, incarnation=held.incarnation, last_seq=held.last_seq)
         for task, held in sorted(sequences.items())
@@ -439,7 +439,7 @@ def sequences_to_proto(sequences: Mapping[str, WorkerSequence]) -> list[paramete
 
 
 def sequences_from_proto(messages: Iterable[parameter_server_pb2.WorkerSequence]) -> dict[str, WorkerSequence]:
-    """Back again; raises ProtocolError where a task is named twice."""
+    """Inverse of sequences_to_proto. Raises ProtocolError if a task is named twice."""
     sequences: dict[str, WorkerSequence] = {}
     for message in messages:
         short(message.task, "task in the end of the images")

@@ -1,4 +1,4 @@
-"""Frames of pushes and pulls, client side: built from and read into the lane seam's values."""
+"""Frames of pushes and pulls on the client side: converts the values of the lane seam to frames and back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from shardline.wire.protobuf import (
 )
 
 SMALL_BYTES = 64 << 10
-"""A message costs both sides about as much as it takes to send this; a socket's buffers hold it without a reader."""
+"""Bytes that take about as long to send as a message costs both sides; a socket's buffers hold that much unread."""
 PUSH_PULL = "/shardline.rpc.v1.ParameterServer/PushPull"
 
 
@@ -43,7 +43,7 @@ _OUTCOMES: dict[int, Outcome] = {common_pb2.Outcome.Value(f"OUTCOME_{outcome.nam
 
 
 def outcome_from_proto(value: int) -> Outcome:
-    """The outcome of the same name; raises ProtocolError for one this version doesn't know."""
+    """The outcome of the same name. Raises ProtocolError if this version doesn't know it."""
     try:
         return _OUTCOMES[value]
     except KeyError:
@@ -55,7 +55,7 @@ _LANE_NAMES: dict[int, str] = {int(number): name for name, number in _LANES.item
 
 
 def lane_name(number: int) -> str | None:
-    """Name of a lane on the wire; None for one of a later version."""
+    """Name of a lane on the wire; None if it belongs to a later version."""
     return _LANE_NAMES.get(number or common_pb2.LANE_GRPC)
 
 
@@ -66,20 +66,20 @@ def lane_number(name: str) -> common_pb2.Lane.ValueType:
 
 @dataclass(frozen=True)
 class Attached:
-    """By which lane the bytes of a call travel."""
+    """The lane that carries the bytes of a call."""
 
     lane: str = "grpc"
     number: int = 0
-    """What OpenLane gave; 0 = on the call's own stream."""
+    """Number of the attachment, from OpenLane; 0 = the call's own stream."""
     in_place: bool = False
-    """The shard reads the bytes where they lie."""
+    """The shard reads the bytes where they are, without a copy."""
 
 
 ON_STREAM = Attached()
 
 
 def data_header(sender: Sender, shard: int, attached: Attached = ON_STREAM) -> common_pb2.DataHeader:
-    """Head of a data message."""
+    """Header of a data message."""
     return common_pb2.DataHeader(
         job=sender.job,
         timeline=sender.timeline,
@@ -95,7 +95,7 @@ def data_header(sender: Sender, shard: int, attached: Attached = ON_STREAM) -> c
 
 
 def push_header(sender: Sender, shard: int, push: Contribution, attached: Attached = ON_STREAM) -> data_pb2.PushHeader:
-    """Head of a push."""
+    """Header of a push."""
     return data_pb2.PushHeader(
         data=data_header(sender, shard, attached),
         step=push.step,
@@ -112,7 +112,7 @@ def push_header(sender: Sender, shard: int, push: Contribution, attached: Attach
 
 
 def bucket_header(item: BucketPayload) -> data_pb2.BucketHeader:
-    """Head of one bucket within a push."""
+    """Header of one bucket within a push."""
     return data_pb2.BucketHeader(
         bucket=item.bucket,
         dtype=DTYPE_TO_PROTO[item.dtype],
@@ -126,7 +126,7 @@ def bucket_header(item: BucketPayload) -> data_pb2.BucketHeader:
 
 
 def push_commit(push: Contribution, buckets: int, nbytes: int) -> data_pb2.Commit:
-    """End of a push, when all its buckets are sent."""
+    """End of a push, once all its buckets are sent."""
     return data_pb2.Commit(
         buckets=buckets,
         bytes=nbytes,
@@ -137,26 +137,26 @@ def push_commit(push: Contribution, buckets: int, nbytes: int) -> data_pb2.Commi
 
 
 def is_small(contributions: Sequence[Contribution]) -> bool:
-    """Whether what is pushed is worth no message of its own: it waits for its last bucket, and leaves as one.
+    """Whether a push is too small for a message per chunk: it is held until its last bucket and sent in few frames.
 
-    True where nothing is pushed.
+    True if nothing is pushed.
     """
     return len(contributions) < 2 and all(push.payloads.nbytes <= SMALL_BYTES for push in contributions)
 
 
 def is_one_message(contributions: Sequence[Contribution], attached: Attached) -> bool:
-    """Whether a push whose bytes travel by an attachment is one request: a small one, or one that need not travel."""
+    """Whether a push over an attachment is one request: because it is small, or because its bytes stay in place."""
     in_place = attached.in_place and all(push.payloads.in_place for push in contributions)
     return is_small(contributions) or (len(contributions) < 2 and in_place)
 
 
 def gathered(push: Contribution) -> list[BucketPayload]:
-    """All buckets of a push, when the last one is there. Raises what Payloads.batches() raises."""
+    """All buckets of a push, once the last one is ready. Raises what Payloads.batches() raises."""
     return [item for batch in push.payloads.batches() for item in batch]
 
 
 def push_frames(sender: Sender, shard: int, push: Contribution) -> Iterator[PushFrameView]:
-    """One frame per chunk; head and end of a bucket ride with its first and last chunk. Payloads are views."""
+    """One frame per chunk; a bucket's header and end are in its first and last chunk. Payloads are views."""
     header: data_pb2.PushHeader | None = push_header(sender, shard, push)
     buckets = total = 0
     for batch in push.payloads.batches():
@@ -170,7 +170,7 @@ def push_frames(sender: Sender, shard: int, push: Contribution) -> Iterator[Push
 
 
 def small_push_frames(sender: Sender, shard: int, push: Contribution) -> list[PushFrameView]:
-    """The same of a small push, in as few frames as there are buckets: its head and end ride with the outer ones."""
+    """The same for a small push, with one frame per bucket; header and end are in the first and last frame."""
     items = gathered(push)
     made = [frame for item in items for frame in _bucket_frames(item)] or [PushFrameView()]
     made[0].header = push_header(sender, shard, push)
@@ -179,7 +179,7 @@ def small_push_frames(sender: Sender, shard: int, push: Contribution) -> list[Pu
 
 
 def _digest(item: BucketPayload) -> int:
-    """Of bytes that travel; made now where they were to stay in place, and their lane has been left for another."""
+    """Digest of the payload; computed now if the bytes were to stay in place but are sent by another lane after all."""
     return item.digest or digest(item.data)
 
 
@@ -214,8 +214,8 @@ def referred_requests(
     """Requests of one PushPull whose bytes travel by an attachment. The pull goes first, as on a stream.
 
     place(payload): called before its reference is sent; returns its offset in the segment (shm). after(batch): called
-    when the references of a batch are sent, on the same thread: a bulk socket sends the bytes then (tcp).
-    What is_one_message() is one request.
+    once the references of a batch are sent, on the same thread; a tcp lane sends the bytes then.
+    If is_one_message() is true, there is a single request.
     """
     stays = attached.in_place
 
@@ -269,9 +269,9 @@ def pull_request(sender: Sender, shard: int, want: Want, attached: Attached = ON
 def exchange_requests(
     sender: Sender, shard: int, contributions: Sequence[Contribution], want: Want | None
 ) -> Iterator[RequestView]:
-    """Requests of one PushPull. The pull goes first, so that buckets are answered while others are still sent.
+    """Requests of one PushPull. The pull goes first, so that buckets are answered while others are still being sent.
 
-    What is_small() is one request for each bucket.
+    If is_small() is true, there is one request per bucket.
     """
     pull = pull_request(sender, shard, want) if want is not None else None
     if contributions and is_small(contributions):
@@ -287,7 +287,7 @@ def exchange_requests(
 
 
 def push_pull_method(peer: Peer) -> Callable[..., Any]:
-    """PushPull with hand-written frames: takes an iterator of RequestView, gives ReplyViews."""
+    """PushPull with hand-written frames: takes an iterator of RequestView, returns ReplyViews."""
     method: Callable[..., Any] = peer.channel.stream_stream(
         PUSH_PULL, request_serializer=write_request, response_deserializer=read_reply
     )
@@ -295,7 +295,7 @@ def push_pull_method(peer: Peer) -> Callable[..., Any]:
 
 
 def single_push_pull_method(peer: Peer) -> Callable[..., Any]:
-    """The same of one RequestView: on the wire a stream with one message, here without a thread that feeds it."""
+    """The same for one RequestView: on the wire a stream with one message, here without a thread that feeds it."""
     method: Callable[..., Any] = peer.channel.unary_stream(
         PUSH_PULL, request_serializer=write_request, response_deserializer=read_reply
     )
@@ -303,12 +303,12 @@ def single_push_pull_method(peer: Peer) -> Callable[..., Any]:
 
 
 def open_lane_request(sender: Sender, shard: int, lane: str) -> parameter_server_pb2.OpenLaneRequest:
-    """Asks for another way for the bytes."""
+    """Request to open a lane to a shard."""
     return parameter_server_pb2.OpenLaneRequest(data=data_header(sender, shard, Attached(lane)))
 
 
 def progress_request(sender: Sender, shard: int, replicas: Sequence[int]) -> data_pb2.ProgressRequest:
-    """Question of a (re)started worker."""
+    """Request for the progress of replicas, by a (re)started worker."""
     return data_pb2.ProgressRequest(data=data_header(sender, shard), replicas=replicas)
 
 
@@ -318,7 +318,7 @@ def ps_stub(peer: Peer) -> parameter_server_pb2_grpc.ParameterServerStub:
 
 
 def ack_from_proto(message: data_pb2.PushAck) -> Ack:
-    """What became of a push; the reason of the first bucket that differs is added."""
+    """Result of a push; includes the reason for the first bucket that differs."""
     reason = message.reason or next((item.reason for item in message.buckets if item.reason), "")
     return Ack(
         outcome=outcome_from_proto(message.outcome),
@@ -346,7 +346,7 @@ def standing_from_proto(message: data_pb2.ProgressReply) -> Standing:
 
 
 class PullReader:
-    """Takes the frames of one pull's answer and fills the sink."""
+    """Reads the frames of one pull's reply into the sink."""
 
     def __init__(self, sink: Sink, elements: Sequence[int]) -> None:
         self._sink = sink
@@ -357,9 +357,9 @@ class PullReader:
         self.end: End | None = None
 
     def feed(self, frame: PullFrameView) -> Sequence[Arrival]:
-        """Take one frame; returns the buckets it refers to, whose bytes come by the call's attachment.
+        """Take one frame; returns the buckets it refers to, whose bytes travel by the call's attachment.
 
-        Raises ProtocolError where frames don't follow one another.
+        Raises ProtocolError if frames are out of order.
         """
         if frame.bucket is not None:
             self._begin(frame.bucket)
@@ -369,7 +369,7 @@ class PullReader:
             end = frame.end
             if self._arrival is not None and end.outcome == common_pb2.OUTCOME_SERVED:
                 raise ProtocolError(f"the answer to a pull ended within bucket {self._arrival.bucket}")
-            # Any other outcome says why the bucket is not whole.
+            # Any other outcome explains why the bucket is incomplete.
             self._arrival = None
             self.end = End(
                 outcome=outcome_from_proto(end.outcome),

@@ -1,4 +1,4 @@
-"""Values and messages whose fields have the same names: what differs is all that a converter has to say."""
+"""Conversion between values and messages with equal field names: callers give only the fields that differ."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def to_message(kind: type[MessageT], value: Any, /, **differing: Any) -> MessageT:
-    """A message with every field of a dataclass value; those in `differing` as given there.
+    """A message with every field of a dataclass value; those in `differing` are taken from there.
 
-    Raises ValueError where the message has no field of a name.
+    Raises ValueError if the message lacks a field.
     """
     same = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in differing}
     return kind(**same, **differing)
 
 
 def from_message(kind: type[ValueT], message: Message, /, **differing: Any) -> ValueT:
-    """A dataclass value from the message's fields of the same names; those in `differing` as given there.
+    """A dataclass value from the message's fields of the same names; those in `differing` are taken from there.
 
-    A repeated field becomes a tuple and a map a dict. Fields that hold messages must be given. Raises AttributeError
-    where the message has no field of a name.
+    A repeated field becomes a tuple and a map a dict. Fields that contain messages must be in `differing`. Raises
+    AttributeError if the message lacks a field.
     """
     names = [field.name for field in fields(kind) if field.name not in differing]  # type: ignore[arg-type]
     return kind(**{name: _plain(getattr(message, name)) for name in names}, **differing)

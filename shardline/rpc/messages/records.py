@@ -1,4 +1,4 @@
-"""What a primary tells its standby, as values and as frames of the Replication service. PROTOCOL 1.8."""
+"""Records from a primary for its standby, as values and as frames of the Replication service. PROTOCOL 1.8."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shardline.core.image import BucketImage
 from shardline.core.plan import ShardSpec
-from shardline.core.records import Applied, AppliedPush, Begin, Digest, Head, Image, Mark, Part, Record
+from shardline.core.records import Applied, AppliedPush, Begin, Digest, Head, Image, Mark, Record, RecordPart
 from shardline.core.spec import DTYPES
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError
@@ -25,7 +25,7 @@ from shardline.rpc.v1 import common_pb2, parameter_server_pb2
 from shardline.wire.protobuf import BYTES, varint
 
 PREVIOUS = "previous"
-"""Name, among the tensors of a copied bucket, of the values of the step before."""
+"""Name of the previous step's values among the tensors of a copied bucket."""
 
 
 Entry = Record | Image | Mark
@@ -34,7 +34,7 @@ Message = parameter_server_pb2.ReplicaFrame
 
 
 def frames_of(frame: Frame) -> Iterator[bytes]:
-    """Its messages, serialized."""
+    """A frame's messages, serialized."""
     match frame:
         case Head():
             head = parameter_server_pb2.ReplicaHead(
@@ -73,7 +73,7 @@ def frames_of(frame: Frame) -> Iterator[bytes]:
 
 
 def _chunks(part: int, values: Buffer | None) -> Iterator[bytes]:
-    """Chunk frames written by hand, so that the values are copied once."""
+    """Chunk frames, serialized by hand so that the values are copied only once."""
     view = memoryview(values or b"")
     for offset in range(0, len(view), RECORD_CHUNK_BYTES):
         payload = view[offset : offset + RECORD_CHUNK_BYTES]
@@ -112,12 +112,12 @@ def _verdict_to_proto(verdict: Applied | None) -> parameter_server_pb2.ReplicaVe
 
 
 def verdict_from_proto(message: parameter_server_pb2.ReplicaVerdict) -> Applied:
-    """A verdict that was applied."""
+    """An applied verdict from its message."""
     return Applied(step=message.step, scale=message.scale, skip=message.skip, norm=message.norm)
 
 
 def verdict_to_proto(verdict: Applied) -> parameter_server_pb2.ReplicaVerdict:
-    """Its message."""
+    """The value as a message."""
     found = _verdict_to_proto(verdict)
     assert found is not None
     return found
@@ -145,7 +145,7 @@ def _push_from_proto(message: parameter_server_pb2.ReplicaSequence) -> AppliedPu
 
 @dataclass
 class _Open:
-    """A record whose chunks are coming."""
+    """A record whose chunks are still arriving."""
 
     message: parameter_server_pb2.ReplicaRecord
     buffers: list[bytearray]
@@ -157,10 +157,10 @@ class _Open:
 
 
 class FrameReader:
-    """Puts frames together: feed() returns a value whenever one is whole.
+    """Reassembles frames: feed() returns a value whenever one is complete.
 
-    shard: bounds what a frame may make us allocate. Raises ProtocolError where frames don't fit it, or don't follow one
-    another without gap or overlap.
+    shard: limits what a frame can make us allocate. Raises ProtocolError if frames don't match it, or don't follow each
+    other without gap or overlap.
     """
 
     def __init__(self, shard: ShardSpec, *, max_image_bytes: int) -> None:
@@ -170,7 +170,7 @@ class FrameReader:
         self._record: _Open | None = None
 
     def feed(self, message: Message) -> Frame | None:
-        """Take one frame."""
+        """Take one message; returns a frame if it is complete now."""
         kind = [name.name for name, _ in message.ListFields()]
         if len(kind) != 1:
             raise ProtocolError(f"a frame of a standby's stream holds one thing; this one holds {kind or 'nothing'}")
@@ -262,9 +262,9 @@ class FrameReader:
             push=_push_from_proto(message.sequence) if message.HasField("sequence") else None,
         )
 
-    def _part(self, part: parameter_server_pb2.ReplicaPart, buffer: bytearray) -> Part:
+    def _part(self, part: parameter_server_pb2.ReplicaPart, buffer: bytearray) -> RecordPart:
         bucket = self._shard.buckets[part.bucket]
-        return Part(
+        return RecordPart(
             bucket=part.bucket,
             step=part.step,
             values=buffer if part.elements else None,

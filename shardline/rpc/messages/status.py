@@ -1,4 +1,4 @@
-"""What the chief and the parameter servers say about themselves: values to messages and back."""
+"""Status of the chief and the parameter servers: values to messages and back."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PHASES: Mapping[str, chief_pb2.Phase.ValueType] = {
     "stopping": chief_pb2.PHASE_STOPPING,
     "ended": chief_pb2.PHASE_ENDED,
 }
-"""Phases of a job by name: tasks are missing; parameters are being set; training; ending; ended."""
+"""Phases of a job, by name: tasks are missing; parameters are being set; training; ending; ended."""
 
 
 def phase_from_proto(value: int) -> str:
-    """Name of a phase; raises ProtocolError where this version doesn't know it."""
+    """Name of a phase. Raises ProtocolError if this version doesn't know it."""
     for name, number in PHASES.items():
         if number == value:
             return name
@@ -44,37 +44,32 @@ STANDBY_STATES: Mapping[str, parameter_server_pb2.StandbyState.ValueType] = {
     "synced": parameter_server_pb2.STANDBY_STATE_SYNCED,
     "silent": parameter_server_pb2.STANDBY_STATE_SILENT,
 }
-"""A standby as its primary sees it: there shall be none; it is not reached; it is being copied; it may take the
-primary's place; it was whole and does not answer, so that the primary stands still."""
+"""A standby as its primary sees it: none wanted; unreachable; being copied; complete, so it may be promoted; was
+complete and does not answer, which blocks the primary."""
 
 
 def standby_state(value: int) -> str:
-    """Name of a standby's state; one that this version doesn't know is none that could be relied on."""
+    """Name of a standby's state; an unknown one counts as unprotected."""
     return next((name for name, number in STANDBY_STATES.items() if number == value), "unprotected")
 
 
 def traffic_from_proto(message: parameter_server_pb2.Traffic) -> Traffic:
-    """Value of a message."""
+    """The message as a value."""
     return from_message(Traffic, message)
 
 
 def traffic_to_proto(value: Traffic) -> parameter_server_pb2.Traffic:
-    """Message of this value."""
+    """The value as a message."""
     return to_message(parameter_server_pb2.Traffic, value)
 
 
 def standby_status_from_proto(message: parameter_server_pb2.StandbyStatus) -> StandbyStatus:
-    """Value of a message."""
+    """The message as a value."""
     return from_message(StandbyStatus, message)
 
 
-def standby_status_to_proto(value: StandbyStatus) -> parameter_server_pb2.StandbyStatus:
-    """Message of this value."""
-    return to_message(parameter_server_pb2.StandbyStatus, value)
-
-
 def shard_status_from_proto(message: parameter_server_pb2.ShardStatus) -> ShardStatus:
-    """Value of a message."""
+    """The message as a value."""
     return from_message(
         ShardStatus,
         message,
@@ -84,7 +79,7 @@ def shard_status_from_proto(message: parameter_server_pb2.ShardStatus) -> ShardS
 
 
 def shard_status_to_proto(value: ShardStatus) -> parameter_server_pb2.ShardStatus:
-    """Message of this value."""
+    """The value as a message."""
     return to_message(
         parameter_server_pb2.ShardStatus,
         value,
@@ -94,7 +89,7 @@ def shard_status_to_proto(value: ShardStatus) -> parameter_server_pb2.ShardStatu
 
 
 def ps_status_from_proto(message: parameter_server_pb2.PsStatusReply) -> PsStatus:
-    """Value of a message."""
+    """The message as a value."""
     return from_message(
         PsStatus,
         message,
@@ -106,22 +101,8 @@ def ps_status_from_proto(message: parameter_server_pb2.PsStatusReply) -> PsStatu
     )
 
 
-def ps_status_to_proto(value: PsStatus) -> parameter_server_pb2.PsStatusReply:
-    """Message of this value."""
-    return parameter_server_pb2.PsStatusReply(
-        task=value.task,
-        term=parameter_server_pb2.Term(number=value.term, chief_uuid=value.chief_uuid),
-        timeline=value.timeline,
-        active=value.active,
-        shards=[shard_status_to_proto(shard) for shard in value.shards],
-        traffic=traffic_to_proto(value.traffic),
-        failure=value.failure,
-        standbys=[standby_status_to_proto(item) for item in value.standbys],
-    )
-
-
 def task_status_from_proto(message: chief_pb2.TaskStatus) -> TaskStatus:
-    """Value of a message."""
+    """The message as a value."""
     return from_message(
         TaskStatus,
         message,
@@ -131,7 +112,7 @@ def task_status_from_proto(message: chief_pb2.TaskStatus) -> TaskStatus:
 
 
 def task_status_to_proto(value: TaskStatus) -> chief_pb2.TaskStatus:
-    """Message of this value."""
+    """The value as a message."""
     return to_message(
         chief_pb2.TaskStatus,
         value,
@@ -141,7 +122,7 @@ def task_status_to_proto(value: TaskStatus) -> chief_pb2.TaskStatus:
 
 
 def chief_status_from_proto(message: chief_pb2.ChiefStatusReply) -> ChiefStatus:
-    """Value of a message; raises ProtocolError at a phase this version doesn't know."""
+    """The message as a value. Raises ProtocolError if this version doesn't know the phase."""
     return from_message(
         ChiefStatus,
         message,
@@ -153,7 +134,7 @@ def chief_status_from_proto(message: chief_pb2.ChiefStatusReply) -> ChiefStatus:
 
 
 def chief_status_to_proto(value: ChiefStatus) -> chief_pb2.ChiefStatusReply:
-    """Message of this value."""
+    """The value as a message."""
     return to_message(
         chief_pb2.ChiefStatusReply,
         value,

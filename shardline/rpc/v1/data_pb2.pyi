@@ -127,7 +127,7 @@ Global___Block: _TypeAlias = Block  # noqa: Y015
 
 @_typing.final
 class GroupHyper(_message.Message):
-    """Hyper-parameters of one group in force for this push; what is absent comes from the job's rule and schedule."""
+    """Hyper-parameters of one group for this push; absent ones come from the job's rule and schedule."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -172,7 +172,7 @@ Global___GroupHyper: _TypeAlias = GroupHyper  # noqa: Y015
 
 @_typing.final
 class PushHeader(_message.Message):
-    """Head of one contribution to one shard. First frame of every push."""
+    """Header of one contribution to one shard. First frame of every push."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -198,7 +198,7 @@ class PushHeader(_message.Message):
     NONFINITE_TENSORS_FIELD_NUMBER: _builtins.int
     EMPTY_BUCKETS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """sync: the step this gradient belongs to."""
+    """sync: the step that this gradient belongs to."""
     phase: _builtins.int
     """reserved: PowerSGD's P, then Q"""
     seq: _builtins.int
@@ -210,7 +210,7 @@ class PushHeader(_message.Message):
     """reserved: weighted sums; 0 = uniform"""
     num_samples: _builtins.int
     base_min: _builtins.int
-    """Versions the parameters of this gradient had, over the buckets of the shard."""
+    """Lowest and highest version, over the shard's buckets, of the parameters that this gradient was computed from."""
     base_max: _builtins.int
     clock: _builtins.int
     """reserved: bounded staleness"""
@@ -237,7 +237,7 @@ class PushHeader(_message.Message):
 
     @_builtins.property
     def empty_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Buckets to which this contribution adds nothing; they count all the same."""
+        """Buckets to which this contribution adds nothing; they still count."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ Global___PushHeader: _TypeAlias = PushHeader  # noqa: Y015
 
 @_typing.final
 class BucketHeader(_message.Message):
-    """Head of one bucket within a push. Checked against the plan before any byte is taken."""
+    """Header of one bucket within a push. Checked against the plan before any byte is accepted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -290,18 +290,18 @@ class BucketHeader(_message.Message):
     bucket: _builtins.int
     dtype: _common_pb2.DType.ValueType
     elements: _builtins.int
-    """Elements with padding, as in the plan."""
+    """Elements including padding, as in the plan."""
     present: _builtins.bytes
     """One bit per slice of the bucket, least significant first: the tensor has a gradient. Empty = all of them."""
     payload_bytes: _builtins.int
     """Bytes of the encoded payload that follow in chunks."""
     bound: _builtins.float
-    """No element is larger in magnitude (of a complex number's parts), as the sender has seen for itself: gradients in
-    codec raw only. 0 = it has not looked, or all are zero; then the shard looks where its policy asks for it.
+    """Upper bound of the elements' magnitude (for complex numbers, of their parts), computed by the sender; only for
+    gradients with codec raw. 0 = not computed, or all are zero; the shard then computes it if its policy needs it.
     """
     fingerprint: _builtins.int
-    """xxh3-64 of a sample of the encoded payload (shardline.wire.frames.fingerprint), to tell a repetition with other bits
-    by; 0 = not sent.
+    """xxh3-64 of a sample of the encoded payload (shardline.wire.frames.fingerprint), to detect a repeated push with
+    different bits; 0 = not sent.
     """
     @_builtins.property
     def row_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -334,8 +334,8 @@ Global___BucketHeader: _TypeAlias = BucketHeader  # noqa: Y015
 
 @_typing.final
 class BucketRef(_message.Message):
-    """A bucket whose bytes ride on the attachment that the push's header names: over its bulk socket in the order of these
-    messages (tcp), or in its gradient segment (shm). Takes the place of chunks and bucket commit.
+    """A bucket whose bytes travel by the attachment in the push's header: over its bulk socket in the order of these
+    messages (tcp), or in its gradient segment (shm). Replaces chunks and bucket commit.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -383,7 +383,7 @@ class Chunk(_message.Message):
     crc32c: _builtins.int
     """reserved"""
     padding: _builtins.bytes
-    """Meaningless bytes, written before the payload so that it lies aligned in the message: then it needs no copy."""
+    """Ignored bytes before the payload, which align it within the message, so that it needs no copy."""
     def __init__(
         self,
         *,
@@ -406,7 +406,7 @@ Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
 @_typing.final
 class BucketCommit(_message.Message):
-    """Ends a bucket: it is taken if bytes, chunks and digest agree, else refused whole."""
+    """Ends a bucket: it is accepted if bytes, chunks and digest match, else refused as a whole."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -437,7 +437,7 @@ Global___BucketCommit: _TypeAlias = BucketCommit  # noqa: Y015
 
 @_typing.final
 class Commit(_message.Message):
-    """Ends a push. A stream that ends without one changed nothing that is not acknowledged."""
+    """Ends a push. A stream that ends without it has changed only what was acknowledged."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -451,10 +451,10 @@ class Commit(_message.Message):
     scale: _builtins.float
     """async: factor for the whole gradient (clipping by the worker). 0 = 1."""
     skip: _builtins.bool
-    """async: give this sequence number up."""
+    """async: abandon this sequence number."""
     @_builtins.property
     def empty_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As in the header, for pushes that begin before all gradients are there."""
+        """As in the header, for pushes that begin before all gradients are known."""
 
     def __init__(
         self,
@@ -475,7 +475,7 @@ Global___Commit: _TypeAlias = Commit  # noqa: Y015
 
 @_typing.final
 class PushFrame(_message.Message):
-    """One frame of a push. Fields may come alone or together; they are read in field order, `refs` before `commit`."""
+    """One frame of a push. Fields may be set alone or together; they are read in field order, `refs` before `commit`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -542,7 +542,7 @@ Global___BucketAck: _TypeAlias = BucketAck  # noqa: Y015
 
 @_typing.final
 class PushAck(_message.Message):
-    """What became of the push. For sync pushes the outcome is that of the worst bucket; `buckets` lists those that differ."""
+    """Result of a push. For sync pushes the outcome is that of the worst bucket; `buckets` lists those that differ."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -562,18 +562,18 @@ class PushAck(_message.Message):
     step: _builtins.int
     """Lowest step over the buckets of the shard."""
     version: _builtins.int
-    """Optimizer applications of the shard."""
+    """Number of updates applied to the shard."""
     staleness: _builtins.int
     """async: version at apply - base version."""
     next_seq: _builtins.int
-    """async: sequence number expected next."""
+    """async: the next expected sequence number."""
     timeline: _builtins.int
-    """History in force at the shard."""
+    """The shard's current timeline."""
     credit_bytes: _builtins.int
     """reserved"""
     retry_after_s: _builtins.float
     mismatch: _builtins.bool
-    """DUPLICATE: the bits differ from those of the contribution that counts."""
+    """DUPLICATE: the bits differ from those of the contribution that was counted."""
     @_builtins.property
     def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketAck]: ...
     def __init__(
@@ -610,8 +610,6 @@ class PullRequest(_message.Message):
     MIN_VALID_CLOCK_FIELD_NUMBER: _builtins.int
     WHAT_FIELD_NUMBER: _builtins.int
     BUCKETS_FIELD_NUMBER: _builtins.int
-    ACCEPTED_CODECS_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
     HAVE_STEP_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     exact_step: _builtins.int
@@ -620,19 +618,16 @@ class PullRequest(_message.Message):
     min_valid_clock: _builtins.int
     """reserved: bounded staleness"""
     what: Global___PullWhat.ValueType
-    priority: _builtins.int
     have_step: _builtins.int
-    """Step of the parameters the caller holds, so that buckets unchanged since then come without bytes."""
+    """Step of the caller's parameters: buckets unchanged since then are sent without bytes."""
     wait_s: _builtins.float
-    """How long the server may wait before it answers WAITING. 0 = its own default."""
+    """Most seconds before the server answers WAITING. 0 = its own default."""
     @_builtins.property
     def data(self) -> _common_pb2.DataHeader: ...
     @_builtins.property
     def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Buckets in the order wanted; empty = all in plan order."""
 
-    @_builtins.property
-    def accepted_codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -643,14 +638,12 @@ class PullRequest(_message.Message):
         min_valid_clock: _builtins.int = ...,
         what: Global___PullWhat.ValueType = ...,
         buckets: _abc.Iterable[_builtins.int] | None = ...,
-        accepted_codecs: _abc.Iterable[_builtins.str] | None = ...,
-        priority: _builtins.int = ...,
         have_step: _builtins.int | None = ...,
         wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_have_step", b"_have_step", "at_least_step", b"at_least_step", "data", b"data", "exact_step", b"exact_step", "have_step", b"have_step", "latest", b"latest", "min_valid_clock", b"min_valid_clock", "want", b"want"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_have_step", b"_have_step", "accepted_codecs", b"accepted_codecs", "at_least_step", b"at_least_step", "buckets", b"buckets", "data", b"data", "exact_step", b"exact_step", "have_step", b"have_step", "latest", b"latest", "min_valid_clock", b"min_valid_clock", "priority", b"priority", "wait_s", b"wait_s", "want", b"want", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_have_step", b"_have_step", "at_least_step", b"at_least_step", "buckets", b"buckets", "data", b"data", "exact_step", b"exact_step", "have_step", b"have_step", "latest", b"latest", "min_valid_clock", b"min_valid_clock", "wait_s", b"wait_s", "want", b"want", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__have_step: _TypeAlias = _typing.Literal["have_step"]  # noqa: Y015
     _WhichOneofArgType__have_step: _TypeAlias = _typing.Literal["_have_step", b"_have_step"]  # noqa: Y015
@@ -683,11 +676,13 @@ class BucketState(_message.Message):
     dtype: _common_pb2.DType.ValueType
     elements: _builtins.int
     unchanged: _builtins.bool
-    """The content equals that of `have_step`: no chunk follows."""
+    """The content equals that at `have_step`: no chunk follows."""
     payload_bytes: _builtins.int
     codec: _builtins.str
     area: _builtins.int
-    """shm: where the payload lies. Area 0 or 1: what the shard publishes at even and odd steps; 2: this worker's replies."""
+    """shm: location of the payload. Area 0 or 1: what the shard publishes at even and odd steps; 2: this worker's
+    replies.
+    """
     offset: _builtins.int
     def __init__(
         self,
@@ -758,7 +753,7 @@ Global___PullEnd: _TypeAlias = PullEnd  # noqa: Y015
 
 @_typing.final
 class PullFrame(_message.Message):
-    """One frame of a pull's answer; read in field order. `end` comes once, last."""
+    """One frame of the answer to a pull; read in field order. `end` comes once, last."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -774,7 +769,7 @@ class PullFrame(_message.Message):
     def end(self) -> Global___PullEnd: ...
     @_builtins.property
     def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketState]:
-        """Buckets whose payloads ride on the attachment: over its bulk socket in this order, or in its segments."""
+        """Buckets whose payloads travel by the attachment: over its bulk socket in this order, or in its segments."""
 
     def __init__(
         self,
@@ -802,8 +797,9 @@ class PushPullRequest(_message.Message):
     def push(self) -> Global___PushFrame: ...
     @_builtins.property
     def pull(self) -> Global___PullRequest:
-        """May come before the push, so that buckets are answered while others are still sent. One per call. In a message that
-        ends a small push it is answered after that push, whose ack may then come in one message with the answer's first.
+        """May precede the push, so that buckets are answered while others are still being sent. One per call. In a message
+        that ends a small push it is answered after that push, whose ack may then share a message with the first part of
+        the answer.
         """
 
     def __init__(
@@ -866,7 +862,7 @@ Global___PushReply: _TypeAlias = PushReply  # noqa: Y015
 
 @_typing.final
 class ProgressRequest(_message.Message):
-    """What one shard has counted of some replicas, or applied of some worker."""
+    """Asks what one shard has counted from some replicas, or applied from a worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -898,7 +894,7 @@ class ReplicaProgress(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     replica: _builtins.int
     step: _builtins.int
-    """Lowest over the buckets of (bucket's step, + 1 where the replica is counted already)."""
+    """Lowest over the buckets of (the bucket's step, + 1 if the replica has been counted already)."""
     def __init__(
         self,
         *,

@@ -75,11 +75,6 @@ class ParameterServerStub:
                 request_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.SetMembershipRequest.SerializeToString,
                 response_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.SetMembershipReply.FromString,
                 _registered_method=True)
-        self.Prepare = channel.unary_unary(
-                '/shardline.rpc.v1.ParameterServer/Prepare',
-                request_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PrepareRequest.SerializeToString,
-                response_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PrepareReply.FromString,
-                _registered_method=True)
         self.Restore = channel.stream_unary(
                 '/shardline.rpc.v1.ParameterServer/Restore',
                 request_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.RestoreFrame.SerializeToString,
@@ -175,12 +170,6 @@ class ParameterServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Prepare(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Restore(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -271,11 +260,6 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.SetMembership,
                     request_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.SetMembershipRequest.FromString,
                     response_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.SetMembershipReply.SerializeToString,
-            ),
-            'Prepare': grpc.unary_unary_rpc_method_handler(
-                    servicer.Prepare,
-                    request_deserializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PrepareRequest.FromString,
-                    response_serializer=shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PrepareReply.SerializeToString,
             ),
             'Restore': grpc.stream_unary_rpc_method_handler(
                     servicer.Restore,
@@ -545,33 +529,6 @@ class ParameterServer:
             _registered_method=True)
 
     @staticmethod
-    def Prepare(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/shardline.rpc.v1.ParameterServer/Prepare',
-            shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PrepareRequest.SerializeToString,
-            shardline_dot_rpc_dot_v1_dot_parameter__server__pb2.PrepareReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Restore(request_iterator,
             target,
             options=(),
@@ -789,7 +746,7 @@ class ParameterServer:
 
 
 class ReplicationStub:
-    """Offered by every ps to the primaries of the shards whose standby it holds.
+    """Served by every ps, for the primaries of the shards whose standby it holds.
     """
 
     def __init__(self, channel):
@@ -806,7 +763,7 @@ class ReplicationStub:
 
 
 class ReplicationServicer:
-    """Offered by every ps to the primaries of the shards whose standby it holds.
+    """Served by every ps, for the primaries of the shards whose standby it holds.
     """
 
     def Replicate(self, request_iterator, context):
@@ -832,7 +789,7 @@ def add_ReplicationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Replication:
-    """Offered by every ps to the primaries of the shards whose standby it holds.
+    """Served by every ps, for the primaries of the shards whose standby it holds.
     """
 
     @staticmethod
@@ -864,8 +821,8 @@ class Replication:
 
 
 class CoordinatorStub:
-    """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
-    when its wait ran out: then vote again, which changes nothing.
+    """Served by the lead, which hosts shard 0. Vote answers with the verdict once every shard has voted, or WAITING on
+    timeout: then vote again, which changes nothing.
     """
 
     def __init__(self, channel):
@@ -882,8 +839,8 @@ class CoordinatorStub:
 
 
 class CoordinatorServicer:
-    """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
-    when its wait ran out: then vote again, which changes nothing.
+    """Served by the lead, which hosts shard 0. Vote answers with the verdict once every shard has voted, or WAITING on
+    timeout: then vote again, which changes nothing.
     """
 
     def Vote(self, request, context):
@@ -909,8 +866,8 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Coordinator:
-    """Offered by the ps that leads (hosts shard 0). Vote answers with the verdict when every shard has voted, or WAITING
-    when its wait ran out: then vote again, which changes nothing.
+    """Served by the lead, which hosts shard 0. Vote answers with the verdict once every shard has voted, or WAITING on
+    timeout: then vote again, which changes nothing.
     """
 
     @staticmethod

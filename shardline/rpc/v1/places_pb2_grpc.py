@@ -45,7 +45,7 @@ class PlacesServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Take(self, request, context):
-        """An index for a task that is about to join. It is kept for the address for the cluster's --timeout.
+        """An index for a task that is about to join, reserved for its address for the cluster's --timeout.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,7 +1,7 @@
-"""A second service over the library's server half: an aggregator, which serves the sum of what its members push.
+"""A second service on the library's server half: an aggregator, which serves the sum of its members' pushes.
 
-theta_t is the sum of the contributions of all members to step t - 1, and zeros at step 0. It trains nothing; it could
-stand between the workers of a rack and a parameter server.
+theta_t is the sum of all members' contributions to step t - 1, and zeros at step 0. It trains nothing; it could stand
+between the workers of a rack and a parameter server.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class SumBlock:
-    """One bucket: the sum of step - 1 and the one before it, and what the open step has gathered."""
+    """One bucket: the sums of the last two steps, and the contributions to the open step so far."""
 
     def __init__(self, number: int, spec: BucketSpec, names: tuple[str, ...], members: int, publication: Publication):
         self.lock, self.number, self.spec, self.names = threading.Lock(), number, spec, names
@@ -52,7 +52,7 @@ class SumBlock:
         return self._values[step & 1]
 
     def close(self) -> None:
-        """All members are there: publish their sum in place of the one before the last."""
+        """All members have contributed: publish their sum in place of the older one."""
         total, self.overwritten = self.gathered.take(), self.step - 1
         following = self.values_at(self.step + 1)
         following.zero_() if total.values is None else following.copy_(total.values)
@@ -121,11 +121,11 @@ class SumShard:
         return 0
 
     async def answerable(self) -> None:
-        """Nothing is copied anywhere."""
+        """Returns at once: there is no standby."""
 
 
 class Aggregator:
-    """A shardline.server.backend.Backend with a server. members: by task, the life that is admitted."""
+    """A shardline.server.backend.Backend with a server. members: admitted incarnation by task."""
 
     staging_wait_s, pool_threads, generation = 10.0, 2, 1
 

@@ -1,4 +1,4 @@
-"""A cadence of somebody else, in one file: the gradients of several passes, sent as their mean.
+"""A third-party cadence in one file: sends the mean of the gradients of several passes.
 
 Load it as a plugin and name it: `--cadence every:steps=2`.
 """

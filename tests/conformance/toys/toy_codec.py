@@ -1,4 +1,4 @@
-"""A codec of somebody else, in one file: the largest entries of each tensor, the rest waits in error memory.
+"""A third-party codec in one file: sends the largest entries of each tensor and keeps the rest in error memory.
 
 Load it as a plugin and name it: `--codec top:ratio=0.25`.
 """
@@ -41,18 +41,18 @@ class Top(PartCodec):
         return math.ceil(self.ratio * part.elements)
 
     def max_part_bytes(self, part: Part) -> int:
-        """A count, and an index and a number for each entry."""
+        """A count, and an index and a number per entry."""
         return COUNT.size + self._most(part) * (INDEX_BYTES + DTYPES[part.tensor.dtype].itemsize)
 
     def encode_part(self, values: torch.Tensor, part: Part, turn: object) -> Buffer:
-        """Entries in the order of their indices; zeros are left out, so that the size depends on the numbers."""
-        # NaN is the largest of all.
+        """Entries in ascending order of their indices; zeros are omitted, so the size depends on the numbers."""
+        # NaN counts as the largest.
         found = torch.topk(values.abs(), self._most(part)).indices.sort().values
         found = found[values[found] != 0.0]
         return b"".join((COUNT.pack(len(found)), tensor_bytes(found.to(torch.int32)), tensor_bytes(values[found])))
 
     def decode_part(self, payload: Buffer, part: Part) -> torch.Tensor:
-        """Zeros but for the entries."""
+        """The entries, and zeros elsewhere."""
         dtype, view = part.tensor.dtype, memoryview(payload)
         if len(view) < COUNT.size:
             raise ProtocolError(f"{part.tensor.name!r}: {len(view)} bytes have no count")
@@ -61,7 +61,7 @@ class Top(PartCodec):
         if count > self._most(part) or len(view) != COUNT.size + count * entry:
             raise ProtocolError(f"{part.tensor.name!r}: {len(view)} bytes for {count} of {part.elements} entries")
         split = COUNT.size + count * INDEX_BYTES
-        # Copies: numbers of 8 bytes must lie at multiples of 8.
+        # Copies, since 8-byte numbers must be aligned.
         indices = tensor_from_bytes(bytes(view[COUNT.size : split]), "int32").long()
         if count and not (
             int(indices[0]) >= 0 and int(indices[-1]) < part.elements and bool((indices.diff() > 0).all())

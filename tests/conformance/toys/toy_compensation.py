@@ -1,4 +1,4 @@
-"""A rule from outside of the package that changes gradients and leaves the step to the job's optimizer.
+"""A rule from outside the package that changes gradients and leaves the step to the job's optimizer.
 
 Delay compensation with a constant strength (Zheng et al. 2017, "Asynchronous stochastic gradient descent with delay
 compensation", algorithm 2): g + strength * g * g * (theta - what the worker was sent).
@@ -22,14 +22,14 @@ from shardline.update.wrapping import WrappingBucketRule, WrappingRule
 @RULES.add
 @dataclass(frozen=True)
 class ToyCompensation(WrappingRule):
-    """Move a late gradient to where the parameters are now, by a guess at the curvature."""
+    """Corrects a late gradient for the parameters' change since, with an estimate of the curvature."""
 
     name: ClassVar[str] = "toy-compensation"
     needs: ClassVar[frozenset[Need]] = frozenset({Need.WORKER, Need.PULLS})
     strength: float = 0.04
 
     def own_states(self, dtype: torch.dtype, device: torch.device) -> Mapping[str, StateSpec]:
-        """See WrappingRule: what each worker was sent, and per slice whether it was."""
+        """See WrappingRule: the values sent to each worker, and a flag per slice that says whether they were."""
         return {
             "sent": StateSpec(dtype=dtype, device=device, per_worker=True),
             "was_sent": StateSpec(dtype=torch.float64, device=device, scalar=True, per_worker=True),
@@ -41,7 +41,7 @@ class ToyCompensation(WrappingRule):
 
 
 class ToyCompensationBucket(WrappingBucketRule):
-    """What the workers were sent of one bucket."""
+    """The values of one bucket sent to each worker."""
 
     def __init__(self, rule: ToyCompensation, site: Site, strength: float) -> None:
         super().__init__(rule, site)

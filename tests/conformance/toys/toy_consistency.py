@@ -1,4 +1,4 @@
-"""A consistency from outside of the package: every COUNT pushes, of whichever workers, make one update: their mean."""
+"""A consistency from outside the package: every COUNT pushes, from any workers, make one update with their mean."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardline.errors import JobError
 
 @dataclass(frozen=True)
 class Every(Consistency):
-    """Every COUNT pushes make one update, their mean; a worker does not wait for the others."""
+    """Every COUNT pushes make one update with their mean; workers don't wait for each other."""
 
     name: ClassVar[str] = "every"
     clock: ClassVar[Clock] = Clock.VERSION
@@ -26,7 +26,6 @@ class Every(Consistency):
     replies_with_push: ClassVar[bool] = True
     leases_batches: ClassVar[bool] = True
     clips_at_worker: ClassVar[bool] = True
-    counts_staleness: ClassVar[bool] = True
     count: int = 2
 
     def __post_init__(self) -> None:
@@ -34,7 +33,7 @@ class Every(Consistency):
             raise JobError(f"consistency every: count is {self.count}; it must be at least 1")
 
     def contributors(self, replicas: int) -> int:
-        """One: a batch is one replica's."""
+        """One: a batch belongs to one replica."""
         return 1
 
     def server_half(self, storage: Storage, terms: Terms) -> ServerHalf:
@@ -49,17 +48,17 @@ class EveryPushes(NumberedPushes):
         super().__init__(storage, terms)
         self._count = count
         self._open: dict[int, tuple[int, Partial]] = {}
-        """By bucket: how many pushes are added up, and their sum."""
+        """(number of pushes added up, their sum) by bucket."""
 
     def take(self, totals: Totals, context: PushContext, *, scale: float, record: int | None) -> None:
-        """Add it up; apply the mean of the last COUNT."""
+        """Add the push; apply the mean of the last COUNT."""
         for bucket, total in totals:
             gathered, kept = self._open.pop(bucket.number, (0, None))
             if kept is not None:
                 self.storage.hold(-kept.held_bytes)
-            # What is lent for this push alone can't be kept.
+            # Memory lent for this push alone can't be kept.
             if bucket.spec.kind is TensorKind.BUFFER:
-                # Of statistics (batch norm's) the newest ones stand.
+                # For buffers such as batch norm's statistics, the newest values count.
                 total = owned(total) if kept is None or total.values is not None else kept
             else:
                 total = owned(scaled(total, scale))
@@ -73,24 +72,20 @@ class EveryPushes(NumberedPushes):
                 self._open[bucket.number] = gathered + 1, total
 
     def settle(self, bucket: BucketView) -> None:
-        """A toy: what is open is dropped, so that primary and standby count from the same push."""
+        """Drops open sums, which is good enough for a toy: primary and standby then count from the same push."""
         _, kept = self._open.pop(bucket.number, (0, Partial(None, ())))
         self.storage.hold(-kept.held_bytes)
 
-    def cleared(self) -> None:
+    def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
         """See ServerHalf."""
         with self.storage.order:
             for bucket in self.storage.buckets:
                 self.settle(bucket)
-
-    def restored(self, sequences: Mapping[str, WorkerSequence]) -> None:
-        """See ServerHalf."""
-        self.cleared()
         super().restored(sequences)
 
 
 def owned(total: Partial) -> Partial:
-    """The same in memory of its own, where it is borrowed."""
+    """The same with its own memory, if it was borrowed."""
     if total.values is None or not total.borrowed:
         return total
     return Partial(total.values.clone(), total.present, bound=total.bound)

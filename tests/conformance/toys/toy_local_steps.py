@@ -1,4 +1,4 @@
-"""A cadence of somebody else, in one file: plain SGD steps on a copy per replica, then what they have changed.
+"""A third-party cadence in one file: plain SGD steps on a copy per replica; sends how they changed it.
 
 Load it as a plugin and name it: `--cadence local:steps=4,lr=0.05`, with SGD at learning rate 1 on the servers.
 """
@@ -16,7 +16,7 @@ from shardline.core.spec import TensorKind
 
 
 class Copies(LocalTraining):
-    """One copy of the parameters and buffers per replica, lent to the model for a pass."""
+    """One copy of the parameters and buffers per replica, loaded into the model for a pass."""
 
     def __init__(self, held: Held, lr: float) -> None:
         self._held = held
@@ -28,7 +28,7 @@ class Copies(LocalTraining):
     def began(self, step: int) -> None:
         self._copies.clear()
         self._samples.clear()
-        # Whoever looks at the model between two steps sees what the servers have.
+        # Between two steps the model shows the servers' values.
         self._lend(self._held.pulled)
 
     def _lend(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -57,7 +57,7 @@ class Copies(LocalTraining):
 @CADENCES.add
 @dataclass(frozen=True)
 class Local(Cadence):
-    """Train by SGD for some steps, then send old parameters minus new ones."""
+    """Train with SGD for some steps, then send old parameters minus new ones."""
 
     name: ClassVar[str] = "local"
     steps: int = 2

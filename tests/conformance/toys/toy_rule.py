@@ -1,7 +1,7 @@
-"""A rule from outside of the package: a momentum for each worker, and pulls that look ahead along all of them.
+"""A rule from outside the package: a momentum per worker, and pulls that look ahead along all of them.
 
-What DANA-Zero does (Hakimi et al. 2019, "Taming momentum in a distributed asynchronous environment", algorithm 4),
-without weight decay.
+DANA-Zero (Hakimi et al. 2019, "Taming momentum in a distributed asynchronous environment", algorithm 4), without weight
+decay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardline.update.elementwise import ElementwiseBucketRule, ElementwiseRule,
 @RULES.add
 @dataclass(frozen=True)
 class ToyMomentum(ElementwiseRule):
-    """A momentum for each worker; workers pull the point where all of them lead to."""
+    """A momentum per worker; workers pull the point that all of them lead to."""
 
     name: ClassVar[str] = "toy-momentum"
     needs: ClassVar[frozenset[Need]] = frozenset({Need.WORKER})
@@ -36,14 +36,14 @@ class ToyMomentum(ElementwiseRule):
             raise JobError(f"momentum of {self.name} is {self.momentum}; it must be at least 0 and below 1")
 
     def check(self, spec: RuleSpec) -> None:
-        """See UpdateRule: it brings its own momentum."""
+        """See UpdateRule: refuses an optimizer with momentum, since it has its own."""
         if spec.name != "SGD":
             raise JobError(f"{self} takes the learning rate of SGD; the job's optimizer is {spec.name}")
 
     def states(
         self, spec: RuleSpec, group: Mapping[str, Argument], dtype: torch.dtype, device: torch.device
     ) -> Mapping[str, StateSpec]:
-        """See UpdateRule: v of each worker, their sum, each worker's pushes, and the last rate."""
+        """See UpdateRule: v of each worker, their sum, the number of each worker's pushes, and the last rate."""
         return {
             "velocity": StateSpec(dtype=dtype, device=device, per_worker=True),
             "velocities": StateSpec(dtype=dtype, device=device),
@@ -81,7 +81,7 @@ class ToyMomentumBucket(ElementwiseBucketRule):
         return ahead
 
     def left(self, worker: str) -> None:
-        """See BucketRule: else the others would look ahead along it for ever."""
+        """See BucketRule: otherwise the others would look ahead along its momentum for ever."""
         if worker in self.workers:
             self.kept.tensor("velocities").sub_(self.kept.tensor("velocity", worker))
         super().left(worker)

@@ -1,6 +1,6 @@
-"""A topology of somebody else, in one file: worker 0 pushes for all workers of its process, the others only pull.
+"""A third-party topology in one file: worker 0 pushes for all workers of its process, the others only pull.
 
-A group of one host would talk over its own sockets; this one has workers that are threads, and a dictionary.
+A real group on one host would use its own sockets; here the workers are threads that share a dictionary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PATIENCE_S = 20.0
 
 
 class Table:
-    """Parts that were handed over, by step and replica."""
+    """Parts handed over, by step and replica."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -44,7 +44,7 @@ TABLE = Table()
 
 
 class Together(Route):
-    """To the servers; gradients by way of worker 0."""
+    """To the servers; gradients through worker 0."""
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around

@@ -1,1 +1,1 @@
-"""What the chief decides, one file for each course of events: start, recovery, takeover, the end and so on."""
+"""What the chief decides, one file per course of events: start, recovery, takeover, ending and so on."""

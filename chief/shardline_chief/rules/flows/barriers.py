@@ -1,6 +1,6 @@
-"""Barriers of a script: who has been where, and who may go on. Pure.
+"""Barriers of a script: which workers have arrived, and which may continue. Pure.
 
-Workers tell with each heartbeat where they are, so a chief that comes back knows it again without notes.
+Workers report their barrier with each heartbeat, so a restarted chief needs no journal entries for it.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from shardline_chief.rules.state.state import State
 
 
 class Barriers:
-    """Where the workers of a script have come to."""
+    """The barriers that a script's workers have reached."""
 
     def __init__(self, state: State) -> None:
         self.state = state
         self._at: dict[str, BarrierPlace] = {}
-        """By task, the barrier that it told last."""
+        """Last reported barrier, by task."""
         self._reached: dict[str, BarrierPlace] = {}
-        """By task, the furthest that any of its lives has been at."""
+        """Furthest barrier that any life of a task has reached, by task."""
 
     def told(self, task: str, place: BarrierPlace) -> None:
-        """A worker is at a barrier, or was there last."""
+        """Note that a worker is at a barrier, or last was."""
         self._at[task] = place
         self._reached[task] = max(place, self._reached.get(task, place))
 
     def state_of(self, task: str) -> BarrierState | None:
-        """How it stands with the barrier that a worker told last; None where it told of none."""
+        """State of the barrier that a worker last reported, or None if it reported none."""
         place = self._at.get(task)
         if place is None:
             return None
@@ -40,9 +40,9 @@ class Barriers:
         return tuple(task for task in workers if task not in self._reached or self._reached[task] < place)
 
     def _met_before(self, place: BarrierPlace) -> bool:
-        """Whether all have met at this barrier in a life of this worker before: one that comes before its first step.
+        """Whether all workers passed this barrier in an earlier life of this worker: one before the first step.
 
-        A step needs all workers, so all of them were past it when the run's first step was closed. (Asynchronous ones
-        always say that they have begun.)
+        A step needs all workers, so all were past this barrier when the first step of the run was closed. (Asynchronous
+        workers always report that they have begun.)
         """
         return not place.begun and place.step > self.state.progress.first_step

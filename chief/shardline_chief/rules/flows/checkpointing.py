@@ -1,6 +1,6 @@
-"""Cuts become checkpoints: when a cut is asked for, when it is whole, what follows when it is saved (PROTOCOL 1.7).
+"""Cuts become checkpoints: when a cut is ordered, when it is complete, and what follows once saved (PROTOCOL 1.7).
 
-The order of the fan-out: note which batches are done, have every shard copy itself, fetch the copies and commit them,
+For shards cut one by one: note which batches are done, have every shard copy itself, fetch the copies, commit them,
 note the checkpoint, release the copies.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from shardline.core.orders import Phase
 from shardline_chief.rules.actions import CommandResult, Cut, Release, Save
-from shardline_chief.rules.after import CutThenSave
+from shardline_chief.rules.continuations import CutThenSave
 from shardline_chief.rules.events import CheckpointSaved, ShardsTold
 from shardline_chief.rules.intervals import StepClock, least_interval
 from shardline_chief.rules.stages import Stage
@@ -18,7 +18,7 @@ from shardline_chief.rules.state.state import State
 
 
 class Checkpointing:
-    """Rules of checkpoints, from the first to the last."""
+    """Rules for all checkpoints of a run."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -28,12 +28,12 @@ class Checkpointing:
         self._warned = False
 
     def forget(self) -> None:
-        """The timeline is over: cuts that were asked for in it will not come."""
+        """The timeline is over: cuts ordered in it will not arrive."""
         self.state.saves.cutting = False
         self._last_cut = 0
 
     def remember(self, last_cut: int) -> None:
-        """Go on where an earlier chief was. last_cut: step of its newest checkpoint, -1 = none."""
+        """Resume where an earlier chief was. last_cut: step of its newest checkpoint, -1 = none."""
         self._last_cut = max(0, last_cut)
 
     # Cuts
@@ -44,7 +44,7 @@ class Checkpointing:
             self._clock.observe(self.state.progress.step, now_s)
 
     def told(self, told: ShardsTold, now_s: float) -> None:
-        """A ps described its shards: fetch what is whole, give up what can't become whole."""
+        """A ps reported its shards: save complete cuts, discard those that can't become complete."""
         state, saves = self.state, self.state.saves
         if saves.saving is not None:
             return
@@ -61,22 +61,22 @@ class Checkpointing:
             state.command(Release(timeline=state.layout.timeline, step=step))
 
     def _maybe_cut(self) -> None:
-        """Shards are cut one by one: ask for it whenever every shard has gone another checkpoint_every versions."""
+        """If shards are cut one by one: order a cut each time every shard has advanced checkpoint_every versions."""
         state = self.state
         every = state.job.checkpoint_every if state.job is not None else 0
         if state.stage is not Stage.TRAINING or every <= 0 or state.saves.cutting:
             return
         step, leases = state.progress.step, state.work.leases
-        # At the last batch the last cut is near, and its leases are all done.
+        # At the last batch the final cut is near, and by then all leases are done.
         at_end = leases is not None and step >= leases.steps
         start = max(self._last_cut, state.progress.base_step)
         if not at_end and step // every > start // every:
             self.cut_now(stop=False)
 
     def cut_now(self, *, stop: bool) -> int:
-        """Have every shard copy itself at once, under the lowest version as the number, which is returned.
+        """Have every shard copy itself now; returns the cut's number, the lowest version of any shard.
 
-        The number is one higher where the lowest version has a checkpoint already and others have gone on.
+        The number is one higher if the lowest version already has a checkpoint and other shards have advanced since.
         """
         state = self.state
         assert not state.mode.consistent_cuts
@@ -85,10 +85,10 @@ class Checkpointing:
         step = state.progress.step
         shards = state.progress.shards.values()
         if step == state.saves.checkpoint_step and any(shard.version > step for shard in shards):
-            # One shard was restored from that checkpoint, and others have gone on: this is another state.
+            # One shard was restored from that checkpoint and others have advanced: this is a different state.
             step += 1
         self._last_cut = step
-        # Noted first: then every update of a done lease is inside the copies (PROTOCOL 1.7).
+        # Noted first, so that every update of a finished lease is in the copies (PROTOCOL 1.7).
         cursor = state.work.leases.cursor() if state.work.leases is not None else {}
         order = Cut(timeline=state.layout.timeline, step=step, stop=stop)
         state.command(order, CutThenSave(step, cursor))
@@ -102,12 +102,12 @@ class Checkpointing:
     # Saving
 
     def save(self, step: int, cursor: dict[str, Any] | None = None, *, urgent: bool = False) -> None:
-        """Have a cut that all shards hold fetched and committed. urgent: nothing trains meanwhile."""
+        """Fetch a cut that all shards hold, and commit it. urgent: nothing is training meanwhile."""
         state, layout = self.state, self.state.layout
         assert layout.plan is not None
         assert state.job is not None
         if step == state.saves.checkpoint_step and not urgent:
-            # Nothing was applied since: the checkpoint is there already.
+            # Nothing was applied since: the checkpoint exists already.
             self._release(step)
             return
         state.saves.saving = step
@@ -124,7 +124,7 @@ class Checkpointing:
         )
 
     def saved(self, event: CheckpointSaved, now_s: float) -> None:
-        """A checkpoint was committed, or could not be."""
+        """A checkpoint was committed, or could not be written."""
         state, saved, saves = self.state, event.saved, self.state.saves
         faults = state.figures.faults
         saves.saving = None
@@ -152,7 +152,7 @@ class Checkpointing:
         self._advise(event)
 
     def _advise(self, event: CheckpointSaved) -> None:
-        """Say once how many steps must lie between checkpoints, and once more where that comes to be too many."""
+        """Report the smallest workable checkpoint interval once, and again if checkpoint_every falls below it."""
         state, saved = self.state, event.saved
         every = state.job.checkpoint_every if state.job is not None else 0
         if state.phase is not Phase.RUNNING or not every or not saved.step or not self._clock.seconds:

@@ -1,14 +1,14 @@
-"""How the job ends: a common step, a checkpoint there, then the evaluator's word on it (scoring.py).
+"""How the job ends: all shards stop at one step, a checkpoint is taken there, and the evaluator scores it (scoring.py).
 
-Done, stopped and failed jobs take the same way; they differ in how the last step is chosen and how long it is tried.
-Past its deadline the last committed checkpoint stays (PROTOCOL 1.6).
+Finished, stopped and failed jobs end the same way; they differ in how the stop step is chosen and how long it is tried.
+Past the deadline the last committed checkpoint stands (PROTOCOL 1.6).
 """
 
 from __future__ import annotations
 
 from shardline.errors import CheckpointError
 from shardline_chief.rules.actions import AskStatus, CommandResult, Cut, Hurry
-from shardline_chief.rules.after import StandThenCut, StatusThenChoose, StatusThenFinalCut, StopThenReach
+from shardline_chief.rules.continuations import StandThenCut, StatusThenChoose, StatusThenFinalCut, StopThenReach
 from shardline_chief.rules.events import CheckpointSaved, EndAsked, Progressed, Tick
 from shardline_chief.rules.flows.checkpointing import Checkpointing
 from shardline_chief.rules.flows.scoring import Scoring
@@ -16,18 +16,18 @@ from shardline_chief.rules.stages import ENDING, Stage
 from shardline_chief.rules.state.state import State
 
 MARGIN_S = 0.25
-"""A stop step lies this many seconds of progress ahead, so that it isn't gone by when the last ps hears of it."""
+"""A stop step is this many seconds of progress ahead, so that no ps is past it when the order arrives."""
 
 
 class Ending:
-    """Rules from the wish to end until the last checkpoint is there."""
+    """Rules from the request to end until the last checkpoint is written."""
 
     def __init__(self, state: State, checkpointing: Checkpointing, scoring: Scoring) -> None:
         self.state = state
         self.checkpointing = checkpointing
         self.scoring = scoring
         self.early: EndAsked | None = None
-        """An end that was asked for while nobody commanded the servers."""
+        """A request to end made before this chief commanded the servers."""
         self._clear()
 
     def _clear(self) -> None:
@@ -37,17 +37,17 @@ class Ending:
         self._deadline_s = 0.0
         self._asked_s = 0.0
         self._told = False
-        """Shards that are cut one by one: how far they are has been asked once more."""
+        """Shards cut one by one: their progress has been asked for once more."""
         self._last_cut = False
-        """Shards that are cut one by one: the last cut is asked for; its number is the stop step."""
+        """Shards cut one by one: the last cut has been ordered; its number is the stop step."""
         self._margin_s = MARGIN_S
         self._settled = False
-        """The step at which the job stops is reached, or given up."""
+        """The stop step has been reached, or given up."""
 
-    # The wish to end
+    # The request to end
 
     def begin(self, event: EndAsked, now_s: float) -> None:
-        """The job trains: start to end."""
+        """End a job that is training."""
         state = self.state
         self._failed = event.exit_code != 0
         self.scoring.exit_code, self.scoring.done = event.exit_code, event.done
@@ -65,22 +65,22 @@ class Ending:
             state.command(AskStatus(), StatusThenChoose())
 
     def end_at_once(self, event: EndAsked, now_s: float) -> None:
-        """Nothing trains yet, or nothing at present: there is nothing to wait for."""
+        """Nothing is training yet, or at present: end without waiting."""
         self.state.end(event.exit_code, event.reason, now_s)
 
     def remember(self, event: EndAsked, now_s: float) -> None:
-        """Nobody commands the servers yet: end once somebody does."""
+        """No chief commands the servers yet: remember the request until one does."""
         if not event.done and (self.early is None or (event.exit_code and not self.early.exit_code)):
             self.early = event
 
     def end_as_remembered(self, event: Progressed, now_s: float) -> None:
-        """Somebody commands the servers again."""
+        """The servers are commanded again: end if that was requested meanwhile."""
         if self.early is not None:
             early, self.early = self.early, None
             self.begin(early, now_s)
 
     def second_reason(self, event: EndAsked, now_s: float) -> None:
-        """The job ends already. Where it fails now, what was to be reached can't be reached any more."""
+        """The job is ending already. If it now fails, the chosen stop step can't be reached any more."""
         state = self.state
         reaching = state.stage in (Stage.CHOOSING, Stage.REACHING)
         if event.exit_code and not self.scoring.exit_code and reaching:
@@ -90,7 +90,7 @@ class Ending:
             state.say("failure", event.reason, "error")
 
     def reopen(self) -> None:
-        """The steps that were made are lost: there is no end yet."""
+        """A rollback lost the last steps: the job is no longer ending."""
         if self.state.stage in ENDING:
             self._clear()
             self.state.figures.training_end_s = None
@@ -98,13 +98,13 @@ class Ending:
 
     @property
     def stop_step(self) -> int:
-        """The step at which the job stops; 0 while it is not reached, since the plan for it may still change."""
+        """The step at which the job stops; 0 until it is reached, since it may still change."""
         return self.state.progress.stop_step if self._settled else 0
 
-    # The last step
+    # The stop step
 
     def choose(self, after: StatusThenChoose, result: CommandResult, now_s: float) -> None:
-        """Statuses are fresh now: choose where to stop."""
+        """Fresh statuses have arrived: choose the stop step."""
         state, progress = self.state, self.state.progress
         if state.stage is not Stage.CHOOSING:
             return
@@ -117,16 +117,16 @@ class Ending:
         rate = (progress.step - progress.first_step) / max(state.figures.seconds(now_s), 1e-3)
         step = progress.step_max + 2 + int(rate * self._margin_s)
         if 0 < progress.stop_step <= step:
-            # The end was near anyway.
+            # The job's own last step comes first.
             return
         state.record("stop", step=step)
         state.command(Cut(timeline=state.layout.timeline, step=step, stop=True), StopThenReach(step))
 
     def stop_asked(self, after: StopThenReach, result: CommandResult, now_s: float) -> None:
-        """The servers know the step to stop at, unless some are past it already."""
+        """The servers have the stop step, unless some are past it already."""
         state = self.state
         if self._failed or state.stage is not Stage.REACHING:
-            # Something broke meanwhile, so that step will not be reached; or all of it took too long.
+            # Something failed meanwhile, so that step will not be reached; or it took too long.
             return
         if any(passed for passed, _ in result.values.values()):
             self._margin_s *= 4
@@ -137,31 +137,31 @@ class Ending:
         state.say("stop_step", f"the job stops at step {after.step}")
 
     def _nobody_goes_on(self) -> bool:
-        """No step will be closed any more: a script's worker that has finished contributes nothing further.
+        """Whether no further step will be closed: a script's worker contributes nothing once it has finished.
 
-        A job file's worker that has finished only waits at the stop step.
+        With a job file, a finished worker is only waiting at the stop step.
         """
         tasks = self.state.tasks
         return bool(tasks.finished) or not tasks.working() if self.state.script else not tasks.trainers()
 
     def _stop_where_equal(self) -> None:
-        """Nobody goes on, so the shards must stop where they are, if that is one step."""
+        """No further step will be closed: stop the shards where they are, if all are at one step."""
         state = self.state
         step = state.progress.common_step()
         if step is None:
             return
-        # Until the answer comes nothing else is tried.
+        # Try nothing else until the answers arrive.
         state.stage = Stage.CHOOSING
         state.record("stop", step=step)
         state.command(Cut(timeline=state.layout.timeline, step=step, stop=True), StandThenCut(step))
 
     def stands(self, after: StandThenCut, result: CommandResult, now_s: float) -> None:
-        """The servers were told to stop where they stand."""
+        """The servers were ordered to stop where they are."""
         state = self.state
         if state.stage is not Stage.CHOOSING:
             return
         if any(passed for passed, _ in result.values.values()):
-            # What was told of the shards was old: they went on before they stood still.
+            # The report was out of date: some shards had advanced before they stopped.
             state.command(AskStatus(), StatusThenChoose())
             return
         state.progress.stop_step = after.step
@@ -176,30 +176,30 @@ class Ending:
     def _enter_cutting(self, now_s: float) -> None:
         self.state.stage = Stage.CUTTING
         self._settled = True
-        # From here on each call has its own deadline; this one is for cuts that never become whole.
+        # From here on each call has its own deadline; this one is for a cut that never becomes complete.
         self._deadline_s = now_s + self.state.timeouts.dead_s
         self.state.figures.end_training(now_s)
 
     # Time
 
     def poll(self, event: Tick, now_s: float) -> None:
-        """Ask the servers rather than wait for their heartbeats."""
+        """Poll the servers instead of waiting for their heartbeats."""
         self.state.outbox.ask_status()
 
     def choosing(self, event: Progressed, now_s: float) -> None:
-        """The servers have a time to tell how far they are."""
+        """Give up if the servers don't report their progress in time."""
         if now_s >= self._deadline_s:
             self._give_up("the servers did not report how far they are", now_s)
 
     def reaching(self, event: Progressed, now_s: float) -> None:
-        """Every shard is to reach the stop step, or every lease to be done."""
+        """Wait until every shard has reached the stop step, or every lease is done."""
         state, progress = self.state, self.state.progress
         if not state.mode.consistent_cuts:
-            # A script has no leases to finish: its next push is told that the job stops.
+            # A script has no leases to finish: the reply to its next push says that the job stops.
             out = state.work.leases.outstanding if state.work.leases is not None else 0
             drained = out == 0 or not state.tasks.working() or self._failed
             if drained or now_s >= self._deadline_s - state.timeouts.dead_s / 2:
-                # How far the shards are is asked once more, so that the cut is named right.
+                # Ask for the shards' progress once more, so that the cut gets the right number.
                 self._enter_cutting(now_s)
                 state.command(AskStatus(), StatusThenFinalCut())
             return
@@ -212,13 +212,13 @@ class Ending:
             self._give_up(f"stop step {progress.stop_step} was not reached (shards are at {at})", now_s)
 
     def told(self, after: StatusThenFinalCut, result: CommandResult, now_s: float) -> None:
-        """It is known how far the shards are."""
+        """The shards' progress is known."""
         self._told = True
 
     # The last checkpoint
 
     def cutting(self, event: Progressed, now_s: float) -> None:
-        """The last checkpoint is to be taken."""
+        """Take the last checkpoint."""
         self._cut(now_s)
 
     def _cut(self, now_s: float) -> None:
@@ -228,7 +228,7 @@ class Ending:
         stop_step = state.progress.stop_step
         if not state.mode.consistent_cuts and not self._last_cut:
             if self._told:
-                # Named now and not before: while an earlier checkpoint was written, workers may have gone on.
+                # Numbered only now: workers may have advanced while an earlier checkpoint was being written.
                 self._last_cut = True
                 state.progress.stop_step = self.checkpointing.cut_now(stop=True)
             return
@@ -237,13 +237,14 @@ class Ending:
         elif now_s >= self._deadline_s:
             self._give_up(f"no complete cut at step {stop_step}", now_s)
         elif state.mode.consistent_cuts and now_s - self._asked_s >= state.timeouts.heartbeat_s:
-            # The servers may have left this cut out while an earlier one was held: they stand still now, so ask again.
+            # The servers may have skipped this cut while they held an earlier one. They stand still now, so order it
+            # again.
             self._asked_s = now_s
             saves.ledger.reopen(stop_step)
             state.command(Cut(timeline=state.layout.timeline, step=stop_step, stop=True))
 
     def saved(self, event: CheckpointSaved, now_s: float) -> None:
-        """A checkpoint was committed, or could not be."""
+        """A checkpoint was committed, or could not be written."""
         state, saved = self.state, event.saved
         if saved.step != state.progress.stop_step or not (state.mode.consistent_cuts or self._last_cut):
             return

@@ -1,4 +1,4 @@
-"""Standbys: they take over when a server is lost, and are placed anew while training goes on (PROTOCOL 1.6, 1.8)."""
+"""Standbys: promoted when a server is lost, and placed again while training continues (PROTOCOL 1.6, 1.8)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardline.core.orders import Phase
 from shardline.core.placement import Placement
 from shardline.errors import ShardlineError
 from shardline_chief.rules.actions import Activate, CommandResult, Configure, Lead, Promotion
-from shardline_chief.rules.after import (
+from shardline_chief.rules.continuations import (
     LeadThenPlaceStandbys,
     PlaceStandbysThenTable,
     StandbysPlaced,
@@ -25,17 +25,17 @@ from shardline_chief.rules.state.state import State
 
 
 class Failover:
-    """Rules of standbys."""
+    """Rules for standbys."""
 
     def __init__(self, state: State, preparation: Preparation) -> None:
         self.state = state
         self.preparation = preparation
         self.protection = Protection()
         self._promoted: dict[int, Promotion] = {}
-        """Shards whose standbys are taking over."""
+        """Standbys being promoted, by shard."""
 
     def told(self, event: ShardsTold, now_s: float) -> None:
-        """A server described its shards, and so how their standbys are."""
+        """A server reported its shards, including the state of their standbys."""
         if not self.state.settings.standbys:
             return
         mine = [place for place in self.state.layout.placement if place.task == event.task]
@@ -45,13 +45,13 @@ class Failover:
     # A loss
 
     def stand_in(self, task: str, why: str, now_s: float) -> bool:
-        """Let standbys take over what a server held, and others go on without theirs; False where that can't be."""
+        """Promote standbys of what a lost server held, and drop the standbys it held; False if that is impossible."""
         state, loss = self.state, self.state.losses.now
         ending = state.phase is Phase.STOPPING and self.preparation.ending.scoring.done
         promoting = loss is not None and loss.failover
         if not state.settings.standbys or not (promoting or state.phase is Phase.RUNNING or ending):
             return False
-        # A new process of the same name is empty.
+        # A new process under the same name is empty.
         left = {m.task: m.address for m in state.tasks.members.living("ps") if m.task != task}
         before = state.layout.placement
         found = after_loss(before, left, self.protection.whole())
@@ -71,14 +71,14 @@ class Failover:
             return True
         loss = state.note_loss(task, now_s)
         self._promote(loss, promoted)
-        # Nothing that was logged beyond it is undone.
+        # Nothing logged after this step is undone.
         state.progress.base_step = loss.at_step
         state.say("ps_lost", f"{why}; taken over: {_over(found)}; no step is lost", "warning", task=task)
         self.preparation.take_over(placement, promoted, followed=self.protection.followed(placement))
         return True
 
     def stand_in_as_found(self, found: StandIn, why: str, now_s: float, *, since_s: float, step: int) -> None:
-        """Let standbys take over as a chief that came back has found it; step: that the shards have reached."""
+        """Promote standbys that a restarted chief has found. step: the step that all shards have reached."""
         state = self.state
         first = next((p.task for p in state.layout.placement if p.shard in found.promoted), "chief")
         loss = state.note_loss(first, since_s)
@@ -96,7 +96,7 @@ class Failover:
         self.preparation.leave(Stage.LEADING)
 
     def taken_over(self, loss: Loss, now_s: float) -> None:
-        """Standbys are the primaries now: nothing went back."""
+        """The standbys are primaries now: nothing was rolled back."""
         state = self.state
         self._promoted.clear()
         seconds = now_s - loss.began_s
@@ -112,14 +112,14 @@ class Failover:
         )
 
     def forget(self) -> None:
-        """Nothing is promoted: all shards go another way, and their standbys are copied anew."""
+        """No standby is promoted: all shards are restored instead, and their standbys are copied again."""
         self._promoted.clear()
         self.protection.forget(range(len(self.state.layout.placement)))
 
-    # While training goes on
+    # While training
 
     def watch(self, event: Tick, now_s: float) -> None:
-        """Give up standbys that hold training up, and find new ones where they lack."""
+        """Drop standbys that block training, and find new ones where they are missing."""
         state = self.state
         if not state.settings.standbys or state.layout.placing_standbys:
             return
@@ -139,7 +139,7 @@ class Failover:
             self._set_standbys(placement)
 
     def adopted(self, now_s: float) -> None:
-        """A chief that came back has found every primary as it was: place standbys anew, wherever its last one had."""
+        """A restarted chief found every primary intact: place standbys again, wherever the last chief had them."""
         if self.state.settings.standbys:
             self._set_standbys(self._protected(self.state.layout.placement, now_s))
 
@@ -153,7 +153,7 @@ class Failover:
         )
 
     def _set_standbys(self, placement: tuple[Placement, ...]) -> None:
-        """Have standbys elsewhere from now on, or none, while training goes on."""
+        """Change the placement of standbys while training continues."""
         state, layout = self.state, self.state.layout
         assert layout.plan is not None
         assert state.job is not None
@@ -171,23 +171,23 @@ class Failover:
         state.command(Lead(addresses=addresses(placement)), LeadThenPlaceStandbys(configure))
 
     def led(self, after: LeadThenPlaceStandbys, result: CommandResult, now_s: float) -> None:
-        """The servers obey this chief, those too that were not there before and get all of it."""
+        """The servers obey this chief, including new ones that need a full configuration."""
         self.state.command(after.configure, PlaceStandbysThenTable())
 
     def configured(self, after: PlaceStandbysThenTable, result: CommandResult, now_s: float) -> None:
-        """The servers know who holds whose standby."""
+        """The servers have the placement of the standbys."""
         self.state.publish_members(TableThenActivateStandbys())
 
     def known(self, after: TableThenActivateStandbys, result: CommandResult, now_s: float) -> None:
-        """The servers know who trains."""
+        """The servers have the table of members."""
         self.state.command(Activate(timeline=self.state.layout.timeline), StandbysPlaced())
 
     def placed(self, after: StandbysPlaced, result: CommandResult, now_s: float) -> None:
-        """The standbys are where they shall be; their primaries copy themselves to them."""
+        """The standbys are placed; their primaries now copy themselves to them."""
         self.state.layout.placing_standbys = False
 
     def refused(self, event: OrderRefused, now_s: float) -> bool:
-        """A server has no room for standbys: their shards stay without. False: it was asked for something else."""
+        """A server has no room for standbys: their shards go without. False if it refused some other order."""
         state = self.state
         placing = state.losses.now is None and state.layout.placing_standbys
         if not placing or not isinstance(event.order, Configure):
@@ -202,17 +202,17 @@ class Failover:
         placement = state.layout.placement
         there = [place for place in placement if place.standby_task in errors]
         if not there:
-            # It is no standby that is refused; what is wrong there is found by what it tells.
+            # It refused something other than a standby; its next status will show what is wrong.
             state.layout.placing_standbys = False
             return
         followed = self.protection.followed(placement)
-        # What it held before has its memory already; where that is refused too it holds none.
+        # A standby that it already held has its memory. If even that was refused, drop all standbys there.
         gone = [place for place in there if place.shard not in followed] or there
         for place in gone:
             self.protection.avoid(place.shard, place.standby_task, now_s + state.timeouts.total_s)
         shards = [place.shard for place in gone]
         self.protection.forget(shards)
-        # Their primaries may be waiting for the standbys that they had before, until they are told.
+        # Their primaries may be blocked on their old standbys until they get the new placement.
         self._set_standbys(without_standbys(placement, shards))
 
 

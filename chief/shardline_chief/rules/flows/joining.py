@@ -1,4 +1,4 @@
-"""A task asks to take part, and is admitted once every server knows it (F4)."""
+"""A task asks to join, and is admitted once every server knows it (F4)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from shardline.security import key_of
 from shardline_chief.rules import admission
 from shardline_chief.rules.actions import CommandResult
-from shardline_chief.rules.after import TableThenAdmit
+from shardline_chief.rules.continuations import TableThenAdmit
 from shardline_chief.rules.events import Arrived, ServerRestarted
 from shardline_chief.rules.flows.start import Start
 from shardline_chief.rules.flows.takeover import Takeover
@@ -17,7 +17,7 @@ from shardline_chief.rules.state.state import State
 
 
 class Joining:
-    """Rules of admission."""
+    """Rules for admission."""
 
     def __init__(self, state: State, start: Start, takeover: Takeover) -> None:
         self.state = state
@@ -26,7 +26,7 @@ class Joining:
         self._refusals = admission.Refusals()
 
     def place(self, role: str, address: str, now_s: float) -> PlaceAnswer:
-        """An index for a task that is about to join from this address, kept for it for --timeout."""
+        """An index for a task that is about to join from this address, reserved for it for --timeout."""
         state = self.state
         refused = admission.place_refusal(role)
         if refused is None and state.ended and state.exit_code:
@@ -40,7 +40,7 @@ class Joining:
         return PlaceAnswer(reason=refused.reason, retry=refused.retry)
 
     def replaces(self, join: Join) -> ServerRestarted | None:
-        """A new process where a server was: what that one held is gone. One that still beats is left alone."""
+        """The event if a new process replaces a silent server, whose shards are lost; None otherwise."""
         if join.role != "ps":
             return None
         old = next((m for m in self.state.tasks.members if m.role == "ps" and m.index == join.index), None)
@@ -52,7 +52,7 @@ class Joining:
         return ServerRestarted(old.task, f"{old.task} was started again and is empty")
 
     def join(self, ticket: Any, join: Join, refused: Refused | None, now_s: float) -> None:
-        """A task asks to take part; the answer may come later. refused: why it may not, where that is known."""
+        """Handle a Join; the answer may come later. refused: why the task may not join, if that is known already."""
         state = self.state
         if refused is None:
             key = key_of(join.secret) if join.secret else b""
@@ -80,21 +80,21 @@ class Joining:
             incarnation=member.incarnation,
         )
         answer = JoinAnswer(accepted=True, task=member.task, incarnation=member.incarnation, secret=join.secret)
-        # Who comes after the end is told so by its orders, and goes.
+        # A task that joins after the end learns of it from its orders, and exits.
         if state.ended or not (member.trains and state.layout.table_sent):
             if old is not None:
-                # No server knows of it in this timeline.
+                # In this timeline no server knows of the old life.
                 state.reassign(old.incarnation)
             state.outbox.answer(ticket, answer)
             self._advance()
         elif old is not None and self.start.preparation.restart_without(old):
-            # The servers get a table with the new life in it before anything else.
+            # The servers get a table that includes the new life before anything else.
             state.outbox.answer(ticket, answer)
         else:
             state.publish_members(TableThenAdmit(ticket, answer, old.incarnation if old is not None else None))
 
     def _note(self, join: Join, member: Member) -> None:
-        """What its coming tells, and makes good."""
+        """Take in what this Join brings: the job, the machine, and an end to waits for such a task."""
         state, tasks = self.state, self.state.tasks
         if member.trains:
             if state.job is None and join.job is not None:
@@ -108,7 +108,7 @@ class Joining:
         tasks.finished.discard(member.task)
 
     def admit(self, after: TableThenAdmit, result: CommandResult, now_s: float) -> None:
-        """Every server knows the new life, or is lost: it may begin."""
+        """Every server knows the new life, or is lost: admit it."""
         self.state.outbox.answer(after.ticket, after.answer)
         if self.state.ended:
             return

@@ -1,4 +1,4 @@
-"""Batches are handed out as leases, where the mode says so, and a job's own end is seen when it comes."""
+"""Hand out batches as leases, if the mode uses them, and notice when the job is done."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from shardline_chief.rules.state.leases import Lease, Leases
 from shardline_chief.rules.state.state import State
 
 RETRY_S = 0.2
-"""How soon a worker without a lease asks again: the leases of a dead one may come back."""
+"""Seconds until a worker without a lease asks again: a dead worker's leases may have been returned."""
 
 
 class Leasing:
-    """Rules of the work that is left."""
+    """Rules for handing out the remaining work."""
 
     def __init__(self, state: State) -> None:
         self.state = state
 
     def lease(self, task: str, incarnation: int, done: tuple[int, ...]) -> LeaseAnswer:
-        """Note finished leases, hand out the next batches."""
+        """Note finished leases and hand out the next batches."""
         state, leases = self.state, self.state.work.leases
         if not state.tasks.members.current(task, incarnation, TRAINERS):
             return LeaseAnswer(
@@ -33,13 +33,14 @@ class Leasing:
         noted = [number for number in done if leases.finish(number, incarnation)]
         answer, issued = self._next(leases, incarnation)
         if noted or issued is not None:
-            # In the journal before the answer goes out: the next chief neither takes it back nor gives it to another.
+            # Journalled before the answer is sent: the next chief neither takes the lease back nor gives it to another
+            # worker.
             batches = [issued.number, issued.first, issued.count] if issued is not None else None
             state.record("lease", incarnation=incarnation, done=noted, issued=batches)
         return answer
 
     def _next(self, leases: Leases, incarnation: int) -> tuple[LeaseAnswer, Lease | None]:
-        """The answer, and the lease where it is a new one."""
+        """The answer, and the lease if it is a new one."""
         state = self.state
         if leases.all_done or state.phase in (Phase.STOPPING, Phase.ENDED):
             return LeaseAnswer(outcome="STOPPED", reason=state.reason or "all batches are done"), None
@@ -55,7 +56,7 @@ class Leasing:
         return answer, lease if lease is not there else None
 
     def end_if_complete(self, event: Progressed, now_s: float) -> None:
-        """End the job once it has done all its steps."""
+        """End the job once all its steps are done."""
         if self._complete():
             self.state.emit(EndAsked("done", done=True))
 

@@ -1,7 +1,8 @@
-"""From a placement to servers that admit pushes: lead, configure, first values or restore, first cut, activate.
+"""From a placement to servers that accept pushes: lead, configure, set first values or restore, first cut, activate.
 
-Each step follows when every server has done the one before. A start, a recovery and a failover all go this way; they
-differ in which values stay. If the worker that sets the first values dies, all of it starts again under a new timeline.
+Each stage begins once every server has completed the previous one. Start, recovery and failover all take this path;
+they differ in which values are kept. If the worker that sets the first values dies, it all starts again in a new
+timeline.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shardline_chief.rules.actions import (
     Promotion,
     Restore,
 )
-from shardline_chief.rules.after import (
+from shardline_chief.rules.continuations import (
     ActivateThenBound,
     BoundThenTrain,
     ConfigureThenTable,
@@ -41,24 +42,24 @@ from shardline_chief.rules.state.state import State
 
 
 class Preparation:
-    """Rules of the stages from LEADING to READY."""
+    """Rules for the stages from LEADING to READY."""
 
     def __init__(self, state: State, checkpointing: Checkpointing, ending: Ending) -> None:
         self.state = state
         self.checkpointing = checkpointing
         self.ending = ending
         self.keep: frozenset[int] = frozenset()
-        """Shards whose values stay, in a timeline that follows another."""
+        """Shards that keep their values in a timeline that follows another."""
         self.stays = False
-        """All values stay: standbys have taken over."""
+        """All values are kept: standbys have been promoted."""
         self.followed: frozenset[int] = frozenset()
-        """Shards whose standbys stay too."""
+        """Shards whose standbys are kept too."""
         self._cut_asked_s = 0.0
 
     # Begin
 
     def place(self, placement: tuple[Placement, ...], keep: frozenset[int] = frozenset()) -> None:
-        """Have the shards made where this says, filled, and activated. keep: those that stay as they are."""
+        """Create the shards according to a placement, fill and activate them. keep: shards that keep their values."""
         state = self.state
         if state.settings.standbys:
             living = {member.task: member.address for member in state.tasks.members.living("ps")}
@@ -71,9 +72,9 @@ class Preparation:
     def take_over(
         self, placement: tuple[Placement, ...], promoted: Mapping[int, Promotion], *, followed: frozenset[int]
     ) -> None:
-        """Have standbys become primaries and everybody else follow, with all values as they are.
+        """Promote standbys and configure all servers to match, keeping all values.
 
-        promoted: by shard, its standby. followed: shards whose standbys stay as they are.
+        promoted: standby by shard. followed: shards whose standbys are kept.
         """
         state = self.state
         assert state.layout.plan is not None
@@ -84,7 +85,7 @@ class Preparation:
         state.command(Lead(addresses=addresses(placement)), LeadThenPromote(promoted))
 
     def leave(self, stage: Stage) -> None:
-        """Leave the history so far: what comes back of it is not taken any more, and workers stop what they do."""
+        """Abandon the current timeline: its messages are refused from now on, and workers stop."""
         state = self.state
         self.ending.reopen()
         state.layout.new_timeline()
@@ -94,7 +95,7 @@ class Preparation:
         state.layout.placing_standbys = False
 
     def _forget(self, stage: Stage) -> None:
-        """Nothing of what was set up before counts."""
+        """Forget all of the previous setup."""
         state = self.state
         state.stage = stage
         state.progress.shards.clear()
@@ -104,12 +105,12 @@ class Preparation:
     # The servers
 
     def promote(self, after: LeadThenPromote, result: CommandResult, now_s: float) -> None:
-        """The servers obey this chief: let standbys become primaries."""
+        """The servers obey this chief: promote standbys."""
         order = Promote(timeline=self.state.layout.timeline, shards=after.promoted)
         self.state.command(order, PromoteThenConfigure())
 
     def led(self, after: LeadThenConfigure | PromoteThenConfigure, result: CommandResult, now_s: float) -> None:
-        """The servers obey this chief, and standbys that were to be primaries are."""
+        """The servers obey this chief, and any promotions are done: configure them."""
         self._configure()
 
     def _configure(self) -> None:
@@ -143,14 +144,14 @@ class Preparation:
         state.command(order, ConfigureThenTable())
 
     def configured(self, after: ConfigureThenTable, result: CommandResult, now_s: float) -> None:
-        """The servers have their shards: tell them who trains."""
+        """The servers have their shards: send the table of members."""
         size = sum(value for value in result.values.values() if isinstance(value, int))
         servers = f"{len(result.values)} parameter servers"
         self.state.say("configured", f"{servers} hold {size / 1e6:.1f} MB with optimizer state")
         self.state.publish_members(TableThenFill())
 
     def fill(self, after: TableThenFill, result: CommandResult, now_s: float) -> None:
-        """The servers know who trains: fill the shards, where their values do not stay."""
+        """The servers have the table of members: fill the shards, unless all values are kept."""
         state, layout, resume = self.state, self.state.layout, self.state.saves.resume
         if self.stays:
             self._activate()
@@ -166,7 +167,7 @@ class Preparation:
         state.command(order, RestoreThenActivate())
 
     def restored(self, after: RestoreThenActivate, result: CommandResult, now_s: float) -> None:
-        """The shards are filled from the checkpoint."""
+        """The shards have been filled from the checkpoint."""
         state, resume = self.state, self.state.saves.resume
         assert resume is not None
         state.progress.base_step = state.saves.checkpoint_step = resume.step
@@ -178,7 +179,7 @@ class Preparation:
     # First values
 
     def choose_initializer(self) -> None:
-        """The worker of replica 0, or the lowest there is; waits where nobody is there yet."""
+        """Choose the trainer with the lowest index to set the first values; does nothing while there is none."""
         state = self.state
         trainers = state.tasks.trainers()
         if state.work.initializer or not trainers:
@@ -195,7 +196,7 @@ class Preparation:
         return True
 
     def restart_without(self, member: Member) -> bool:
-        """Start again under a new timeline if this task was setting the first values; returns whether it was."""
+        """Start again in a new timeline if this task was setting the first values; returns whether it was."""
         state = self.state
         if state.stage is not Stage.INITIALIZING or state.work.initializer != member.task:
             return False
@@ -204,7 +205,7 @@ class Preparation:
         return True
 
     def values_told(self, event: ShardsTold, now_s: float) -> bool:
-        """A server described its shards: once all have their first values, cut them."""
+        """A server reported its shards: once all have their first values, cut them."""
         state = self.state
         shards = state.progress.shards.values()
         if state.progress.all_told and all(shard.initialized for shard in shards):
@@ -214,7 +215,7 @@ class Preparation:
         return True
 
     def first_cut_told(self, event: ShardsTold, now_s: float) -> bool:
-        """A server described its shards: once all hold the cut of step 0, save it."""
+        """A server reported its shards: once all hold the cut of step 0, save it."""
         state, saves = self.state, self.state.saves
         if state.progress.all_told and saves.saving is None and 0 in saves.ledger.complete():
             leases = state.work.leases
@@ -222,11 +223,11 @@ class Preparation:
         return True
 
     def first_cut_saved(self, event: CheckpointSaved, now_s: float) -> None:
-        """Cut 0 is committed, or could not be: training starts in both cases."""
+        """Cut 0 was committed, or could not be written: training starts in either case."""
         self._activate()
 
     def first_cut_late(self, event: Tick, now_s: float) -> None:
-        """Cut 0 has its time."""
+        """Start without cut 0 if it takes too long."""
         state = self.state
         limit_s = state.timeouts.dead_s
         if state.saves.saving is None and now_s - self._cut_asked_s >= limit_s:
@@ -234,7 +235,7 @@ class Preparation:
             self._activate()
 
     def poll(self, event: Tick, now_s: float) -> None:
-        """Ask the servers rather than wait for their heartbeats."""
+        """Poll the servers instead of waiting for their heartbeats."""
         if self.state.work.initializer or self.state.stage is Stage.FIRST_CUT:
             self.state.outbox.ask_status()
 
@@ -247,7 +248,7 @@ class Preparation:
         state.command(Activate(timeline=state.layout.timeline), ActivateThenBound())
 
     def activated(self, after: ActivateThenBound, result: CommandResult, now_s: float) -> None:
-        """The servers admit pushes: tell them where to stop, where that is known."""
+        """The servers accept pushes: send the stop step, if it is known."""
         state = self.state
         assert state.job is not None
         if not state.stops_by_itself:
@@ -259,7 +260,7 @@ class Preparation:
         state.command(order, BoundThenTrain())
 
     def bounded(self, after: BoundThenTrain, result: CommandResult, now_s: float) -> None:
-        """The servers stop by themselves at the last step."""
+        """The servers will stop by themselves at the last step."""
         self._ready()
 
     def _ready(self) -> None:
@@ -277,5 +278,5 @@ def standbys_of(placement: tuple[Placement, ...]) -> list[list[object]]:
 
 
 def _promotions(promoted: Mapping[int, Promotion]) -> list[list[object]]:
-    """[shard, task, appointment] of each standby that is to be a primary, for the journal."""
+    """[shard, task, appointment] of each standby to be promoted, for the journal."""
     return [[shard, promotion.task, promotion.appointment] for shard, promotion in sorted(promoted.items())]

@@ -1,4 +1,4 @@
-"""What a chief that comes back takes from the journal, and what is missing of it."""
+"""What a restarted chief restores from the journal, and what is missing from the servers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardline_chief.rules.actions import Finish
 from shardline_chief.rules.replay import Remembered
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.losses import Recovered
-from shardline_chief.rules.state.settings import Settings, as_in_cluster
+from shardline_chief.rules.state.settings import ChiefSettings, as_in_cluster
 from shardline_chief.rules.state.state import State
 
 
-def obstacle(remembered: Remembered, job: JobSpec | None, settings: Settings) -> str:
-    """Why the unfinished job in the folder is not the one that is started now; empty where it is, or may be."""
+def obstacle(remembered: Remembered, job: JobSpec | None, settings: ChiefSettings) -> str:
+    """Why the unfinished job in the folder is not the one being started; empty if it is, or may be."""
     known = remembered.job
     if known is None:
         return ""
@@ -32,7 +32,7 @@ def obstacle(remembered: Remembered, job: JobSpec | None, settings: Settings) ->
 
 
 def recall(state: State, known: Remembered, now_s: float, trained_s: float) -> None:
-    """Take up what can't be asked for. trained_s: seconds since training began, by the wall clock."""
+    """Restore what can't be asked for. trained_s: seconds since training began, by the wall clock."""
     if known.job is not None:
         state.adopt(known.job)
     state.tasks.machine = known.machine
@@ -50,7 +50,7 @@ def recall(state: State, known: Remembered, now_s: float, trained_s: float) -> N
 
 
 def say_goodbye(state: State, exit_code: int, reason: str) -> None:
-    """The end was decided, and not everybody was told."""
+    """The end had been decided, but not every task may have heard: announce it again."""
     saves, progress = state.saves, state.progress
     state.stage = Stage.ENDED
     state.exit_code, state.reason = exit_code, reason
@@ -63,14 +63,14 @@ def say_goodbye(state: State, exit_code: int, reason: str) -> None:
 
 
 def bound(state: State) -> int:
-    """The step that the job file ends at; 0 where there is none."""
+    """The step at which the job file ends; 0 if there is none."""
     return state.job.steps if state.job is not None and state.stops_by_itself else 0
 
 
 def missing(known: Remembered, gone: Mapping[str, str]) -> dict[str, str]:
-    """Servers that held shards and are not the processes that they were: why, by name.
+    """Servers that held shards and whose process has changed or gone: reason by name.
 
-    gone: why, of each known server that is not there any more.
+    gone: reason for each known server that is gone.
     """
     held = {place.task for place in known.placement}
     lost = {task: why for task, why in gone.items() if task in held}
@@ -78,7 +78,7 @@ def missing(known: Remembered, gone: Mapping[str, str]) -> dict[str, str]:
 
 
 def empty(known: Remembered, servers: Mapping[str, PsStatus]) -> dict[str, str]:
-    """Servers that are there without what they should hold: why, by name."""
+    """Running servers that lack what they should hold: reason by name."""
     lost = {}
     for place in known.placement:
         status = servers.get(place.task)

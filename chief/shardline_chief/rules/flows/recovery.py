@@ -1,9 +1,9 @@
-"""A parameter server is gone with what it held: go back to the newest checkpoint under a new timeline, and go on.
+"""A parameter server and what it held are lost: roll back to the newest checkpoint in a new timeline, and continue.
 
-PROTOCOL 1.6. Where cuts are consistent all shards go back, and the workers compute the same bits again. Else only what
-the lost server held is restored; updates that it had acknowledged since are lost, and counted. Its shards wait for its
-next process for a third of --timeout; then they move to the other servers, where these have room. A loss in the middle
-of this starts it over.
+PROTOCOL 1.6. If cuts are consistent, all shards go back, and the workers compute the same bits again. Otherwise only
+the lost shards are restored; updates acknowledged since the checkpoint are lost, and counted. The shards wait a third
+of --timeout for a new process of their server; then they move to the other servers, if those have room. A loss during
+recovery starts it over.
 """
 
 from __future__ import annotations
@@ -31,50 +31,50 @@ from shardline_chief.rules.state.membership import Life, Member
 from shardline_chief.rules.state.state import State
 
 ATTEMPTS = 8
-"""So many losses in a row, with no step made between them, end the job: something is wrong that no restart cures."""
+"""This many losses in a row, with no step between them, end the job: restarting does not cure the cause."""
 
 FIND_TIMEOUTS = 10
-"""So many times --timeout the checkpoint to go back to is waited for, as the fetch of one is."""
+"""How long to wait for the checkpoint to roll back to, in multiples of --timeout; the same as for fetching one."""
 
 
 class Recovery:
-    """Rules of what follows the loss of a server."""
+    """Rules for what follows the loss of a server."""
 
     def __init__(self, state: State, preparation: Preparation, failover: Failover) -> None:
         self.state = state
         self.preparation = preparation
         self.failover = failover
         self._lost: dict[str, float] = {}
-        """When each was known to be lost, while nobody holds its shards."""
+        """When each server was found to be lost, while its shards have no holder."""
         self._whole: dict[int, int] = {}
-        """Incarnation of the server on which each shard has its values, of shards that have them."""
+        """Shards that have their values: incarnation of the server that holds them, by shard."""
         self._full = ""
-        """Why the other servers can't take the lost shards."""
+        """Why the other servers can't take the lost shards; empty if they can."""
         self._finding_s = 0.0
-        """Since when the checkpoint to go back to is looked for."""
+        """When the search for the checkpoint to roll back to began."""
         self._said_slow = False
 
     def remember(self, whole: Mapping[int, int]) -> None:
-        """Shards that have their values, as an earlier chief left them: incarnation of the server, by shard."""
+        """Set which shards have their values, as an earlier chief left them: incarnation of the server, by shard."""
         self._whole = dict(whole)
 
     # The loss
 
     def server_lost(self, event: ServerLost, now_s: float) -> None:
-        """A server is gone."""
+        """A server is lost."""
         self.lost(event.task, event.why, now_s)
 
     def server_restarted(self, event: ServerRestarted, now_s: float) -> None:
-        """A server is empty: its next process asks to be admitted."""
+        """A server is empty: its new process asks to be admitted."""
         self.lost(event.task, event.why, now_s, back=True)
 
     def again(self, why: str, now_s: float) -> None:
-        """No server is lost, but what they hold is not whole."""
+        """No server is lost, but what they hold is incomplete: roll back."""
         self._begin("chief", now_s, now_s)
         self.state.say("again", f"{why}; {self._goes_back()}", "warning")
 
     def lost(self, task: str, why: str, now_s: float, *, back: bool = False) -> None:
-        """A server is gone, or empty. back: its next process is there already."""
+        """A server is lost, or empty. back: its new process is there already."""
         state = self.state
         member = state.tasks.members.get(task)
         if member is None or not (back and member.state is Life.ALIVE):
@@ -83,12 +83,12 @@ class Recovery:
             return
         state.layout.placing_standbys = False
         shards = [str(place.shard) for place in state.layout.placement if place.task == task]
-        # From the last checkpoint on nothing is wanted of the servers any more but that they go.
+        # Once the last checkpoint is written, the servers are only expected to exit.
         over = state.stage in (Stage.SCORING, Stage.COUNTING)
         if state.begun and not over and self.failover.stand_in(task, why, now_s):
             return
         if not state.begun or not shards:
-            # Commands go to those that hold shards only.
+            # Only servers that hold shards are sent commands.
             state.say("life", f"{why}; it held nothing, so the job goes on without it", "warning", task=task)
             return
         if over:
@@ -108,12 +108,12 @@ class Recovery:
         state.say("ps_lost", f"{sentence}; {rest}", "warning", task=task, shards=shards)
 
     def _hopeless(self) -> str:
-        """Why the job can't go on after a loss, as the end of a sentence; empty where it can."""
+        """Why the job can't continue after a loss, as the end of a sentence; empty if it can."""
         state = self.state
         if state.phase is Phase.STOPPING and not self.preparation.ending.scoring.done:
             return " as it was about to"
         if state.script and state.tasks.finished:
-            # Its gradients of the steps to be made again are gone with it.
+            # The gradients it would have to compute again are gone with it.
             return f": {', '.join(sorted(state.tasks.finished))} has finished and can't go back"
         if state.losses.attempts >= ATTEMPTS:
             return f" after {state.losses.attempts} losses in a row without a step between them"
@@ -121,7 +121,7 @@ class Recovery:
 
     def _begin(self, task: str, now_s: float, heard_s: float) -> None:
         state, loss = self.state, self.state.losses.now
-        # Several that go together are one loss.
+        # Several servers lost together count as one loss.
         another = loss is None or (not loss.failover and state.stage in PREPARATION)
         state.note_loss(task, heard_s).failover = False
         self._lost.setdefault(task, now_s)
@@ -144,7 +144,7 @@ class Recovery:
     # The checkpoint
 
     def wait_for_checkpoint(self, event: Tick, now_s: float) -> None:
-        """The disk takes its time: say so, and end the job where that is more than the fetch of a cut may take."""
+        """Log a slow disk, and end the job if it takes longer than fetching a cut may."""
         state = self.state
         waited_s, limit_s = now_s - self._finding_s, FIND_TIMEOUTS * state.timeouts.total_s
         slow = f"the newest checkpoint could not be read within {waited_s:.0f} s (limit {limit_s:.0f} s)"
@@ -156,14 +156,14 @@ class Recovery:
             state.say("slow", f"{slow}: it is being written or read, and waited for", "warning")
 
     def found(self, event: CheckpointFound, now_s: float) -> None:
-        """The checkpoint to go back to is there, or there is none."""
+        """The checkpoint to roll back to was found, or there is none."""
         state, found, loss = self.state, event.found, self.state.losses.now
         assert loss is not None
         if found.error:
             state.end(CheckpointError.exit_code, f"{loss.first} was lost, and {found.error}", now_s)
             return
         if found.resume is None and state.figures.running_s is not None:
-            # Those that train hold no first values any more.
+            # The workers no longer have the first values.
             state.end(
                 TaskLostError.exit_code,
                 f"{loss.first} was lost, and no checkpoint could be written so far, not even one of the first values; "
@@ -188,7 +188,7 @@ class Recovery:
         self._place(loss, now_s)
 
     def _place(self, loss: Loss, now_s: float) -> None:
-        """Choose who holds what, if that can be done now."""
+        """Choose a holder for every shard, if that is possible now."""
         state = self.state
         living = {member.task: member for member in state.tasks.members.living("ps")}
         if self._waits_for(sorted({place.task for place in loss.home} - living.keys()), bool(living), now_s):
@@ -200,7 +200,7 @@ class Recovery:
             if place.task != before.task:
                 state.say("moved", f"shard {place.shard} moves from {before.task} to {place.task}", "warning")
         keep = self._kept(placement)
-        # The others are empty from here on, whatever becomes of this.
+        # The others are empty from here on, whatever happens next.
         self._whole = {shard: incarnation for shard, incarnation in self._whole.items() if shard in keep}
         if not keep and state.work.leases is not None and state.saves.resume is not None:
             # No shard has the updates made since: their batches are trained on again.
@@ -209,7 +209,7 @@ class Recovery:
         self.preparation.place(placement, keep)
 
     def _waits_for(self, gone: list[str], others: bool, now_s: float) -> bool:
-        """Whether servers that are gone are still waited for; ends the job after a time. others: some are there."""
+        """Whether to keep waiting for lost servers; ends the job at the limit. others: whether any server is living."""
         state = self.state
         self._lost = {task: at_s for task, at_s in self._lost.items() if task in gone}
         if not gone:
@@ -227,7 +227,7 @@ class Recovery:
         return not others or bool(self._full) or waited_s < state.timeouts.dead_s
 
     def _kept(self, placement: tuple[Placement, ...]) -> frozenset[int]:
-        """Shards that stay as they are: those that go back alone, on a server that is the process it was."""
+        """Shards that keep their values: if shards go back one by one, those whose server is still the same process."""
         state = self.state
         if state.mode.consistent_cuts or state.saves.resume is None:
             return frozenset()
@@ -235,7 +235,7 @@ class Recovery:
         return frozenset(p.shard for p in placement if self._whole.get(p.shard) == lives[p.task])
 
     def refused(self, event: OrderRefused, now_s: float) -> bool:
-        """A server did not do what it was told. True: the job goes on all the same, another way."""
+        """A server refused an order. True: the job continues another way."""
         state, loss = self.state, self.state.losses.now
         if loss is None:
             return False
@@ -253,7 +253,7 @@ class Recovery:
             return True
         if not self._lost:
             return False
-        # It had no room for another one's shards, and others may come.
+        # It had no room for another server's shards; wait for others to join.
         task, error = sorted(event.errors.items())[0]
         self._full = f"{task} can't take its shards: {error}"
         state.say("no_room", f"{self._full}; waiting for {', '.join(sorted(self._lost))}", "warning")
@@ -261,16 +261,16 @@ class Recovery:
         return True
 
     def _found_empty(self, loss: Loss, errors: Mapping[str, ShardlineError], now_s: float) -> None:
-        """Servers that were to keep shards do not hold them: they were started again before anybody noticed."""
+        """Servers that were to keep shards don't hold them: they were restarted before anyone noticed."""
         gone = {place.shard for place in loss.home if place.task in errors}
         self._whole = {shard: incarnation for shard, incarnation in self._whole.items() if shard not in gone}
         for task, error in sorted(errors.items()):
             self.lost(task, f"{task} does not hold what it should: {error}", now_s, back=True)
 
-    # On
+    # Training resumes
 
     def goes_on(self, event: TrainingBegins, now_s: float) -> None:
-        """Training begins, or goes on."""
+        """Training begins, or resumes."""
         state, loss = self.state, self.state.losses.now
         self.note_whole()
         if loss is None:
@@ -306,14 +306,14 @@ class Recovery:
         )
 
     def note_whole(self) -> None:
-        """Every shard has its values, where it is placed."""
+        """Note that every shard has its values on its current server."""
         state = self.state
         lives = {member.task: member.incarnation for member in state.tasks.members.living("ps")}
         self._whole = {p.shard: lives[p.task] for p in state.layout.placement if p.task in lives}
         state.losses.resumed_at = None
 
     def count_anew(self, event: Tick, now_s: float) -> None:
-        """A loss counts as one in a row until every shard has gone on since the one before."""
+        """Reset the count of losses in a row once every shard has advanced since the last one."""
         losses, progress = self.state.losses, self.state.progress
         if losses.now is not None or not losses.attempts or not progress.all_told:
             return
@@ -334,9 +334,9 @@ class Recovery:
 def moved(
     placement: tuple[Placement, ...], living: Mapping[str, Member], sizes: Mapping[int, int]
 ) -> tuple[Placement, ...]:
-    """The same placement where its servers live, else on the living one that holds least; at their present addresses.
+    """The same placement for shards whose server lives; the others go to the living server with the least load.
 
-    sizes: bytes by shard.
+    All addresses are brought up to date. sizes: bytes by shard.
     """
     load = dict.fromkeys(sorted(living), 0)
     for place in placement:

@@ -1,4 +1,4 @@
-"""The evaluator's word: on each checkpoint, and on the last one before the job ends with its last figures."""
+"""The evaluator's scores: for each checkpoint, and for the last one before the job ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from shardline.errors import FencedError
 from shardline_chief.rules.actions import AskStatus, CommandResult, MarkBest
-from shardline_chief.rules.after import StatusThenEnd
+from shardline_chief.rules.continuations import StatusThenEnd
 from shardline_chief.rules.events import Progressed
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Member
@@ -14,18 +14,18 @@ from shardline_chief.rules.state.state import State
 
 
 class Scoring:
-    """Rules of scores, and of the end from the last checkpoint on."""
+    """Rules for scores, and for the end of the job once the last checkpoint is written."""
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.done = False
-        """The job ends because all its steps are made."""
+        """The job ends because all its steps are done."""
         self.exit_code = 0
-        """That it ends with."""
+        """Exit code of the job."""
         self._deadline_s = 0.0
 
     def report(self, task: str, incarnation: int, step: int, metrics: Mapping[str, float], failure: str) -> bool:
-        """The evaluator's word on a checkpoint; returns whether it is the best so far. Raises FencedError."""
+        """Take in a checkpoint's score; returns whether it is the best so far. Raises FencedError if not a member."""
         state, figures = self.state, self.state.figures
         if not state.tasks.members.current(task, incarnation, ("evaluator",)):
             raise FencedError(
@@ -47,14 +47,14 @@ class Scoring:
                 figures.best = (step, dict(metrics))
                 state.outbox.actions.append(MarkBest(step=step, metrics=dict(metrics)))
         figures.metrics[step] = dict(metrics)
-        # A list of pairs: the first metric may be the one that decides.
+        # A list of pairs, to keep the order: the first metric may decide which is best.
         state.record("evaluation", step=step, metrics=list(metrics.items()), best=best)
         return best
 
     # The last checkpoint
 
     def begin(self, now_s: float) -> None:
-        """The last checkpoint is there, or there will be none."""
+        """The last checkpoint is written, or will not be."""
         state = self.state
         state.stage = Stage.SCORING
         state.saves.final_step = state.saves.checkpoint_step
@@ -66,11 +66,11 @@ class Scoring:
         self._score(now_s)
 
     def scoring(self, event: Progressed, now_s: float) -> None:
-        """Go on once the last checkpoint has its score, or none will come."""
+        """Continue once the last checkpoint has its score, or none is to be expected."""
         self._score(now_s)
 
     def _late_evaluator(self) -> str:
-        """The evaluator that is still to come when all steps are made; empty where none is, or nobody would wait."""
+        """The evaluator that has yet to join when all steps are done; empty if there is none to wait for."""
         state = self.state
         if not self.done or self.exit_code or state.script:
             return ""
@@ -89,7 +89,7 @@ class Scoring:
         state.command(AskStatus(), StatusThenEnd())
 
     def _tell_unscored(self, evaluators: Sequence[Member]) -> None:
-        """Note, and say, why the last checkpoint has no score."""
+        """Note and log why the last checkpoint has no score."""
         state = self.state
         limit = f"within {state.timeouts.lost_s:g} s"
         came = [member for member in state.tasks.members if member.role == "evaluator"]
@@ -111,5 +111,5 @@ class Scoring:
         state.figures.unscored[state.saves.final_step] = why
 
     def counted(self, after: StatusThenEnd, result: CommandResult, now_s: float) -> None:
-        """The last figures are there."""
+        """The last figures have arrived: end the job."""
         self.state.end(self.exit_code, self.state.reason, now_s)

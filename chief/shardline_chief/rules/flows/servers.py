@@ -1,4 +1,4 @@
-"""What servers tell, and what follows where they did not do what they were told."""
+"""Reports of the servers, and what follows when an order fails."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ log = logging.getLogger("shardline_chief.rules.servers")
 
 
 class Servers:
-    """Rules of the servers' answers."""
+    """Rules for the servers' answers."""
 
     def __init__(self, state: State) -> None:
         self.state = state
         self._failed: set[str] = set()
-        """Servers that said that they can't go on."""
+        """Servers that reported a fatal failure."""
 
     def told(self, task: str, status: PsStatus, *, asked: bool) -> None:
-        """A server described itself, in a heartbeat or when asked.
+        """A server reported its status, in a heartbeat or as an answer.
 
-        An answer comes in the order of the commands; a heartbeat may be older than the command that changed all.
+        Answers come in the order of the commands; a heartbeat may be older than a command that changed everything.
         """
         state, layout = self.state, self.state.layout
         if layout.plan is None or state.ended:
@@ -41,7 +41,7 @@ class Servers:
             state.saves.ledger.observe(shards)
             state.emit(ShardsTold(task, shards))
         elif state.stage in UNHEARD:
-            # Judged when all are heard.
+            # Decided once all servers have been heard.
             return
         elif state.phase in (Phase.RUNNING, Phase.STOPPING) and any(p.task == task for p in layout.placement):
             if asked:
@@ -54,19 +54,19 @@ class Servers:
             state.emit(EndAsked(status.failure, InternalError.exit_code))
 
     def failed(self, pending: Pending, errors: Mapping[str, ShardlineError]) -> None:
-        """Some servers did not do what they were told. One that doesn't answer is lost."""
+        """An order failed on some servers. One that doesn't answer is lost."""
         state, order = self.state, pending.order
         if isinstance(order, (AskStatus, Release)):
             return
         if pending.timeline != state.layout.timeline or state.ended:
-            # A server that was lost since: whoever is there now has nothing to do with this.
+            # The servers were lost since then; their new processes have nothing to do with this order.
             log.debug("%s of timeline %#x: %s", type(order).__name__, pending.timeline, errors)
             return
         fenced = [str(error) for _, error in sorted(errors.items()) if isinstance(error, FencedError)]
         if fenced and isinstance(order, Lead):
             state.resign(f"{fenced[0]}. Another chief leads this job, so this one ends")
             return
-        # A process that nobody has led yet took the place of the one that was asked.
+        # FencedError: the server was replaced by a process that no chief has led yet.
         silent = {task: error for task, error in errors.items() if isinstance(error, (UnreachableError, FencedError))}
         for task, why in sorted(silent.items()):
             what = "is another process now" if isinstance(why, FencedError) else "does not answer"
@@ -75,12 +75,12 @@ class Servers:
             state.emit(OrderRefused(order, errors))
 
     def refused(self, event: OrderRefused, now_s: float) -> None:
-        """Nothing is certain any more after an order that was refused, and nobody knew another way."""
+        """End the job: after a refused order for which no rule knew another way, nothing is certain."""
         _, error = sorted(event.errors.items())[0]
         self.state.end(error.exit_code, str(error), now_s)
 
     def poll_at_last_step(self, event: Tick, now_s: float) -> None:
-        """The last step is being closed: don't wait for the next heartbeat to learn it."""
+        """Ask for the status when the last step is near, instead of waiting for the next heartbeat."""
         state, progress = self.state, self.state.progress
         near = 0 < progress.stop_step <= progress.step_max + 1
         if state.phase is Phase.RUNNING and state.mode.consistent_cuts and near:

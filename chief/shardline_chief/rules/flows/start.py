@@ -1,4 +1,4 @@
-"""From "tasks are missing" to a plan, and from servers that are ready to training; who is waited for, and how long."""
+"""From missing tasks to a plan, and from ready servers to training; which tasks are awaited, and how long."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from shardline_chief.rules.state.tasks import ps_at
 
 
 class Start:
-    """Rules of the stages GATHERING and NOTHING_LEFT, and of the wait for tasks that train."""
+    """Rules for the stages GATHERING and NOTHING_LEFT, and for the wait for tasks that train."""
 
     def __init__(self, state: State, preparation: Preparation) -> None:
         self.state = state
         self.preparation = preparation
         self.done_before = ""
-        """Why there is nothing to do; the end then waits for those who are still to come."""
+        """Why there is nothing to do; the end then waits for tasks that have yet to join."""
         self.able_s: float | None = None
-        """Since when training could begin, with the tasks that are there; it waits for the others, but not for long."""
+        """Since when enough tasks are there to train; the wait for the others is then limited to --timeout."""
 
     # The job
 
@@ -41,9 +41,9 @@ class Start:
         state.say("job", f"job {job.name!r} from {source}: {len(job.tensors)} tensors, {count:,} elements")
 
     def gather(self, event: Arrived | Tick, now_s: float) -> None:
-        """Begin as soon as the job and all servers are known."""
+        """Begin once the job and all servers are known."""
         state = self.state
-        # A job that is done needs nobody to be there.
+        # A job that is complete already needs no servers.
         if state.job is not None and (not state.tasks.missing_ps() or self._complete(state.job)):
             self._begin(state.job, now_s)
 
@@ -87,11 +87,11 @@ class Start:
         self.preparation.place(placement)
 
     def _leases(self, job: JobSpec) -> bool:
-        """Whether the chief hands out batches. A script chooses its batches and its end itself."""
+        """Whether the chief hands out batches. A script chooses its own batches and its own end."""
         return self.state.mode.leases_batches and not job.script
 
     def _complete(self, job: JobSpec) -> bool:
-        """Whether the checkpoint to go on from holds all the steps that there are."""
+        """Whether the checkpoint to resume from already has all the job's steps."""
         resume = self.state.saves.resume
         if resume is None:
             return False
@@ -102,10 +102,10 @@ class Start:
     # Nothing to do
 
     def _nothing_left(self, now_s: float) -> None:
-        """All steps are made: end, once everybody is there to hear it.
+        """All steps are done: end once every task has joined and can be told so.
 
-        Who comes later would find no chief, wait for it and fail: containers are started one after another, each when
-        the one before it is healthy.
+        A task that came later would find no chief, wait for it and fail: containers are started one after another, each
+        once the previous one is healthy.
         """
         state, resume = self.state, self.state.saves.resume
         assert resume is not None
@@ -123,7 +123,7 @@ class Start:
         self._end_if_all_came(now_s)
 
     def nothing_left(self, event: Arrived, now_s: float) -> None:
-        """End once everybody is there to hear that nothing is left to do."""
+        """End once every task has joined and can be told that nothing is left to do."""
         self._end_if_all_came(now_s)
 
     def _end_if_all_came(self, now_s: float) -> None:
@@ -133,7 +133,7 @@ class Start:
     # Training begins
 
     def initialize(self, event: Arrived, now_s: float) -> None:
-        """Somebody is there who may set the first values."""
+        """A task joined: it may set the first values."""
         self.preparation.choose_initializer()
 
     def run(self, event: ServersReady | Arrived | Tick, now_s: float) -> None:
@@ -145,7 +145,7 @@ class Start:
         enough = len(trainers) >= max(1, state.settings.min_workers)
         self.able_s = (now_s if self.able_s is None else self.able_s) if enough else None
         late = self.able_s is not None and now_s - self.able_s >= state.timeouts.lost_s
-        # Once it has run, who is missing is a matter of what follows a death.
+        # Once training has begun, missing tasks are handled like deaths.
         if not again and (not enough or (missing > 0 and (state.script or not late))):
             return
         state.stage = Stage.TRAINING
@@ -154,7 +154,7 @@ class Start:
         state.emit(TrainingBegins(again))
 
     def began(self, event: TrainingBegins, now_s: float) -> None:
-        """Workers are told to train, for the first time."""
+        """Workers are ordered to train, for the first time in this run."""
         if event.again:
             return
         state, job = self.state, self.state.job
@@ -178,7 +178,7 @@ class Start:
     # Waiting
 
     def wait(self, event: Tick, now_s: float) -> None:
-        """Deadlines of the start; begin where enough tasks are there, else tell who is not."""
+        """Enforce the deadlines of the start; begin if enough tasks are there, else log which ones are missing."""
         state = self.state
         if state.figures.running_s is not None:
             return
@@ -199,7 +199,7 @@ class Start:
             state.outbox.tell_wait(now_s, deadline_s, whom)
 
     def _too_late(self, now_s: float) -> None:
-        """The time to join is over: end where those that are there can't begin without the others."""
+        """The time to join is over: end the job if it can't begin without the missing tasks."""
         state, settings = self.state, self.state.settings
         trainers = [member.task for member in state.tasks.trainers()]
         missing = [ps_at(index, settings.ps[index]) for index in state.tasks.missing_ps()]

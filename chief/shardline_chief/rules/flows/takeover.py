@@ -1,8 +1,8 @@
-"""A chief that comes back goes on with the job that the last one left, as if nothing had been (PROTOCOL 1.6).
+"""A restarted chief continues the job that the last one left, without a rollback if it can (PROTOCOL 1.6).
 
-First every server that the journal names is heard, or is seen to be gone: workers go on meanwhile by the orders they
-have. Then this chief takes command (Lead, with its higher term), compares what the servers hold with the journal, and
-sends them the table of the living. Where a server lacks what it should hold, recovery.py goes back to a checkpoint.
+First it waits until every server in the journal is heard or known to be gone; workers meanwhile follow their last
+orders. Then it takes command (Lead, with its higher term), compares what the servers hold with the journal, and sends
+them the table of living tasks. If a server lacks what it should hold, recovery.py rolls back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardline.core.spec import JobSpec
 from shardline.core.status import PsStatus
 from shardline.errors import TaskLostError
 from shardline_chief.rules.actions import Activate, AskStatus, CommandResult, Cut, Lead, Release
-from shardline_chief.rules.after import (
+from shardline_chief.rules.continuations import (
     AdoptThenActivate,
     AdoptThenBound,
     AdoptThenTrain,
@@ -37,7 +37,7 @@ from shardline_chief.rules.state.state import State
 
 
 class Takeover:
-    """Rules from the start of a chief that comes back until training has a chief again."""
+    """Rules from the start of a restarted chief until it commands the job again."""
 
     def __init__(self, state: State, recovery: Recovery) -> None:
         self.state = state
@@ -47,14 +47,14 @@ class Takeover:
         self._known = Remembered()
         self._unheard: set[str] = set()
         self._gone: dict[str, str] = {}
-        """Why, of each known server that is not there any more."""
+        """Reason for each known server that is gone."""
         self._began_s = 0.0
         self._said_few = False
 
     # The start
 
     def begin(self, known: Remembered, now_s: float, trained_s: float) -> None:
-        """Take up what was. trained_s: seconds since training began, by the wall clock."""
+        """Take over the remembered job. trained_s: seconds since training began, by the wall clock."""
         state = self.state
         self._known, self._began_s = known, now_s
         self.ending.early = EndAsked(*known.stopping) if known.stopping is not None else None
@@ -98,11 +98,11 @@ class Takeover:
         self._unheard.discard(task)
 
     def server_restarted(self, event: ServerRestarted, now_s: float) -> None:
-        """The next process of a known server is here."""
+        """The new process of a known server has joined."""
         self._is_gone(event.task, event.why)
 
     def server_lost(self, event: ServerLost, now_s: float) -> None:
-        """A known server is dead, or did not do what it was told."""
+        """A known server is dead, or an order to it failed."""
         self.state.tasks.members.declare_dead(event.task)
         self._is_gone(event.task, event.why)
 
@@ -113,12 +113,12 @@ class Takeover:
             self.state.say("life", f"{why}; it may have held shards", "warning", task=task)
 
     def wait(self, event: Tick, now_s: float) -> None:
-        """Go on once every known server was heard or is known to be gone."""
+        """Continue once every known server has been heard or is known to be gone."""
         if not self._unheard and self._most_are_here(now_s):
             self._decide(now_s)
 
     def _most_are_here(self, now_s: float) -> bool:
-        """Whether more than half of the servers can be led: with fewer, another chief might lead the others."""
+        """Whether more than half of the servers can be led: with fewer, another chief might lead the rest."""
         state = self.state
         held = sorted({place.task for place in self._known.placement})
         here = {member.task for member in state.tasks.members.living("ps")}
@@ -146,7 +146,7 @@ class Takeover:
         state, known = self.state, self._known
         state.stage = Stage.ADOPTING
         if not known.timeline or known.job is None:
-            # Nothing was begun: what is there is a cluster that waits for its chief.
+            # No timeline was begun: the tasks are a cluster that waits for its chief.
             state.stage = Stage.GATHERING
             state.emit(Arrived())
             return
@@ -162,7 +162,7 @@ class Takeover:
     # Standbys
 
     def _ask(self) -> None:
-        """Take command of those that are there, to hear what they hold."""
+        """Take command of the reachable servers, to ask what they hold."""
         state, known = self.state, self._known
         state.stage = Stage.ASKING
         living = state.tasks.members.living("ps")
@@ -173,12 +173,12 @@ class Takeover:
         state.command(Lead(addresses=servers), LeadThenAsk())
 
     def led_to_ask(self, after: LeadThenAsk, result: CommandResult, now_s: float) -> None:
-        """Those that are there obey this chief."""
+        """The reachable servers obey this chief: ask what they hold."""
         if not self._again(result):
             self.state.command(AskStatus(), StatusThenResume())
 
     def _again(self, result: CommandResult) -> bool:
-        """Whether another server turned out to be gone: then it is decided anew, with those that are left."""
+        """Whether another server turned out to be gone: the decision is then made again without it."""
         if self.state.stage is not Stage.ASKING:
             return True
         for task, error in result.errors.items():
@@ -188,7 +188,7 @@ class Takeover:
         return bool(result.errors)
 
     def asked(self, after: StatusThenResume, result: CommandResult, now_s: float) -> None:
-        """Go on as it is, or with standbys in the place of those that are gone, or go back."""
+        """Continue as it is, with standbys in place of lost primaries, or roll back."""
         if self._again(result):
             return
         state, known = self.state, self._known
@@ -213,21 +213,21 @@ class Takeover:
         self.failover.stand_in_as_found(found, why, now_s, since_s=self._began_s, step=step)
 
     def _release_copies(self, servers: Mapping[str, PsStatus]) -> None:
-        """Which leases were done when shards copied themselves alone died with the last chief: no use of the copies."""
+        """Drop copies made one by one: which leases they include died with the last chief, so they are useless."""
         state = self.state
         cuts = [cut.step for status in servers.values() for shard in status.shards for cut in shard.cuts]
         if cuts and not state.mode.consistent_cuts:
             state.command(Release(timeline=state.layout.timeline, step=max(cuts)))
 
     def _go_back(self, lost: dict[str, str], now_s: float) -> None:
-        """Something of what the shards held is not there, or was never there."""
+        """Some shard values are missing, or never existed: roll back."""
         state = self.state
-        # As the last chief left it; the loss follows.
+        # As the last chief left it; the loss is handled next.
         state.stage = Stage.TRAINING if state.phase is Phase.RUNNING else Stage.LEADING
         everything = lost.keys() >= {place.task for place in self._known.placement}
         stopping = self._known.stopping
         if everything and self.ending.early == (EndAsked(*stopping) if stopping is not None else None):
-            # Not only the chief was started again but the job: whoever did that wants it to go on.
+            # Not only the chief but the whole job was restarted, so it is meant to continue.
             self.ending.early = None
         for task, why in sorted(lost.items()):
             member = state.tasks.members.get(task)
@@ -242,11 +242,11 @@ class Takeover:
         self.state.command(AskStatus(), StatusThenAdopt())
 
     def compare(self, after: StatusThenAdopt, result: CommandResult, now_s: float) -> None:
-        """It is known what the servers hold."""
+        """The servers have reported what they hold."""
         self._compare(result, now_s)
 
     def _compare(self, result: CommandResult, now_s: float) -> None:
-        """What does not hold the journal's timeline has been found out on the way here, see heartbeats.py."""
+        """Check that every shard has its values; flows/servers.py has already found servers of another timeline."""
         state, plan = self.state, self.state.layout.plan
         if state.stage is not Stage.ADOPTING:
             return
@@ -263,16 +263,16 @@ class Takeover:
         state.publish_members(AdoptThenActivate())
 
     def known_to_all(self, after: AdoptThenActivate, result: CommandResult, now_s: float) -> None:
-        """The servers know who trains."""
-        # The last chief may have died between the note that they are active and the act.
+        """The servers have the table of members."""
+        # The last chief may have died after noting that they are active and before activating them.
         self.state.command(Activate(timeline=self.state.layout.timeline), AdoptThenBound())
 
     def activated(self, after: AdoptThenBound, result: CommandResult, now_s: float) -> None:
-        """The servers admit pushes."""
+        """The servers accept pushes."""
         self._stop_again(now_s)
 
     def _stop_again(self, now_s: float) -> None:
-        """Tell the servers once more where to stop."""
+        """Send the servers the stop step again."""
         state, stop_step = self.state, self.state.progress.stop_step
         if not state.mode.consistent_cuts or not stop_step:
             self._adopted(now_s)
@@ -280,10 +280,10 @@ class Takeover:
         state.command(Cut(timeline=state.layout.timeline, step=stop_step, stop=True), AdoptThenTrain())
 
     def bounded(self, after: AdoptThenTrain, result: CommandResult, now_s: float) -> None:
-        """The servers know where to stop, unless they are past it."""
+        """The servers have the stop step, unless they are past it."""
         progress = self.state.progress
         if progress.stop_step != bound(self.state) and any(passed for passed, _ in result.values.values()):
-            # The stop that was asked for reached no server: it is chosen again.
+            # The requested stop reached no server: choose it again.
             progress.stop_step = bound(self.state)
             self._stop_again(now_s)
             return

@@ -1,11 +1,11 @@
-"""Those that train: who is gone, whose link is broken, who is left to go on (PROTOCOL 1.6)."""
+"""Tasks that train: which are lost, whose link is broken, who is left to continue (PROTOCOL 1.6)."""
 
 from __future__ import annotations
 
 from shardline.core.orders import Phase
 from shardline.errors import JobError, TaskLostError
 from shardline_chief.rules.actions import CommandResult
-from shardline_chief.rules.after import FenceThenMove
+from shardline_chief.rules.continuations import FenceThenMove
 from shardline_chief.rules.events import EndAsked, ServerLost, StrangerLost, Tick, TrainerLost
 from shardline_chief.rules.stages import Stage
 from shardline_chief.rules.state.membership import Member
@@ -13,22 +13,22 @@ from shardline_chief.rules.state.state import State
 
 
 class Workers:
-    """Rules over the tasks that train, from their first step to the last."""
+    """Rules for the tasks that train, from their first step to the last."""
 
     def __init__(self, state: State) -> None:
         self.state = state
         self._uneven_since_s: float | None = None
         self._suspected_s: float | None = None
-        """Since when a task does not hear a server."""
+        """Since when some task can't reach a server."""
 
     # Losses
 
     def lost(self, event: TrainerLost, now_s: float) -> None:
-        """A task that trains is gone: fence it on every server, then give its work to the living."""
+        """A task that trains is lost: fence it on every server, then give its work to living tasks."""
         self.state.publish_members(FenceThenMove(event.member, event.sentence, event.level))
 
     def fenced(self, after: FenceThenMove, result: CommandResult, now_s: float) -> None:
-        """No server takes anything from the lost task any more: give its work to the living."""
+        """Every server has fenced the lost task: give its work to living tasks."""
         state, member = self.state, after.member
         if state.ended:
             return
@@ -39,7 +39,7 @@ class Workers:
         state.say("life", f"{after.sentence}; {rest}", worst, task=member.task, state=member.state.value)
 
     def stranger_lost(self, event: StrangerLost, now_s: float) -> None:
-        """No server knows of it yet in this timeline, so it is fenced as it is."""
+        """No server knows the task in this timeline, so there is nothing to fence."""
         member = event.member
         self.state.reassign(member.incarnation)
         rest = "the job goes on without it" if member.role == "evaluator" else "waiting for another"
@@ -47,7 +47,7 @@ class Workers:
         self.state.say("life", f"{event.sentence}; {rest}", "warning", **fields)
 
     def server_lost(self, event: ServerLost, now_s: float) -> None:
-        """A server is gone before anything was given to it."""
+        """A server is lost before it was given anything."""
         member = self.state.tasks.members.get(event.task)
         if member is not None:
             self.stranger_lost(StrangerLost(member, event.why), now_s)
@@ -62,18 +62,18 @@ class Workers:
     # Links
 
     def links(self, event: Tick, now_s: float) -> None:
-        """Tasks that train can't reach a server that the chief hears: the server's fault, or theirs (PROTOCOL 1.6)."""
+        """Trainers can't reach a server that the chief can reach: decide which side is at fault (PROTOCOL 1.6)."""
         state, tasks = self.state, self.state.tasks
         trainers = self._witnesses()
         suspected = any(tasks.suspects.get(member.task) for member in trainers)
-        # A chief that comes back first hears all servers: what is lost is decided once, with what the others hold.
+        # A restarted chief hears all servers first, so that losses are decided together.
         if state.stage is not Stage.TRAINING or not suspected:
             self._suspected_s = None
             return
         if self._suspected_s is None:
             self._suspected_s = now_s
         if now_s - self._suspected_s < state.timeouts.suspect_s:
-            # Others may be about to say the same, which makes it the server's fault.
+            # Others may be about to report the same, which makes it the server's fault.
             return
         for place in state.layout.placement:
             named = [member for member in trainers if place.task in tasks.suspects.get(member.task, ())]
@@ -85,7 +85,7 @@ class Workers:
                 return
 
     def _witnesses(self) -> list[Member]:
-        """Whose word on the servers counts. Spares exchange nothing with them, and a stranger could be many spares."""
+        """Tasks whose reports on servers count: not spares, which exchange nothing with servers and may be many."""
         state, work = self.state, self.state.work
         trainers = state.tasks.trainers()
         if state.chooses_batches:
@@ -94,7 +94,7 @@ class Workers:
         return [member for member in trainers if member.task in tasks or member.incarnation in lives]
 
     def _judge_link(self, lost: ServerLost, named: list[Member], trainers: int, now_s: float) -> None:
-        """lost: what to report where it is the server's fault; named: those that do not hear the server."""
+        """lost: event to emit if the server is at fault. named: tasks that can't reach it. trainers: their number."""
         tasks, sentence = self.state.tasks, lost.why
         if 2 * len(named) > trainers:
             why = "most of those that train" if trainers > 1 else "nobody else trains"
@@ -108,7 +108,7 @@ class Workers:
     # Too few, or uneven
 
     def alone(self, event: Tick, now_s: float) -> None:
-        """Nobody trains, fewer than the job wants, or a script lacks one of its workers: wait, then end."""
+        """Too few tasks train, or a script lacks one of its workers: wait, then end the job."""
         state, tasks = self.state, self.state.tasks
         if state.phase is not Phase.RUNNING:
             return
@@ -131,19 +131,19 @@ class Workers:
             state.emit(EndAsked(reason, TaskLostError.exit_code))
 
     def _gone_from_script(self) -> list[str]:
-        """Workers of a script that are not there and have not done their part."""
+        """Workers of a script that are gone and have not finished."""
         tasks = self.state.tasks
         there = {*(member.task for member in tasks.trainers()), *tasks.finished}
         names = [f"worker/{index}" for index in range(self.state.settings.workers)]
         return [task for task in names if task not in there]
 
     def _gone(self) -> str:
-        """Tasks that trained and do no more."""
+        """Tasks that trained and no longer do, as a phrase."""
         members = self.state.tasks.members
         return ", ".join(m.task for m in members if m.trains and not m.living) or "a task that trains"
 
     def uneven(self, event: Tick, now_s: float) -> None:
-        """Workers of a synchronous script make different numbers of steps: fail where the first one has finished."""
+        """Workers of a synchronous script make different numbers of steps: fail once the first has finished."""
         state, tasks = self.state, self.state.tasks
         ahead = self._ahead() if state.phase is Phase.RUNNING else []
         if not ahead:
@@ -151,7 +151,7 @@ class Workers:
             return
         if self._uneven_since_s is None:
             self._uneven_since_s = now_s
-        # Who is neither done nor waiting may be saving its results: it has time for that.
+        # A worker that is neither done nor waiting may be saving its results: give it time for that.
         undecided = len(tasks.working()) > len(ahead)
         if undecided and now_s - self._uneven_since_s < state.timeouts.lost_s:
             return
@@ -165,12 +165,12 @@ class Workers:
         state.emit(EndAsked(reason, JobError.exit_code))
 
     def _ahead(self) -> list[str]:
-        """Workers of a script that have pushed a step which one that has finished will never push."""
+        """Workers of a script that have pushed a step that an already finished worker will never push."""
         state, tasks = self.state, self.state.tasks
         if not (state.script and state.mode.assigns_replicas and tasks.finished):
             return []
         gone = {int(task.rpartition("/")[2]) for task in tasks.finished}
-        # A report from before the end of the finished one lacks its replica too.
+        # A report from before the other worker finished lacks its replica too.
         last = max(tasks.steps.get(task, 0) for task in tasks.finished)
         shards = state.progress.shards.values()
         open_ = [set(s.waiting_for) for s in shards if s.step_min >= last and gone & set(s.waiting_for)]

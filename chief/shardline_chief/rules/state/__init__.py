@@ -1,1 +1,1 @@
-"""What the chief knows of the job, one file for each concern."""
+"""What the chief knows about the job, one file per subject."""

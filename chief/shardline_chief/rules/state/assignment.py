@@ -1,7 +1,7 @@
-"""Which worker runs which logical replicas. Pure.
+"""Which worker runs which replicas. Pure.
 
-The replicas belong to the job, so this choice moves no bit of the result: it is about balance, about blocks that can be
-summed before they are sent (contiguous, aligned), and about moving little when workers come and go.
+The assignment does not affect the result by a single bit, since replicas belong to the job. It is chosen for balance,
+for blocks that can be summed before they are sent (contiguous, aligned), and to move little when workers come and go.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 
 
 def assign(previous: Mapping[int, str], living: Sequence[str], replicas: int) -> dict[int, str]:
-    """Replica -> worker for every replica in [0, replicas); {} where nobody lives.
+    """Worker by replica, for every replica in [0, replicas); {} if no worker is living.
 
     previous: the assignment so far. A living worker keeps its replicas as long as the counts differ by at most one.
-    living: workers by index. Beyond `replicas` of them the rest are spares: those that hold none so far, highest first.
+    living: workers in order of index. If there are more than `replicas`, the rest are spares: workers without replicas
+    first, the highest index first.
     """
     if not living:
         return {}
@@ -38,14 +39,14 @@ def assign(previous: Mapping[int, str], living: Sequence[str], replicas: int) ->
         most, least = max(active, key=lambda w: (len(held[w]), -active.index(w))), min(active, key=load)
         if len(held[most]) - len(held[least]) <= 1:
             break
-        # From the end, so that what stays and what moves are both contiguous.
+        # From the end, so that both what stays and what moves are contiguous.
         held[least].append(held[most].pop())
         held[least].sort()
     return {replica: worker for worker in active for replica in held[worker]}
 
 
 def _blocks(workers: Sequence[str], replicas: int) -> dict[int, str]:
-    """Contiguous runs of as equal length as can be; aligned where the counts are powers of two."""
+    """Contiguous runs of lengths as equal as possible; aligned if the counts are powers of two."""
     base, extra = divmod(replicas, len(workers))
     result, first = {}, 0
     for number, worker in enumerate(workers):
@@ -56,5 +57,5 @@ def _blocks(workers: Sequence[str], replicas: int) -> dict[int, str]:
 
 
 def replicas_of(assignment: Mapping[int, str], worker: str) -> tuple[int, ...]:
-    """The worker's replicas in order."""
+    """The worker's replicas, ascending."""
     return tuple(sorted(replica for replica, holder in assignment.items() if holder == worker))

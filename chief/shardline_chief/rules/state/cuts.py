@@ -1,4 +1,4 @@
-"""Which cuts can be fetched and which must be given up: all shards hold a step, or nobody does (PROTOCOL 1.7). Pure."""
+"""Which cuts can be fetched and which must be discarded: all shards hold a step, or none does (PROTOCOL 1.7). Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from shardline.core.status import ShardStatus
 
 
 class CutLedger:
-    """Cuts held by the shards, as they last told."""
+    """Cuts held by the shards, as last reported."""
 
     def __init__(self, num_shards: int) -> None:
-        """num_shards: those that hold anything."""
+        """num_shards: number of shards that are not empty."""
         self._num_shards = num_shards
         self._shards: dict[int, ShardStatus] = {}
         self._passed: dict[int, int] = {}
@@ -19,21 +19,21 @@ class CutLedger:
         self._closed: set[int] = set()
 
     def observe(self, shards: Iterable[ShardStatus]) -> None:
-        """Take in what one ps said of its shards."""
+        """Take in one ps's report on its shards."""
         for shard in shards:
             if shard.shard in self._shards:
                 self._passed[shard.shard] = self._shards[shard.shard].step_min
             self._shards[shard.shard] = shard
 
     def complete(self) -> list[int]:
-        """Steps that all shards hold whole and that were not dealt with, lowest first."""
+        """Steps that all shards hold completely and that are still open, ascending."""
         if len(self._shards) < self._num_shards:
             return []
         held = [{cut.step for cut in shard.cuts if cut.complete and not cut.skipped} for shard in self._shards.values()]
         return sorted(set.intersection(*held) - self._closed) if held else []
 
     def lost(self) -> list[int]:
-        """Steps that some shard holds, or began, and another left out: they can never become complete."""
+        """Steps that some shard holds or has begun and another has skipped: they can never become complete."""
         named = {cut.step for shard in self._shards.values() for cut in shard.cuts} - self._closed
         return sorted(step for step in named if any(self._left_out(shard, step) for shard in self._shards.values()))
 
@@ -41,14 +41,14 @@ class CutLedger:
         mine = [cut for cut in shard.cuts if cut.step == step]
         if mine:
             return any(cut.skipped for cut in mine)
-        # A bucket copies itself before it goes past the step. Judged by the report before: a report isn't taken at one
-        # instant, and the copy may have been made between its list of cuts and its step.
+        # A bucket copies itself before it passes the step. Compared with the previous report, since a report isn't made
+        # at one instant: the copy may have been made after its list of cuts was read and before its step was.
         return self._passed.get(shard.shard, 0) > step
 
     def close(self, step: int) -> None:
-        """Committed or given up: later reports of this step mean nothing, they crossed the Release."""
+        """Committed or discarded: ignore later reports of this step, which were sent before the Release arrived."""
         self._closed.add(step)
 
     def reopen(self, step: int) -> None:
-        """The step is asked for again."""
+        """The step has been ordered again."""
         self._closed.discard(step)

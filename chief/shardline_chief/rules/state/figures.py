@@ -1,4 +1,4 @@
-"""What is counted and scored, for people and for the summary."""
+"""Counts and scores, for people and for the summary."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from shardline.core.status import Traffic
 from shardline.job import lowest_is_best
 
 
-class Figures:
+class JobFigures:
     """Times, traffic, scores and faults."""
 
     def __init__(self, now_s: float) -> None:
         self.started_s = now_s
         self.running_s: float | None = None
-        """When training first began."""
+        """When training first began; None before."""
         self.training_end_s: float | None = None
         self.traffic: dict[str, Traffic] = {}
         self.lives: dict[tuple[str, int], Mapping[str, float]] = {}
-        """What each life of a task counts of itself; see shardline.core.orders."""
+        """Counters that each life of a task reports, by (task, incarnation); see shardline.core.orders."""
         self.faults: dict[str, str] = {}
-        """What fails at present while the job goes on, by what it is: "checkpoint", "journal"."""
+        """Current faults that do not stop the job, by subject: "checkpoint", "journal"."""
         self.metrics: dict[int, Mapping[str, float]] = {}
         """The evaluator's scores, by step."""
         self.best: tuple[int, Mapping[str, float]] | None = None
         self.unscored: dict[int, str] = {}
-        """Why the evaluator gave a checkpoint no score, by step."""
+        """Why a checkpoint has no score, by step."""
         self.lost_scores = ""
-        """Why there is no evaluator any more."""
+        """Why there is no evaluator any more; empty if none was lost."""
 
     def total(self, name: str) -> int:
         """Sum of a figure over all lives of all tasks."""
@@ -41,15 +41,15 @@ class Figures:
         return (now_s if self.training_end_s is None else self.training_end_s) - self.running_s
 
     def end_training(self, now_s: float) -> None:
-        """No step is made any more; the first call stands."""
+        """Note when training ended; only the first call counts."""
         if self.training_end_s is None:
             self.training_end_s = now_s
 
     def better(self, metrics: Mapping[str, float], job: JobSpec | None) -> bool:
-        """Whether these metrics beat the best so far; the first ones always do. A NaN never does.
+        """Whether these metrics beat the best so far; the first ones always do, a NaN never does.
 
-        The job's best_metric decides; without one the first that evaluate gives, and less is better where its name
-        says so.
+        The job's best_metric decides; without one, the first metric that evaluate returns, and lower is better if its
+        name implies it.
         """
         if not metrics or job is None:
             return False

@@ -1,4 +1,4 @@
-"""Which server holds what, in which history of the parameters."""
+"""Which server holds what, in which timeline of the parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from shardline.core.placement import Placement
 from shardline.core.plan import Plan
 
 
-class Layout:
+class JobLayout:
     """Plan, placement and timeline."""
 
     def __init__(self, term: int) -> None:
@@ -14,35 +14,35 @@ class Layout:
         self.placement: tuple[Placement, ...] = ()
         self.timeline = 0
         self.table_sent = False
-        """The servers hold a table of members, so whoever joins must be put into it before the reply (F4)."""
+        """The servers hold a table of members, so a task that joins must be added to it before the reply (F4)."""
         self.placing_standbys = False
-        """Standbys are being placed while training goes on."""
+        """Standbys are being placed while training continues."""
         self._term = term
         self._timelines = self._appointments = 0
 
     def new_timeline(self) -> int:
-        """Begin another history."""
+        """Begin another timeline; returns its number, unique over all chiefs."""
         self._timelines += 1
         self.timeline = self._term << 32 | self._timelines
         return self.timeline
 
     def new_appointment(self) -> int:
-        """A number for a standby that a shard is given, which no standby of any chief has had before."""
+        """A number for a new appointment of a standby, unique over all chiefs."""
         self._appointments += 1
         return self._term << 32 | self._appointments
 
     @property
     def filled(self) -> int:
-        """Shards that hold anything; 0 while there is no plan."""
+        """Number of shards that are not empty; 0 while there is no plan."""
         return filled_shards(self.plan) if self.plan is not None else 0
 
 
 def filled_shards(plan: Plan) -> int:
-    """Shards that hold anything: a small model on many servers leaves some empty."""
+    """Number of shards that are not empty: a small model on many servers leaves some empty."""
     return sum(bool(shard.buckets) for shard in plan.shards)
 
 
 def addresses(placement: tuple[Placement, ...]) -> dict[str, str]:
-    """Where the servers of a placement answer, those that only hold standbys too."""
+    """Addresses of the servers of a placement, by task, including those that only hold standbys."""
     standbys = {place.standby_task: place.standby_address for place in placement if place.standby_task}
     return {**standbys, **{place.task: place.address for place in placement}}

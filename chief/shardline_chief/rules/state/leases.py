@@ -1,8 +1,8 @@
 """Asynchronous mode: who trains on which batches. Pure.
 
-Batches have global numbers [0, steps); what batch n holds is a function of the seed and n. They are handed out as
-leases of a few batches. A lease is done when its pushes are acknowledged by every shard; the leases of a dead worker
-are handed out again, so each batch is trained on at least once; those that may count twice are counted.
+Batches have global numbers [0, steps); the content of batch n is a function of the seed and n. They are handed out as
+leases of a few batches. A lease is done once every shard has acknowledged its pushes. The leases of a dead worker are
+handed out again, so each batch is trained on at least once; batches that may count twice are counted.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from shardline.errors import CheckpointError
 
 MAX_BATCHES = 16
-"""Batches of one lease: few enough that a death repeats little, enough that leasing costs nothing."""
+"""Most batches per lease: few enough that a death repeats little, enough that leasing costs nothing."""
 MOST_GIVEN = 256
-"""Newest leases of a worker that are remembered once they are done: it reports their batches with its next beats."""
+"""Leases remembered per worker after they are done: it reports their batches with its next heartbeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,38 +36,38 @@ class Lease:
 
 
 class Leases:
-    """All batches of a job: not yet issued, issued, done."""
+    """All batches of a job: free, leased or done."""
 
     def __init__(self, steps: int, *, done: Iterable[tuple[int, int]] = (), repeated: int = 0, number: int = 0) -> None:
-        """done: ranges [first, end) finished before, from a checkpoint's cursor. number: of the last lease before."""
+        """done: ranges [first, end) finished before, from a checkpoint's cursor. number: of the last lease so far."""
         self._steps = steps
         self._done = _merged(done)
         self._free = _gaps(self._done, steps)
         self._open: dict[int, Lease] = {}
         self._given: dict[int, deque[Lease]] = {}
-        """By incarnation, its newest leases, open or done."""
+        """Newest leases of each incarnation, open or done."""
         self._number = number
         self.repeated = repeated
         """Batches handed out again after a death or a stop; each may count twice in the parameters."""
 
     @property
     def steps(self) -> int:
-        """Batches of the job."""
+        """Number of batches in the job."""
         return self._steps
 
     @property
     def done(self) -> int:
-        """Batches whose lease is done."""
+        """Number of batches whose lease is done."""
         return sum(end - first for first, end in self._done)
 
     @property
     def number(self) -> int:
-        """Of the newest lease. A worker may still name an older one, so no number is used again."""
+        """Number of the newest lease. A worker may still name an older one, so numbers are never reused."""
         return self._number
 
     @property
     def outstanding(self) -> int:
-        """Leases handed out and not done."""
+        """Number of open leases."""
         return len(self._open)
 
     @property
@@ -76,9 +76,9 @@ class Leases:
         return self.done >= self._steps
 
     def take(self, incarnation: int, *, workers: int) -> Lease | None:
-        """The next lease, lowest batch first; None where all batches are issued.
+        """The next lease, lowest batch first; None if no batch is free.
 
-        workers: living ones, so that the end of the job is spread over all of them.
+        workers: number of living workers; leases shrink near the end of the job, so that all of them share it.
         """
         if not self._free:
             return None
@@ -102,26 +102,26 @@ class Leases:
         return {lease.incarnation for lease in self._open.values()}
 
     def has_given(self, incarnation: int) -> bool:
-        """Whether this incarnation holds a lease, or held one."""
+        """Whether this incarnation has, or had, a lease."""
         return incarnation in self._given
 
     def has_given_batch(self, incarnation: int, batch: int) -> bool:
-        """Whether one of this incarnation's newest leases, open or done, has this batch in it."""
+        """Whether one of this incarnation's newest leases, open or done, contains this batch."""
         return any(lease.first <= batch < lease.end for lease in reversed(self._given.get(incarnation, ())))
 
     def held_by(self, incarnation: int) -> Lease | None:
-        """What it holds already. A worker holds one lease at a time, so if it asks, the last answer was lost."""
+        """Its open lease, or None. A worker has one at a time, so if it asks again, the last answer was lost."""
         return next((lease for lease in self._open.values() if lease.incarnation == incarnation), None)
 
     def recall(self, lease: Lease) -> None:
-        """A lease that was handed out before, by a chief whose journal is read."""
+        """Restore a lease that an earlier chief handed out, from its journal."""
         self._number = max(self._number, lease.number)
         self._hand_out(lease)
         taken = [*self._done, *((held.first, held.end) for held in self._open.values())]
         self._free = _gaps(_merged(taken), self._steps)
 
     def finish(self, number: int, incarnation: int) -> bool:
-        """Mark a lease done. False: it is not that incarnation's (it was handed to another, or done before)."""
+        """Mark a lease done. False: it is not open for that incarnation (handed to another worker, or done before)."""
         lease = self._open.get(number)
         if lease is None or lease.incarnation != incarnation:
             return False
@@ -130,7 +130,7 @@ class Leases:
         return True
 
     def fence(self, incarnation: int) -> Sequence[Lease]:
-        """Take back what a fenced incarnation holds; returns those leases."""
+        """Take back the open leases of a fenced incarnation, and return them."""
         back = [lease for lease in self._open.values() if lease.incarnation == incarnation]
         self._given.pop(incarnation, None)
         for lease in back:
@@ -140,26 +140,26 @@ class Leases:
         return back
 
     def anew(self) -> Leases:
-        """The same batches from the beginning: none of their updates is there any more."""
+        """The same batches from the beginning: none of their updates exist any more."""
         again = self.done + sum(lease.count for lease in self._open.values())
         return self._followed_by(Leases(self._steps, repeated=self.repeated + again, number=self._number))
 
     def _followed_by(self, leases: Leases) -> Leases:
-        """Those instead of these: who was given what stays known."""
+        """Replace these leases by others that still know who was given what."""
         leases._given = self._given
         return leases
 
     def back_to(self, cursor: Mapping[str, Any]) -> Leases:
-        """As a checkpoint has them, where every shard went back to it; the open ones are handed out again.
+        """The leases of a checkpoint that every shard was rolled back to; open ones are handed out again.
 
-        Raises CheckpointError for a cursor that is none.
+        Raises CheckpointError if the cursor is invalid.
         """
         found = Leases.resumed(cursor, self._steps, number=self._number)
         found.repeated += sum(lease.count for lease in self._open.values())
         return self._followed_by(found)
 
     def cursor(self) -> dict[str, Any]:
-        """What a checkpoint keeps, JSON: the done ranges. Taken BEFORE the shards copy themselves (PROTOCOL 1.7)."""
+        """The checkpoint's data cursor, as JSON. Take it BEFORE the shards copy themselves (PROTOCOL 1.7)."""
         return {
             "steps": self._steps,
             "done": [[first, end] for first, end in self._done],
@@ -168,9 +168,9 @@ class Leases:
 
     @classmethod
     def resumed(cls, cursor: Mapping[str, Any], steps: int, *, number: int = 0) -> Leases:
-        """Leases of a job of `steps` batches that goes on after a checkpoint.
+        """Leases of a job of `steps` batches that resumes from a checkpoint.
 
-        Raises CheckpointError for a cursor that is none.
+        Raises CheckpointError if the cursor is invalid.
         """
         try:
             ranges = [(int(first), int(end)) for first, end in cursor.get("done", [])]
@@ -184,7 +184,7 @@ class Leases:
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in order, adjacent ones joined."""
+    """Ranges in ascending order, overlapping and adjacent ones merged."""
     result: list[tuple[int, int]] = []
     for first, end in sorted(ranges):
         if result and first <= result[-1][1]:
@@ -195,7 +195,7 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _gaps(done: Sequence[tuple[int, int]], steps: int) -> list[tuple[int, int]]:
-    """What of [0, steps) is not in the sorted ranges."""
+    """The parts of [0, steps) that are not in the sorted ranges."""
     result, at = [], 0
     for first, end in done:
         if first > at:

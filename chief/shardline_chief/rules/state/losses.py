@@ -1,4 +1,4 @@
-"""Losses of servers: the one that is being dealt with, and those before it."""
+"""Losses of servers: the one being handled, and earlier ones."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from shardline.core.placement import Placement
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
-    """The job went on after a parameter server was lost."""
+    """The job recovered from the loss of a parameter server."""
 
     task: str
-    """The first one that was lost."""
+    """The first task that was lost."""
     at_step: int
-    """How far all shards were, as last told."""
+    """Step that all shards had reached, as last reported."""
     from_step: int
-    """Step of the checkpoint that was gone back to; 0 where there was none."""
+    """Step of the checkpoint that was rolled back to; 0 if there was none."""
     seconds: float
-    """From its last sign of life until training went on."""
+    """Seconds from its last sign of life until training resumed."""
     lost: int
-    """Steps to be computed again. Where each shard goes back alone: updates of the lost shards, as far as they had been
-    told of; the workers know how many it really were (lost_updates in the summary)."""
+    """Steps to be computed again. If shards go back one by one: updates of the lost shards, as far as reported; the
+    workers know the exact number (lost_updates in the summary)."""
 
 
 @dataclass(kw_only=True)
 class Loss:
-    """A loss for which the job stands still."""
+    """A loss that has stopped the job."""
 
     first: str
     """The first task that was lost."""
     began_s: float
     """Its last sign of life."""
     at: dict[int, tuple[int, int]]
-    """Step and version of each shard, as last told before the loss."""
+    """Step and version of each shard, as last reported before the loss."""
     at_step: int
     home: tuple[Placement, ...]
-    """Who held what before the loss."""
+    """The placement before the loss."""
     failover: bool = False
-    """Standbys take over, so nothing goes back."""
+    """Standbys are promoted, so nothing is rolled back."""
 
 
 @dataclass
@@ -50,6 +50,6 @@ class Losses:
     attempts: int = 0
     """Losses in a row with no step made between them."""
     resumed_at: int | None = None
-    """How far all shards were when the job went on; None until they have told."""
+    """Step that all shards had reached when the job resumed; None until they report."""
     failovers: int = 0
-    """Chiefs of this job that took over from another."""
+    """How many chiefs of this job have taken over from another."""

@@ -1,7 +1,7 @@
-"""Who takes part and who is alive: joins, heartbeats, suspicion, death. Pure; the clock is an argument.
+"""Which tasks take part and are alive: joins, heartbeats, suspicion, death. Pure; the time is an argument.
 
-A task is suspect when its stream broke or it was silent for T/10, dead after T/3 of silence or when a new process
-takes its index (PROTOCOL 1.6). Each admission gives a new incarnation; the one before it is fenced.
+A task is suspect when its stream broke or after T/10 of silence; it is dead after T/3 of silence, or when a new process
+takes its index (PROTOCOL 1.6). Each admission creates a new incarnation; the previous one is fenced.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from shardline.cluster import ROLES
 from shardline.core.identity import Identity
 from shardline.security import holds
 from shardline_chief.rules.messages import TRAINERS, Join
-from shardline_chief.rules.replay import Known
+from shardline_chief.rules.replay import KnownMember
 
 
 class Life(enum.Enum):
-    """What is known of a task's life."""
+    """State of a task's life."""
 
     ALIVE = "alive"
     SUSPECT = "suspect"
@@ -28,7 +28,7 @@ class Life(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One task; replaced, never changed."""
+    """One life of a task; replaced, never changed."""
 
     role: str
     index: int
@@ -38,10 +38,10 @@ class Member:
     metrics_address: str
     last_heard_s: float
     key: bytes = field(default=b"", repr=False)
-    """What the secret that this life was given is known by; see security.key_of."""
+    """Digest of the secret that this life was given; see security.key_of."""
     state: Life = Life.ALIVE
     broken: bool = False
-    """Its heartbeat stream broke and no newer one came."""
+    """Its heartbeat stream broke and no new one has been opened."""
 
     @property
     def task(self) -> str:
@@ -61,7 +61,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """The new member, and the life it replaces where there was a living one."""
+    """The new member, and the living incarnation that it replaces, if any."""
 
     member: Member
     replaced: Member | None = None
@@ -69,7 +69,7 @@ class Admitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """Why a join is turned down; `retry` says whether asking again may help."""
+    """Why a join is refused; `retry` says whether asking again may help."""
 
     reason: str
     retry: bool = False
@@ -77,7 +77,7 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class LifeChange:
-    """A task changed its state; `sentence` says which, when last heard and why, not yet what happens next."""
+    """A task changed its state; `sentence` says how and why, but not what follows."""
 
     member: Member
     sentence: str
@@ -93,7 +93,7 @@ class Membership:
         self._counter = 0
         self._members: dict[str, Member] = {}
         self._kept: dict[str, tuple[str, float]] = {}
-        """Places handed out to tasks that have not joined yet: task -> (address, until when)."""
+        """Indices reserved for tasks that have not joined yet: task -> (address, time of expiry)."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(sorted(self._members.values(), key=lambda m: (m.role, m.index)))
@@ -103,7 +103,7 @@ class Membership:
         return self._members.get(task)
 
     def living(self, *roles: str) -> list[Member]:
-        """Living members of the roles, in order of role as given, then index."""
+        """Living members of these roles, in the order of the roles given, then by index."""
         found = [m for m in self._members.values() if m.living and m.role in roles]
         return sorted(found, key=lambda m: (roles.index(m.role), m.index))
 
@@ -113,12 +113,12 @@ class Membership:
         return member is not None and member.living and member.incarnation == incarnation and member.role in roles
 
     def speaks_for(self, who: Identity) -> bool:
-        """Whether a message that names a life comes from it; True for one that is not the task's newest."""
+        """Whether a message comes from the life that it names; True if that is not the newest life of the task."""
         member = self._members.get(who.task)
         return member is None or member.incarnation != who.incarnation or holds(who.secret, member.key)
 
     def join(self, now_s: float, join: Join, *, limit: int, key: bytes = b"") -> Admitted | Refused:
-        """Admit a task, or say why not. `limit`: indices of the role are [0, limit). key: of the life's secret."""
+        """Admit a task, or say why not. limit: the role's indices are [0, limit). key: digest of the life's secret."""
         index = self._free_index(join.role, limit, now_s) if join.index is None else join.index
         if index is None:
             return _full(join.role, limit)
@@ -146,8 +146,8 @@ class Membership:
         self._kept.pop(member.task, None)
         return Admitted(member=member, replaced=old if old is not None and old.living else None)
 
-    def recall(self, known: Known, now_s: float) -> None:
-        """A member of an earlier chief: suspect until it beats, dead if it doesn't."""
+    def recall(self, known: KnownMember, now_s: float) -> None:
+        """Restore a member of an earlier chief: suspect until its first heartbeat, dead if none comes."""
         self._members[known.task] = Member(
             role=known.role,
             index=known.index,
@@ -162,13 +162,13 @@ class Membership:
         )
 
     def place(self, now_s: float, role: str, address: str, *, limit: int, keep_s: float) -> int | Refused:
-        """An index for a task that is about to join, kept for its address for keep_s seconds.
+        """An index for a task that is about to join, reserved for its address for keep_s seconds.
 
-        Who was here before from the same address gets its index again: a container or pod that was started again
-        takes its own place, without waiting until its former life is declared dead.
+        A task that was here before from the same address gets its index again: a restarted container or pod takes its
+        own place, without waiting until its previous life is declared dead.
         """
         free = self._free_index(role, limit, now_s)
-        # Port 0 is no address yet: several tasks of one machine may say that.
+        # Port 0 is not an address yet: several tasks on one machine may send that.
         before = None if address.endswith(":0") else self._index_from(role, address, limit)
         index = free if before is None else before
         if index is None:
@@ -195,27 +195,27 @@ class Membership:
         if not self.current(task, incarnation):
             return False
         member = self._members[task]
-        # The state goes back to ALIVE in tick, so that the recovery is said there like the suspicion was.
+        # tick sets the state back to ALIVE, so that it reports the recovery as it did the suspicion.
         self._members[task] = replace(member, last_heard_s=now_s, broken=False)
         return True
 
     def stream_broken(self, task: str, incarnation: int) -> None:
-        """Its heartbeat stream ended without a farewell."""
+        """Its heartbeat stream ended without notice."""
         if self.current(task, incarnation):
             self._members[task] = replace(self._members[task], broken=True)
 
     def leave(self, task: str) -> None:
-        """It goes on its own account, or has gone."""
+        """The task leaves, or has left, of its own accord."""
         if task in self._members:
             self._members[task] = replace(self._members[task], state=Life.LEFT)
 
     def declare_dead(self, task: str) -> None:
-        """Known from elsewhere: it doesn't answer commands, or another process took its place."""
+        """Declare a task dead for other reasons: it doesn't answer commands, or another process took its place."""
         if task in self._members:
             self._members[task] = replace(self._members[task], state=Life.DEAD)
 
     def tick(self, now_s: float) -> Sequence[LifeChange]:
-        """Changes of state due at now_s, deaths included; each is told once."""
+        """Changes of state due at now_s, deaths included; each is returned once."""
         changes = []
         for member in self:
             if not member.living:

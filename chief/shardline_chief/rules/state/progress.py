@@ -1,35 +1,35 @@
-"""How far the job is: what the shards last told, where it began, where it stops."""
+"""How far the job is: what the shards last reported, where it began, where it stops."""
 
 from __future__ import annotations
 
 from shardline.consistency import Clock, Consistency
 from shardline.core.status import ShardStatus
-from shardline_chief.rules.state.layout import Layout
+from shardline_chief.rules.state.layout import JobLayout
 
 
 class Progress:
     """Steps and versions."""
 
-    def __init__(self, layout: Layout, mode: Consistency) -> None:
+    def __init__(self, layout: JobLayout, mode: Consistency) -> None:
         self._layout = layout
         self.mode = mode
-        """Of the job; only of use once that is known."""
+        """The job's mode; only valid once the job is known."""
         self.shards: dict[int, ShardStatus] = {}
-        """As last told in this timeline."""
+        """Last reports of this timeline, by shard."""
         self.first_step = 0
-        """Where this run began."""
+        """Step at which this run began."""
         self.base_step = 0
-        """Where the timeline in force began: first_step, or the step that the job went back to."""
+        """Step at which the current timeline began: first_step, or the step of the last rollback."""
         self.stop_step = 0
-        """Nothing goes past it; 0 = not decided."""
+        """No shard goes past this step; 0 = not decided."""
 
     @property
     def all_told(self) -> bool:
-        """Whether every shard that holds anything has told how it is, in this timeline."""
+        """Whether every shard that is not empty has reported in this timeline."""
         return self._layout.plan is not None and len(self.shards) >= self._layout.filled
 
     def of(self, shard: ShardStatus) -> int:
-        """How far one shard is: steps that it has closed, or updates that it has applied."""
+        """How far one shard is: steps closed, or updates applied, depending on the mode's clock."""
         return shard.step_min if self.mode.clock is Clock.STEP else shard.version
 
     @property
@@ -39,11 +39,11 @@ class Progress:
 
     @property
     def step_max(self) -> int:
-        """Highest step any bucket is at."""
+        """Highest step that any bucket has reached."""
         return max((shard.step_max for shard in self.shards.values()), default=self.base_step)
 
     def common_step(self) -> int | None:
-        """The step that every bucket of every shard is at; None where they differ or are not known."""
+        """The step that every bucket of every shard is at; None if they differ or are not known."""
         if not self.all_told:
             return None
         steps = {step for shard in self.shards.values() for step in (shard.step_min, shard.step_max)}

@@ -1,4 +1,4 @@
-"""What the chief was started with."""
+"""The chief's settings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shardline.core.timeouts import Timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the chief was started with."""
+class ChiefSettings:
+    """The chief's settings, from its command line."""
 
     term: int
     chief_uuid: str
@@ -23,7 +23,7 @@ class Settings:
     evaluators: int = 0
     chief_trains: bool = False
     min_workers: int = 1
-    """With fewer tasks that train the job stands still, and it ends where that lasts too long."""
+    """With fewer tasks that train the job pauses, and ends if that lasts too long."""
     max_workers: int = 64
     inexact: bool = False
     standbys: int = 0
@@ -33,12 +33,12 @@ class Settings:
 
     @property
     def trainers(self) -> int:
-        """Tasks that are expected to run replicas."""
+        """Number of tasks expected to run replicas."""
         return self.workers + self.chief_trains
 
 
-def as_in_cluster(job: JobSpec, settings: Settings) -> JobSpec:
-    """The job with what only the cluster knows: where replicas are assigned, a script has one per worker."""
+def as_in_cluster(job: JobSpec, settings: ChiefSettings) -> JobSpec:
+    """The job as this cluster runs it: if replicas are assigned, a script has one per worker."""
     if job.script and consistency.of(job.consistency).assigns_replicas:
         return dataclasses.replace(job, replicas=settings.trainers)
     return job

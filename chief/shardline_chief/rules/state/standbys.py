@@ -1,12 +1,12 @@
-"""Who holds whose standby, and what follows when a server is gone: a standby takes over, without a rollback. Pure.
+"""Which server holds which standby, and promotion without a rollback when a server is lost. Pure.
 
-PROTOCOL 1.6, 1.8. Only the chief changes who replicates. A standby that its primary called whole is promoted with the
-primary's death; it refuses where it is not whole after all, and then the job goes back to a checkpoint.
+PROTOCOL 1.6, 1.8. Only the chief changes who replicates. A standby that its primary reported as synced is promoted when
+the primary dies; if it turns out to be incomplete it refuses, and the job rolls back to a checkpoint.
 
-Each time that a shard is given a standby this is an appointment with a number of its own. It is noted in the journal
-before anybody is told, and a standby knows the one that it was copied for. A primary goes on without its standby only
-once the journal names another appointment, or none: so one whose number the journal names has all that the primary ever
-told anybody, and any other is of the past, whoever died between the note and the act.
+Each choice of a standby for a shard is an appointment with its own number. It is recorded in the journal before any
+server gets the order, and a standby knows the appointment it was copied for. A primary continues without its standby
+only once the journal names another appointment, or none. So a standby whose number is in the journal has everything
+that the primary ever acknowledged; any other is out of date, whoever died between the entry and the order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardline.core.status import PsStatus, ShardStatus
 from shardline_chief.rules.actions import Promotion
 
 WHOLE = ("synced", "silent")
-"""States in which a standby has everything that its primary ever told anybody."""
+"""States in which a standby has everything that its primary ever acknowledged."""
 
 
 def protected(
@@ -29,10 +29,11 @@ def protected(
     appoint: Callable[[], int] = lambda: 0,
     avoid: Callable[[int, str], bool] = lambda shard, task: False,
 ) -> tuple[Placement, ...]:
-    """The same placement, each shard with a standby on the next server after its primary, where there is another one.
+    """The same placement, each shard with a standby on the next server after its primary, if there is another server.
 
-    living: addresses of the servers, by task. avoid(shard, task): servers that are not to hold a shard's standby for
-    now. appoint: gives a number that no appointment has had. A standby that is on a living server stays what it is.
+    living: address of each server, by task. avoid(shard, task): whether a server is not to hold a shard's standby for
+    now.
+    appoint: returns a new appointment number. A standby on a living server stays as it is.
     """
     order = sorted(living, key=_index)
     result = []
@@ -52,7 +53,7 @@ def _index(task: str) -> int:
 
 
 def without_standbys(placement: tuple[Placement, ...], shards: Collection[int]) -> tuple[Placement, ...]:
-    """The same placement, where the primaries of these shards go on alone."""
+    """The same placement, with the standbys of these shards removed."""
     return tuple(_alone(place) if place.shard in shards else place for place in placement)
 
 
@@ -62,16 +63,16 @@ def _alone(place: Placement) -> Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class StandIn:
-    """What follows a death without a rollback."""
+    """How to survive a loss without a rollback."""
 
     placement: tuple[Placement, ...]
-    """Who holds what from now on; standbys that are gone are left out."""
+    """The new placement, without standbys that are gone."""
     promoted: Mapping[int, Promotion]
-    """By shard, the standby that becomes the primary."""
+    """The standby to promote, by shard."""
 
 
 def after_loss(placement: tuple[Placement, ...], living: Collection[str], whole: Collection[int]) -> StandIn | None:
-    """How the job goes on with the servers that are left; None where some shard has lost every holder.
+    """How the job continues with the remaining servers; None if some shard has lost every holder.
 
     whole: shards whose standby has everything.
     """
@@ -97,11 +98,11 @@ def as_found(
     since: int,
     living: Mapping[str, str],
 ) -> StandIn | None:
-    """How a job goes on whose chief comes back, by what its servers say that they hold; None: some shard has no holder.
+    """How a restarted chief continues, given what the servers report; None if some shard has no holder.
 
-    promoted: standbys that the last chief was about to promote. servers: those that live as the processes they were.
-    since: oldest timeline whose values are those of now. living: addresses. A standby's own word that it is whole is
-    enough where it was copied for the appointment that the journal names, since its primary answered nobody without it.
+    promoted: standbys that the last chief was promoting. servers: status of those still the same process. since: oldest
+    timeline with the current values. living: address by task. A standby's own report that it is synced suffices if it
+    was copied for the appointment in the journal, since its primary answered nobody without it.
     """
     there = {task: status for task, status in servers.items() if status.timeline >= since}
     result: list[Placement] = []
@@ -132,28 +133,28 @@ def _whole(status: PsStatus, shard: int, promotion: Promotion) -> bool:
 
 @dataclass(frozen=True)
 class StandbyChange:
-    """What a person wants to know of a shard's standby."""
+    """A change of a shard's standby worth logging."""
 
     sentence: str
     protected: bool = False
-    """The standby is whole."""
+    """Whether the standby is synced."""
 
 
 class Protection:
-    """How the standbys are, as their primaries last told."""
+    """State of the standbys, as last reported by their primaries."""
 
     def __init__(self) -> None:
         self.states: dict[int, str] = {}
         self._homes: dict[int, str] = {}
-        """Servers to which primaries send their records."""
+        """Server to which a primary sends its records, by shard."""
         self._silent_since_s: dict[int, float] = {}
         self._avoided: dict[tuple[int, str], float] = {}
-        """Until when a server is not to hold a shard's standby."""
+        """Until when a server is not to hold a shard's standby, by (shard, task)."""
 
     def observe(
         self, placement: Iterable[Placement], shards: Iterable[ShardStatus], now_s: float
     ) -> list[StandbyChange]:
-        """Take in what a ps said of its shards; returns each change that a person wants to know of."""
+        """Take in one ps's report on its shards; returns the changes worth logging."""
         wanted = {place.shard: place.standby_task for place in placement}
         said = []
         for shard in shards:
@@ -175,26 +176,26 @@ class Protection:
         return {shard for shard, state in self.states.items() if state in WHOLE}
 
     def followed(self, placement: Iterable[Placement]) -> frozenset[int]:
-        """Shards whose standby follows its primary where the placement has it; what else is held there is of old."""
+        """Shards whose standby is being followed at its place in this placement; other copies there are out of date."""
         return frozenset(p.shard for p in placement if p.standby_task and self._homes.get(p.shard) == p.standby_task)
 
     def too_silent(self, now_s: float, limit_s: float) -> list[int]:
-        """Shards whose primary has stood still for its standby for too long."""
+        """Shards whose primary has been blocked by a silent standby for at least limit_s."""
         return sorted(shard for shard, since_s in self._silent_since_s.items() if now_s - since_s >= limit_s)
 
     def forget(self, shards: Iterable[int]) -> None:
-        """These have no standby any more."""
+        """These shards have no standby any more."""
         for shard in list(shards):
             self.states.pop(shard, None)
             self._homes.pop(shard, None)
             self._silent_since_s.pop(shard, None)
 
     def avoid(self, shard: int, task: str, until_s: float) -> None:
-        """Let another server hold the standby for some time."""
+        """Don't place a shard's standby on this server until until_s."""
         self._avoided[shard, task] = until_s
 
     def avoided(self, shard: int, task: str, now_s: float) -> bool:
-        """Whether the server is not to hold it now."""
+        """Whether a shard's standby is not to be placed on this server now."""
         return now_s < self._avoided.get((shard, task), now_s)
 
 

@@ -1,4 +1,4 @@
-"""Who does which part of the training: replicas or leases of batches, and the first values."""
+"""Which task does which part of the training: replicas or leases of batches, and the first values."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from shardline_chief.rules.state.leases import Leases
 
 
 class Work:
-    """What is given out to those that train."""
+    """Work assigned to the tasks that train."""
 
     def __init__(self) -> None:
         self.assignment: dict[int, str] = {}
         """Replica -> task."""
         self.given: dict[int, set[int]] = {}
-        """By incarnation of a living task, the replicas that it has or had."""
+        """Replicas that each living incarnation has or had."""
         self.leases: Leases | None = None
-        """Where the chief hands out batches."""
+        """None unless the chief hands out batches."""
         self.initializer = ""
-        """Task that sets the first values."""
+        """Task that sets the first values; empty if none is chosen."""
         self.most_trainers = 0
-        """Most tasks that trained at a time."""
+        """Highest number of tasks that trained at the same time."""
 
     def has_given(self, incarnation: int) -> bool:
-        """Whether this life of a task has, or had, replicas or leases."""
+        """Whether this incarnation has, or had, replicas or leases."""
         return bool(self.given.get(incarnation)) or (self.leases is not None and self.leases.has_given(incarnation))
 
     def covers(self, incarnation: int, report: StepReport) -> bool:
-        """Whether a step that this life of a task reports belongs to what it was given."""
+        """Whether a reported step belongs to the work that this incarnation was given."""
         if self.leases is not None:
             return self.leases.has_given_batch(incarnation, report.step)
         return report.replica in self.given.get(incarnation, ())
 
     def reassign(self, lives: Mapping[str, int], replicas: int, *, own: bool) -> list[str]:
-        """Give the replicas to these tasks; returns a phrase for each whose replicas grew. own: each has its own.
+        """Assign the replicas to these tasks; returns a phrase for each task that gained some.
 
-        lives: their incarnations.
+        lives: incarnation by task. own: each worker keeps the replica of its own index.
         """
         before, tasks = self.assignment, list(lives)
         if own:

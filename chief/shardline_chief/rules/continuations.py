@@ -1,8 +1,8 @@
-"""What follows once every server has answered an order, as values.
+"""Follow-ups to an order that every server has answered, as values.
 
-An `After` says "once the table is known, admit this task"; machine.py has the rule of each. Where `needs_all` is set it
-follows only where every server did what it was told, in the timeline in which it was asked; else it follows with
-whatever was answered, and the rule looks at the errors itself.
+Each `After` is named for the order and what follows it; machine.py maps each to its rule. If `needs_all` is set, the
+rule runs only if every server succeeded and the timeline is still the one in which the order was given. Otherwise it
+runs whatever was answered, and looks at the errors itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardline_chief.rules.state.membership import Member
 
 
 class After:
-    """Base of all of them."""
+    """Base class."""
 
     needs_all: ClassVar[bool] = True
 
@@ -32,64 +32,64 @@ class LeadThenConfigure(After):
 
 @dataclass(frozen=True)
 class LeadThenPromote(After):
-    """The servers obey this chief: let standbys become primaries."""
+    """The servers obey this chief: promote standbys."""
 
     promoted: Mapping[int, Promotion]
 
 
 @dataclass(frozen=True)
 class PromoteThenConfigure(After):
-    """Standbys are primaries: begin a timeline."""
+    """The standbys have been promoted: begin a timeline."""
 
 
 @dataclass(frozen=True)
 class ConfigureThenTable(After):
-    """The servers have their shards: tell them who trains."""
+    """The servers have their shards: send the table of members."""
 
 
 @dataclass(frozen=True)
 class TableThenFill(After):
-    """The servers know who trains: fill the shards."""
+    """The servers have the table of members: fill the shards."""
 
 
 @dataclass(frozen=True)
 class RestoreThenActivate(After):
-    """The shards are filled from the checkpoint."""
+    """The shards have been filled from the checkpoint: activate them."""
 
 
 @dataclass(frozen=True)
 class ActivateThenBound(After):
-    """The servers admit pushes: tell them where to stop."""
+    """The servers accept pushes: send the stop step."""
 
 
 @dataclass(frozen=True)
 class BoundThenTrain(After):
-    """The servers know where to stop."""
+    """The servers have the stop step: train."""
 
 
-# Standbys, while training goes on
+# Standbys, while training continues
 
 
 @dataclass(frozen=True)
 class LeadThenPlaceStandbys(After):
-    """The servers obey this chief: tell them who holds whose standby."""
+    """The servers obey this chief: send the new placement of the standbys."""
 
     configure: Configure
 
 
 @dataclass(frozen=True)
 class PlaceStandbysThenTable(After):
-    """The servers know it: tell those that were not there before who trains."""
+    """The servers have the placement: send the table of members to those that just joined."""
 
 
 @dataclass(frozen=True)
 class TableThenActivateStandbys(After):
-    """The servers know who trains: have those that were not there before admit pushes."""
+    """The servers have the table of members: have those that just joined accept pushes."""
 
 
 @dataclass(frozen=True)
 class StandbysPlaced(After):
-    """All of it is done."""
+    """The new standbys are in place."""
 
 
 # Members
@@ -97,7 +97,7 @@ class StandbysPlaced(After):
 
 @dataclass(frozen=True)
 class FenceThenMove(After):
-    """No server takes anything from a lost life any more: its work goes to the living."""
+    """Every server has fenced a lost life: give its work to living tasks."""
 
     needs_all: ClassVar[bool] = False
     member: Member
@@ -107,7 +107,7 @@ class FenceThenMove(After):
 
 @dataclass(frozen=True)
 class TableThenAdmit(After):
-    """Every server knows the new life: it may begin. replaced: incarnation that it takes the place of."""
+    """Every server knows the new life: admit it. replaced: incarnation that it replaces, or None."""
 
     needs_all: ClassVar[bool] = False
     ticket: Any
@@ -131,35 +131,35 @@ class CutThenSave(After):
 
 @dataclass(frozen=True)
 class StatusThenChoose(After):
-    """It is known how far the shards are: choose the step to stop at."""
+    """The shards' progress is known: choose the stop step."""
 
     needs_all: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class StopThenReach(After):
-    """The servers were told to stop at a step that lies ahead."""
+    """The servers have a stop step that is still ahead of them."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class StandThenCut(After):
-    """The servers were told to stop where they stand."""
+    """The servers were ordered to stop where they are."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class StatusThenFinalCut(After):
-    """It is known how far the shards are: the last copy can be numbered."""
+    """The shards' progress is known: the last cut can be numbered."""
 
     needs_all: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class StatusThenEnd(After):
-    """The last figures are there."""
+    """The last figures have arrived."""
 
     needs_all: ClassVar[bool] = False
 
@@ -169,14 +169,14 @@ class StatusThenEnd(After):
 
 @dataclass(frozen=True)
 class LeadThenAsk(After):
-    """Servers that live obey this chief, whoever is missing: ask what they hold."""
+    """All reachable servers obey this chief: ask what they hold."""
 
     needs_all: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class StatusThenResume(After):
-    """It is known what they hold: go on as it is, with standbys, or from a checkpoint."""
+    """The servers have reported what they hold: resume as it is, with standbys, or from a checkpoint."""
 
     needs_all: ClassVar[bool] = False
 
@@ -188,21 +188,21 @@ class LeadThenCompare(After):
 
 @dataclass(frozen=True)
 class StatusThenAdopt(After):
-    """It is known what they hold: compare it with the journal."""
+    """The servers have reported what they hold: compare it with the journal."""
 
     needs_all: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class AdoptThenActivate(After):
-    """The servers know who trains."""
+    """The servers have the table of members: activate them."""
 
 
 @dataclass(frozen=True)
 class AdoptThenBound(After):
-    """The servers admit pushes."""
+    """The servers accept pushes: send the stop step again."""
 
 
 @dataclass(frozen=True)
 class AdoptThenTrain(After):
-    """The servers were told where to stop."""
+    """The servers have the stop step: train."""

@@ -1,4 +1,4 @@
-"""The gRPC face of handing out indices: see places.proto."""
+"""The gRPC service that assigns indices: see places.proto."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_NAME = 256
 
 
 class PlacesServicer(places_pb2_grpc.PlacesServicer):
-    """Serves Places over one Control."""
+    """Serves Places for one Control."""
 
     def __init__(self, control: Control, access: Access) -> None:
         self._control = control
@@ -37,7 +37,7 @@ class PlacesServicer(places_pb2_grpc.PlacesServicer):
         refusal = joining_refusal(request.role, self._access.caller(TAKE, context))
         if refusal:
             raise ForbiddenError(f"no index for {request.address}: {refusal}")
-        # In one form: who comes again is known by it, and so is port 0, which many may say.
+        # Normalized: a returning task is recognized by its address, and port 0, which many may send, by its form.
         address = format_address(*parse_address(request.address, "Take: the address"))
         answer = await asyncio.wrap_future(
             self._control.call(lambda now_s: self._control.program.place(request.role, address, now_s))
@@ -46,5 +46,5 @@ class PlacesServicer(places_pb2_grpc.PlacesServicer):
 
 
 def register_places(control: Control, access: Access) -> Callable[[grpc.aio.Server], None]:
-    """For RpcServer."""
+    """Registration function for RpcServer."""
     return lambda server: places_pb2_grpc.add_PlacesServicer_to_server(PlacesServicer(control, access), server)

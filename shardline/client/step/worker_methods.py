@@ -15,7 +15,7 @@ from shardline.codecs.push import PushEncoders
 from shardline.core.spec import JobSpec
 
 
-class Course:
+class WorkerMethods:
     """A worker's progress in its job, and its half of the job's cadence. Used by the computing thread.
 
     tensors: the model's, by name.

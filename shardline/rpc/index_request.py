@@ -1,4 +1,4 @@
-"""A task with no index of its own asks the chief for one, before anything else of it is made."""
+"""A task without an index asks the chief for one, before anything else of it is set up."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ log = logging.getLogger("shardline.rpc")
 
 
 def take_place(chief: str, role: str, address: str, timeouts: Timeouts, security: Security = PLAIN) -> str:
-    """The task to be, such as "worker/1"; waits up to the timeout for the chief, and for a place to come free.
+    """The assigned task, such as "worker/1"; waits up to the timeout for the chief, and for an index to become free.
 
-    address: host:port at which this task will answer; the chief keeps the index for it. Raises UnreachableError,
-    MismatchError where the chief refuses for good, UsageError where it asks for a token, ProtocolError where what it
-    says is no task of the role.
+    address: host:port at which this task will answer; the chief reserves the index for it. Raises UnreachableError,
+    MismatchError if the chief refuses for good, UsageError if it requires a token, ProtocolError if its answer is not a
+    task of this role.
     """
     request = places_pb2.PlaceRequest(role=role, address=address)
     start_s = time.monotonic()
     waiting = Waiting(start_s, start_s + timeouts.join_s)
     while True:
-        # Anew each time: the chief's name may have got another address since, and its old one another task.
+        # A new one each time: the chief's name may have another address by now, and its old address another owner.
         peer = Peer("chief", chief, timeouts, security)
         try:
             peer.await_name(max(0.1, waiting.deadline_s - time.monotonic()))
@@ -43,7 +43,7 @@ def take_place(chief: str, role: str, address: str, timeouts: Timeouts, security
         if time.monotonic() >= waiting.deadline_s:
             raise UnreachableError(f"{peer} gave this {role} no index within {timeouts.join_s:.0f} s: {reason}")
         _tell(waiting, peer, reason)
-        # Jitter, so that those who wait do not ask all at once.
+        # Jitter, so that waiting tasks do not all ask at once.
         threading.Event().wait(0.2 + 0.3 * random.random())
 
 
@@ -53,14 +53,14 @@ def _tell(waiting: Waiting, peer: Peer, why: str) -> None:
 
 
 def _ask(peer: Peer, request: places_pb2.PlaceRequest, waiting: Waiting) -> tuple[str, str]:
-    """(task, ""), or ("", why not yet). Raises where asking again can't help or the time is over."""
+    """(task, ""), or ("", why not yet). Raises if asking again can't help or time is up."""
     start_s, deadline_s = time.monotonic(), waiting.deadline_s
     call = places_pb2_grpc.PlacesStub(peer.channel).Take.future(
         request, timeout=max(0.1, deadline_s - start_s), wait_for_ready=True
     )
     done = threading.Event()
     call.add_done_callback(lambda _: done.set())
-    # Bounded by the call's own deadline.
+    # The call's own deadline limits this.
     while not done.wait(waiting.pause_s(time.monotonic()) or 1.0):
         _tell(waiting, peer, peer.obstacle())
     try:
@@ -79,7 +79,7 @@ def _ask(peer: Peer, request: places_pb2.PlaceRequest, waiting: Waiting) -> tupl
 
 
 def _check(task: str, role: str, peer: Peer) -> None:
-    """Raise ProtocolError where this is no task of the role: the cluster spec is made as long as its index says."""
+    """Raise ProtocolError if this is not a task of the role: its index determines the size of the cluster spec."""
     named, _, index = task.partition("/")
     number = int(index) if index.isascii() and index.isdigit() and len(index) < 10 else MAX_TASKS
     if named != role or number >= MAX_TASKS:
@@ -92,4 +92,4 @@ _FOLLOWED: dict[grpc.StatusCode | None, str] = {
     grpc.StatusCode.UNAVAILABLE: "went away",
     grpc.StatusCode.UNIMPLEMENTED: "is another task, or of an older version",
 }
-"""Answers after which another chief may come."""
+"""Statuses after which another chief may come up."""

@@ -1,4 +1,4 @@
-"""What follows from the end of a process: whether it is started again, and whether the job can go on. Pure."""
+"""Decides what follows the end of a process: a restart or not, and whether the job can continue. Pure."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Ended:
 
     task: str
     code: int
-    """Exit code; -N where signal N killed it."""
+    """Exit code; -N if killed by signal N."""
     restarted: bool
     reason: str
-    """Sentence for the person: how it ended and what happens next."""
+    """Message for the user: how it ended and what happens next."""
 
 
 def describe_code(code: int) -> str:
@@ -39,11 +39,11 @@ def describe_code(code: int) -> str:
 
 
 def may_restart(role: str, code: int, restarts: int) -> tuple[bool, str]:
-    """Whether a task that ended is started again, and why (not)."""
+    """Whether to restart a task that ended, and why (not)."""
     if code == 0:
         return False, "its part is done"
     if role == "chief" and code > 0:
-        # It had decided how the job ends. Killed, it had not: the next one goes on with what it left in --out.
+        # It had decided how the job ends. If it was killed, it had not, and the next one continues from --out.
         return False, "the job ends with it"
     if role not in RESTARTED_ROLES:
         return False, "the job ends with it"
@@ -63,10 +63,10 @@ def lacking(
     script: bool,
     begun: bool,
 ) -> str:
-    """Why the job can't go on, as a phrase; empty where it can.
+    """Why the job can't continue, as a phrase; empty if it can.
 
-    tasks: all of the cluster. gone: exit codes of processes that ended and are not started again. begun: training has,
-    so that the chief knows what to do about a lost server.
+    tasks: all tasks of the cluster. gone: exit codes of processes that ended and are not restarted. begun: training has
+    begun, so the chief handles the loss of a server.
     """
     workers = [task for task in tasks if parse_task(task)[0] == "worker"]
     trainers = len([task for task in workers if task not in gone]) + chief_trains

@@ -1,4 +1,4 @@
-"""Which of the chief's sentences a terminal should show: what went wrong, each kind of it once a minute at most."""
+"""Which of the chief's events a terminal shows: warnings and errors, each kind at most once a minute."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ AGAIN_S = 60.0
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
-class News:
-    """What a launcher's terminal shows of the chief's statuses. Pure; the clock is an argument."""
+class StatusWarnings:
+    """Selects from the chief's statuses what a launcher's terminal shows. Pure; the clock is an argument."""
 
     def __init__(self) -> None:
         self._until = 0.0
-        """Unix time of the newest event that was looked at."""
+        """Unix time of the newest event seen."""
         self._shown_s: dict[str, float] = {}
-        """When a sentence was shown last, by what it is without its numbers."""
+        """When each message was last shown, by its text without numbers."""
 
     def of(self, status: ChiefStatus, now_s: float) -> list[str]:
-        """Warnings and errors that are new. Why the job ended is not among them: that is said at the end."""
+        """New warnings and errors, without the reason for the job's end, which is shown at the end."""
         new = [event for event in status.said if event.time > self._until]
         self._until = max([self._until, *(event.time for event in new)])
         told = [event.sentence for event in new if event.level != "info" and event.sentence != status.reason]
