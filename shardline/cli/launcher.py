@@ -290,7 +290,8 @@ class LocalCluster:
                     os.close(files.update_fd(self.log_path(task)))
         except OSError as error:
             raise unwritable(self.options.out, error) from None
-        self._fork_server = start_fork_server(common_environment(os.environ))
+        with self._undisturbed():
+            self._fork_server = start_fork_server(common_environment(os.environ))
         ready_read, ready_write = os.pipe()
         try:
             try:

@@ -126,7 +126,8 @@ def children(tmp_path: Path) -> dict[str, int]:
     found = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            # A forked task shows its command line as one text.
+            words = (entry / "cmdline").read_bytes().decode().replace("\0", " ").split()
             if "--life-fd" in words and str(tmp_path / "run") in words:
                 found[words[words.index("--task") + 1]] = int(entry.name)
     return found
