@@ -57,6 +57,9 @@ lint: $(STAMP)
 type: $(STAMP)
 	$(BIN)/mypy
 
+# Tests start hundreds of interpreters: none is to compile all modules again, whatever the environment says.
+test test-long test-all chaos chaos-quick chaos-e2e test-monitoring: export PYTHONDONTWRITEBYTECODE =
+
 # Tests in one process each share two cores; those that start whole clusters come after, two at a time.
 # With ARGS a part may select no test at all, which pytest reports as 5.
 test: $(STAMP)
