@@ -86,8 +86,13 @@ class PushPullTalk:
     async def run(self, request: AsyncIterator[Any]) -> None:
         """Take all requests, and put the end into the queue."""
         try:
-            async with asyncio.TaskGroup() as group:
-                await self._read(request, group)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    await self._read(request, group)
+            except BaseException as error:
+                # It and the group's frame that raised it hold each other, and by it the shard, until a collection.
+                error.__traceback__ = None
+                raise
         except* Exception as errors:
             await self._replies.end(first_error(errors))
         else:

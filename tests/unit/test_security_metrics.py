@@ -73,9 +73,7 @@ def test_on_this_machine_the_page_needs_no_token(metrics: Metrics, files: Files)
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_the_page_closes_at_once(
-    metrics: Metrics, files: Files, tls: bool, request: pytest.FixtureRequest
-) -> None:
+def test_the_page_closes_at_once(metrics: Metrics, files: Files, tls: bool, request: pytest.FixtureRequest) -> None:
     if tls:
         request.getfixturevalue("outside")
     for _ in range(5):
