@@ -18,6 +18,7 @@ from tests.e2e.support import (
     in_a_fork,
     mortal_cluster,
     summary_of,
+    wait_for_event,
     wait_until,
     write_job,
 )
@@ -74,10 +75,12 @@ def ended_tasks(cluster: LocalCluster) -> list[Ended]:
 
 def train_and_die(folder: str) -> list[tuple[str, int, bool]]:
     """Run the job of a folder there; what ended with which code, and whether it was started again."""
-    stands, died = Path(folder, "stands"), Path(folder, "died")
-    with mortal_cluster(Path(folder, "job.py"), Path(folder, "run"), lane="grpc") as cluster:
+    stands, died, out = Path(folder, "stands"), Path(folder, "died"), Path(folder, "run")
+    with mortal_cluster(Path(folder, "job.py"), out, lane="grpc") as cluster:
         wait_until(stands.exists, "worker/0 stands in mid-step")
         assert died.exists()
+        # Or nobody would be there to take over.
+        wait_for_event(out, "joined", "^worker/1 ", more_than=1)
         cluster.kill("worker/0", restart=False)
         assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
         assert cluster.wait_all(timeout_s=30.0) == ()
