@@ -87,8 +87,13 @@ class PushPullTalk:
     async def run(self, request: AsyncIterator[Any]) -> None:
         """Process all requests, then put the end into the queue."""
         try:
-            async with asyncio.TaskGroup() as group:
-                await self._read(request, group)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    await self._read(request, group)
+            except BaseException as error:
+                # It and the group's frame that raised it hold each other, and by it the shard, until a collection.
+                error.__traceback__ = None
+                raise
         except* Exception as errors:
             error = first_error(errors)
             if isinstance(error, ShardlineError):
