@@ -90,17 +90,15 @@ class PushPullTalk:
             try:
                 async with asyncio.TaskGroup() as group:
                     await self._read(request, group)
-            except BaseException as error:
-                # It and the group's frame that raised it hold each other, and by it the shard, until a collection.
-                error.__traceback__ = None
+            except BaseException as ended:
+                # The error and the frame of the task group hold each other, and so the shard, until a collection.
+                ended.__traceback__ = None
                 raise
         except* Exception as errors:
             error = first_error(errors)
             if isinstance(error, ShardlineError):
-                # The call may be cancelled before the error is taken out of the queue. A task group's frame and its
-                # error reference each other.
+                # The call may be cancelled before the error is taken out of the queue.
                 drop_frames(error)
-                drop_frames(errors)
             await self._replies.end(error)
             del error
         else:
