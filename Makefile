@@ -57,12 +57,15 @@ lint: $(STAMP)
 type: $(STAMP)
 	$(BIN)/mypy
 
-# Tests in one process each share two cores; those that start whole clusters come after, two at a time.
-# With ARGS a part may select no test at all, which pytest reports as 5.
+# Tests start hundreds of interpreters: none is to compile all modules again, whatever the environment says.
+test test-long test-all chaos chaos-quick chaos-e2e test-monitoring: export PYTHONDONTWRITEBYTECODE =
+
+# Half of the time a test waits, so there are twice as many processes as the two cores that this is for. Tests that start
+# whole clusters come after all others. With ARGS a part may select no test at all, which pytest reports as 5.
 test: $(STAMP)
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not chaos and not bench and not long" --ignore tests/e2e --ignore tests/monitoring tests $(ARGS) || \
+	$(BIN)/pytest -q -n 4 --dist loadfile -m "not chaos and not bench and not long" --ignore tests/e2e --ignore tests/monitoring tests $(ARGS) || \
 		[ $$? = 5 -a -n "$(ARGS)" ]
-	$(BIN)/pytest -q -n 2 --dist worksteal -m "not chaos and not bench and not long" tests/e2e $(ARGS) || \
+	$(BIN)/pytest -q -n 3 --dist worksteal -m "not chaos and not bench and not long" tests/e2e $(ARGS) || \
 		[ $$? = 5 -a -n "$(ARGS)" ]
 
 # The rest of what those in one process try: every combination of methods, thousands of schedules of the protocol's model.

@@ -87,15 +87,18 @@ class PushPullTalk:
     async def run(self, request: AsyncIterator[Any]) -> None:
         """Process all requests, then put the end into the queue."""
         try:
-            async with asyncio.TaskGroup() as group:
-                await self._read(request, group)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    await self._read(request, group)
+            except BaseException as ended:
+                # The error and the frame of the task group hold each other, and so the shard, until a collection.
+                ended.__traceback__ = None
+                raise
         except* Exception as errors:
             error = first_error(errors)
             if isinstance(error, ShardlineError):
-                # The call may be cancelled before the error is taken out of the queue. A task group's frame and its
-                # error reference each other.
+                # The call may be cancelled before the error is taken out of the queue.
                 drop_frames(error)
-                drop_frames(errors)
             await self._replies.end(error)
             del error
         else:

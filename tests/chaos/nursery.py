@@ -330,4 +330,4 @@ def serve(handle: int, become: Callable[[Mapping[str, Any]], int], modules: Sequ
 
 
 if __name__ == "__main__":
-    sys.exit(serve(int(sys.argv[1]), _become, ("tests.chaos.job",)))
+    sys.exit(serve(int(sys.argv[1]), _become, ("tests.chaos.job", "torch._dynamo")))

@@ -26,7 +26,7 @@ from shardline.host.ports import held_port
 from shardline.job import load_job
 from shardline.testing import reference
 from tests.chaos.nursery import Nursery
-from tests.e2e.warm import WarmProcess, descendants
+from tests.e2e.warm import CALL, WarmProcess, descendants
 
 COMMAND = (sys.executable, "-P", "-m", "shardline")
 TIMEOUT_S = 60
@@ -254,6 +254,18 @@ class Command:
 def shardline(*arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Finished:
     """Run a command to its end."""
     return Command(*arguments, env=env, cwd=cwd).finish()
+
+
+def in_a_fork(function: Callable[..., Any], **given: Any) -> Any:
+    """Call a module's function in a process whose LocalCluster forks its tasks; given and returned are JSON's values.
+
+    For tests with the fixture `warm`: the tasks of a LocalCluster in pytest's own process begin with an exec.
+    """
+    assert nursery is not None, "use the fixture warm"
+    called = Command(CALL, f"{function.__module__}:{function.__name__}", json.dumps(given))
+    finished = called.finish(limit_s=2 * PATIENCE_S)
+    assert finished.code == 0, finished.err
+    return json.loads(finished.out.splitlines()[-1])
 
 
 def train_command(job: Path, out: Path, *flags: str | Path) -> list[str | Path]:

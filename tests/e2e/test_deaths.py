@@ -11,9 +11,19 @@ import pytest
 
 from shardline.cli.launcher import LocalCluster
 from shardline.cli.process_exits import Ended
-from tests.e2e.support import PATIENCE_S, events, expected_sha256, mortal_cluster, summary_of, wait_until, write_job
+from tests.e2e.support import (
+    PATIENCE_S,
+    events,
+    expected_sha256,
+    in_a_fork,
+    mortal_cluster,
+    summary_of,
+    wait_for_event,
+    wait_until,
+    write_job,
+)
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
 # In mid-step, to the message: shard 0 has everybody's gradients and is one step ahead, shard 1 waits for this worker's.
 # worker/1 kills itself there, once; worker/0 stands still there for whoever comes to kill it.
@@ -63,19 +73,27 @@ def ended_tasks(cluster: LocalCluster) -> list[Ended]:
         found.append(event)
 
 
+def train_and_die(folder: str) -> list[tuple[str, int, bool]]:
+    """Run the job of a folder there; what ended with which code, and whether it was started again."""
+    stands, died, out = Path(folder, "stands"), Path(folder, "died"), Path(folder, "run")
+    with mortal_cluster(Path(folder, "job.py"), out, lane="grpc") as cluster:
+        wait_until(stands.exists, "worker/0 stands in mid-step")
+        assert died.exists()
+        # Or nobody would be there to take over.
+        wait_for_event(out, "joined", "^worker/1 ", more_than=1)
+        cluster.kill("worker/0", restart=False)
+        assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
+        assert cluster.wait_all(timeout_s=30.0) == ()
+        return [(end.task, end.code, end.restarted) for end in ended_tasks(cluster)]
+
+
 @pytest.mark.parametrize("clip_norm", [0.0, pytest.param(0.5, marks=pytest.mark.long)], ids=["eager", "voted"])
 def test_workers_killed_between_two_shards_of_a_step_change_no_bit(tmp_path: Path, clip_norm: float) -> None:
     job = write_job(tmp_path / "job.py", replicas=3, steps=36, clip_norm=clip_norm, after=MID_STEP)
     out = tmp_path / "run"
-    with mortal_cluster(job, out, lane="grpc") as cluster:
-        wait_until((tmp_path / "stands").exists, "worker/0 stands in mid-step")
-        assert (tmp_path / "died").exists()
-        cluster.kill("worker/0", restart=False)
-        assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
-        assert cluster.wait_all(timeout_s=30.0) == ()
-        ends = [(end.task, end.code, end.restarted) for end in ended_tasks(cluster)]
-    assert ends[:2] == [("worker/1", -signal.SIGKILL, True), ("worker/0", -signal.SIGKILL, False)]
-    assert sorted(ends[2:]) == [(task, 0, False) for task in ("chief/0", "ps/0", "ps/1", "worker/1")]
+    ends = in_a_fork(train_and_die, folder=str(tmp_path))
+    assert ends[:2] == [["worker/1", -signal.SIGKILL, True], ["worker/0", -signal.SIGKILL, False]]
+    assert sorted(ends[2:]) == [[task, 0, False] for task in ("chief/0", "ps/0", "ps/1", "worker/1")]
     found = summary_of(out)
     assert found["sha256"] == expected_sha256(job)
     assert (found["steps"], found["versions"], found["duplicate_mismatches"]) == (36, [36, 36], 0)

@@ -14,6 +14,7 @@ import pytest
 
 from shardline.errors import TaskLostError
 from tests.e2e.support import (
+    DEATH_TIMEOUT_S,
     Command,
     assert_refused,
     events,
@@ -76,7 +77,7 @@ def test_workers_that_end_with_0_are_said_and_the_job_ends_when_none_is_left(tmp
         tmp_path / "job.py", imports="import os", after_loss="if torch.rand(()) < 0.1: os._exit(0)", steps=10_000
     )
     out = tmp_path / "run"
-    finished = train(job, out, "--ps", "1", "--workers", "2")
+    finished = train(job, out, "--ps", "1", "--workers", "2", "--timeout", str(DEATH_TIMEOUT_S))
     assert finished.code == TaskLostError.exit_code, finished
     assert re.search(r"worker/\d ended with exit code 0 although the job has not ended \(step \d+\)", finished.err)
     says = r"shardline: worker/\d ended with exit code 0 .*nobody is left to train\. Go on with --resume from step \d+"
@@ -123,7 +124,8 @@ def test_a_resumed_job_with_another_learning_rate_says_so_on_the_terminal_and_in
     job = write_job(tmp_path / "job.py", steps=5)
     out = tmp_path / "run"
     assert train(job, out, "--ps", "1", "--workers", "1").code == 0
-    write_job(job, steps=10)
+    # Longer than the launcher takes to ask the chief what there is to tell.
+    write_job(job, imports="import time", after_loss="time.sleep(0.3)", steps=10)
     job.write_text(job.read_text().replace('"lr": 0.05', '"lr": 0.25'))
     finished = train(job, out, "--ps", "1", "--workers", "1", "--resume")
     assert finished.code == 0, finished

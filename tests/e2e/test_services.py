@@ -79,15 +79,15 @@ def test_services_started_one_by_one_train_show_themselves_and_end_by_themselves
     (metrics_port,) = free_ports(1)
     with HandCluster.write(tmp_path, ps=2, worker=2) as cluster:
         # Who calls first waits; worker/1 and the evaluator know the cluster from TF_CONFIG alone.
-        cluster.start("worker/0", "--job", job, cold=True)
-        cluster.start("ps/1", cold=True)
-        cluster.start("evaluator/0", "--job", job, env=cluster.tf_config("evaluator", 0), cold=True)
-        cluster.start("chief/0", "--job", job, "--out", out, "--metrics-port", str(metrics_port), cold=True)
-        cluster.start("ps/0", cold=True)
-        refused = cluster.start("worker/1", "--job", other, cold=True).finish()
+        cluster.start("worker/0", "--job", job)
+        cluster.start("ps/1")
+        cluster.start("evaluator/0", "--job", job, env=cluster.tf_config("evaluator", 0))
+        cluster.start("chief/0", "--job", job, "--out", out, "--metrics-port", str(metrics_port))
+        cluster.start("ps/0")
+        refused = cluster.start("worker/1", "--job", other).finish()
         assert_refused(refused, 2, r"worker/1", r"0\.weight.* \(24, 12\) here, \(40, 12\) in the job")
         wait_for_event(out, "refused", r"worker/1 at .* is not admitted")
-        cluster.start("worker/1", "--job", job, env=cluster.tf_config("worker", 1), cold=True)
+        cluster.start("worker/1", "--job", job, env=cluster.tf_config("worker", 1))
         wait_for_step(out, 20, while_runs=cluster.commands["chief/0"])
 
         second = HandCluster(tmp_path, cluster.tasks).start("ps/0").finish()

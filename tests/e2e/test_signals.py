@@ -60,6 +60,7 @@ def test_signals_end_the_job_with_a_checkpoint_and_each_resume_goes_on_with_the_
     assert any("worker/0 was asked to end, and nobody else" in text for text in events(out)), events(out)
 
 
+@pytest.mark.usefixtures("warm")
 def test_ctrl_c_at_the_launcher_gives_130_and_before_the_chief_is_up_nothing_stays(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.py", steps=100_000)
     out = tmp_path / "run"
@@ -69,7 +70,7 @@ def test_ctrl_c_at_the_launcher_gives_130_and_before_the_chief_is_up_nothing_sta
     ends_with_checkpoint(command, out, 130, job)
 
     early = tmp_path / "early"
-    command = Command(*train_command(job, early))
+    command = Command(*train_command(job, early), cold=True)
     while not (early / "logs" / "chief-0.log").exists():
         assert command.process.poll() is None
     command.signal(signal.SIGTERM)

@@ -13,6 +13,7 @@ from tests.e2e.support import (
     PATIENCE_S,
     events,
     expected_sha256,
+    in_a_fork,
     mortal_cluster,
     slow_job,
     summary_of,
@@ -20,24 +21,29 @@ from tests.e2e.support import (
     wait_for_step,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
 
 def run_and_kill(
     folder: Path, *, steps: int, lane: str = "auto", also: tuple[str, ...] = (), timeout_s: float = 0.0, **settings: Any
 ) -> tuple[Path, Path]:
     """A job during which ps/1 dies, and others with it; returns the job and its output."""
-    timeouts = Timeouts(total_s=timeout_s or DEATH_TIMEOUT_S)
     job = slow_job(folder / "job.py", steps=steps, **settings)
-    out = folder / "run"
+    tasks = (*also, "ps/1")
+    in_a_fork(train_and_kill, folder=str(folder), tasks=tasks, lane=lane, timeout_s=timeout_s or DEATH_TIMEOUT_S)
+    return job, folder / "run"
+
+
+def train_and_kill(folder: str, tasks: list[str], lane: str, timeout_s: float) -> None:
+    """Run the job of a folder there and kill these tasks once each shard has its standby."""
+    job, out, timeouts = Path(folder, "job.py"), Path(folder, "run"), Timeouts(total_s=timeout_s)
     with mortal_cluster(job, out, standbys=1, lane=lane, timeouts=timeouts) as cluster:
         for shard in (0, 1):
             wait_for_event(out, "standby", f"shard {shard} is protected")
         wait_for_step(out, 10)
-        for task in (*also, "ps/1"):
+        for task in tasks:
             cluster.kill(task)
         assert cluster.wait(timeout_s=PATIENCE_S) == 0, cluster.log_tail("chief/0", 30)
-    return job, out
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, pytest.param(0.5, marks=pytest.mark.chaos)], ids=["eager", "voted"])

@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import importlib
+import json
 import os
 import runpy
 import shutil
@@ -28,8 +30,18 @@ from shardline.cli import launcher
 from shardline.cli.main import main
 from tests.chaos.nursery import Nursery, serve
 
-# Imported late by one task or another.
-MODULES = ("rich.console", "rich.progress", "shardline.cli.progress", "sklearn.datasets", "torch.utils.tensorboard")
+# Imported late by one task or another; torch._dynamo by the first optimizer, which takes two seconds of processor time.
+MODULES = (
+    "pytest",
+    "rich.console",
+    "rich.progress",
+    "shardline.cli.progress",
+    "sklearn.datasets",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+)
+CALL = "call"
+"""In place of a command: call a function, `module:name`, with the arguments that a JSON object gives."""
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -130,8 +142,10 @@ def _become_task(command: Sequence[str], env: Mapping[str, str], output: int, ke
         os.environ.update(env)
         if "--task" in command:
             _prctl(PR_SET_NAME, command[command.index("--task") + 1].encode())
-        module = ["-P", "-m", "shardline"]
-        return main(command[4:]) if list(command[1:4]) == module else _script(command[1:])
+        if list(command[1:4]) != ["-P", "-m", "shardline"]:
+            return _script(command[1:])
+        sys.argv = ["shardline", *command[4:]]
+        return main(command[4:])
 
     _run_and_exit(run)
 
@@ -184,8 +198,16 @@ def become(request: Mapping[str, Any]) -> NoReturn:
     os.chdir(request["cwd"])
     faked = {**vars(subprocess), "Popen": start_task}
     launcher.subprocess = types.SimpleNamespace(**faked)  # type: ignore[assignment]
-    sys.argv = ["shardline", *request["arguments"]]
-    _run_and_exit(lambda: main(request["arguments"]))
+    arguments = request["arguments"]
+    sys.argv = ["shardline", *arguments]
+    _run_and_exit(lambda: _call(*arguments[1:]) if arguments[0] == CALL else main(arguments))
+
+
+def _call(place: str, given: str) -> int:
+    """Call the function and print what it returns."""
+    module, name = place.split(":")
+    print(json.dumps(getattr(importlib.import_module(module), name)(**json.loads(given))))
+    return 0
 
 
 if __name__ == "__main__":

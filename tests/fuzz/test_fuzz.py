@@ -18,8 +18,9 @@ def test_every_call_of_every_service_is_made_by_some_run() -> None:
     assert {kind for kinds in SERVED_BY.values() for kind in kinds} == set(HOSTS)
 
 
-def test_frames_with_bytes_changed_are_read_alike_or_refused() -> None:
-    assert runs.frames(8_000, 1)["frames"] == 8_000
+@pytest.mark.parametrize("count", [2_000, pytest.param(8_000, marks=pytest.mark.long)])
+def test_frames_with_bytes_changed_are_read_alike_or_refused(count: int) -> None:
+    assert runs.frames(count, 1)["frames"] == count
 
 
 def test_a_frame_is_too_slow_when_it_is_slow_each_time_it_is_read() -> None:
@@ -41,15 +42,17 @@ def test_a_frame_is_too_slow_when_it_is_slow_each_time_it_is_read() -> None:
         frames.check(slow(once=False), data)
 
 
+@pytest.mark.parametrize("count", [20, pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", list(HOSTS))
-def test_calls_end_with_a_status_and_change_nothing_that_they_may_not(kind: str) -> None:
-    assert runs.calls(kind, 40, 1)["calls"] >= 40
+def test_calls_end_with_a_status_and_change_nothing_that_they_may_not(kind: str, count: int) -> None:
+    assert runs.calls(kind, count, 1)["calls"] >= count
 
 
 def test_strangers_at_the_doors_of_lanes_get_nowhere() -> None:
     assert runs.visits(25, 1)["visits"] == 25
 
 
+@pytest.mark.parametrize("count", [15, pytest.param(40, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", list(loading.LOADERS))
-def test_what_can_not_be_loaded_ends_in_a_sentence(kind: str) -> None:
-    assert runs.loads(kind, 40, 1)["loads"] == 40
+def test_what_can_not_be_loaded_ends_in_a_sentence(kind: str, count: int) -> None:
+    assert runs.loads(kind, count, 1)["loads"] == count

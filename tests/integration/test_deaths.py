@@ -17,6 +17,7 @@ from shardline.job import Job
 from shardline.lanes.base import Lane
 from shardline.testing import ReferenceResult, reference
 from tests.support.cluster import PATIENCE_S, Cluster, Worker, assert_same_end
+from tests.support.covering import covering
 from tests.support.jobs import Rich, make_job
 from tests.support.waiting import wait_for
 
@@ -113,11 +114,14 @@ def death_job(clip_norm: float = 0.0) -> Job:
     return make_job("adam", model=Rich, steps=5, clip_norm=clip_norm)
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.05], ids=["eager", "voted"])
-@pytest.mark.parametrize(("step", "shard", "at"), [(0, 0, 0), (0, 1, 2), (2, 0, 1), (2, 1, 1), (4, 0, 3)])
+PLACES = [(0, 0, 0), (0, 1, 2), (2, 0, 1), (2, 1, 1), (4, 0, 3)]
+
+
+@pytest.mark.parametrize(("clip_norm", "place"), covering([0.0, 0.05], PLACES))
 def test_a_worker_that_dies_between_buckets_is_replaced_and_the_bits_stay(
-    step: int, shard: int, at: int, clip_norm: float
+    place: tuple[int, int, int], clip_norm: float
 ) -> None:
+    step, shard, at = place
     job = death_job(clip_norm)
     with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS, members={"worker/0": 1, "worker/1": 1}) as cluster:
 

@@ -75,23 +75,23 @@ def test_every_setting_ends_in_the_bits_of_the_reference(case: str) -> None:
         assert_same_end(cluster.state(), reference(job))
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.05])
-@pytest.mark.parametrize(
-    ("replicas", "ownership"),
-    [
-        (2, [[0, 1]]),
-        (3, [[0, 1], [2]]),
-        (3, [[2, 0], [1]]),
-        (5, [[0, 1, 2, 3], [4]]),
-        (5, [[0, 2, 4], [1], [3]]),
-        (6, [[0, 1, 2], [3, 4, 5]]),
-        (6, [[4, 5], [0, 1, 2, 3]]),
-        (6, [[0], [1, 2], [3, 4, 5]]),
-    ],
-)
+OWNERS = [
+    [[0, 1]],
+    [[0, 1], [2]],
+    [[2, 0], [1]],
+    [[0, 1, 2, 3], [4]],
+    [[0, 2, 4], [1], [3]],
+    [[0, 1, 2], [3, 4, 5]],
+    [[4, 5], [0, 1, 2, 3]],
+    [[0], [1, 2], [3, 4, 5]],
+]
+
+
+@pytest.mark.parametrize(("clip_norm", "ownership"), covering([0.0, 0.05], OWNERS))
 def test_uneven_owners_of_replicas_sum_along_the_same_tree(
-    replicas: int, ownership: Sequence[Sequence[int]], clip_norm: float
+    ownership: Sequence[Sequence[int]], clip_norm: float
 ) -> None:
+    replicas = sum(map(len, ownership))
     job = make_job("adam", model=Rich, replicas=replicas, batch_size=3, steps=4, clip_norm=clip_norm)
     with Cluster(job, ps=2) as cluster:
         cluster.train(ownership)

@@ -29,6 +29,19 @@ def standby_job(clip_norm: float = 0.0) -> Job:
     return make_job("adam", model=Rich, steps=12, clip_norm=clip_norm)
 
 
+# Each two of the three in every combination; the rest in `make test-long`.
+LOSSES = [
+    pytest.param(
+        *(zombie, lost, step, clip_norm),
+        id=f"{'cut_off' if zombie else 'killed'}-{lost}-{'voted' if clip_norm else 'eager'}",
+        marks=[] if zombie ^ lost ^ (clip_norm > 0.0) else [pytest.mark.long],
+    )
+    for zombie in (False, True)
+    for lost, step in ((0, 5), (1, 1))
+    for clip_norm in (0.0, 0.05)
+]
+
+
 @functools.cache
 def expected_end(clip_norm: float) -> ReferenceResult:
     return reference(standby_job(clip_norm))
@@ -69,9 +82,7 @@ def test_a_standby_holds_what_its_primary_holds_to_the_bit(clip_norm: float) -> 
                 assert_equal_images(mine, image(cluster, 1 - shard, shard, bucket, standby=True))
 
 
-@MODES
-@pytest.mark.parametrize("zombie", [False, True], ids=["killed", "cut_off"])
-@pytest.mark.parametrize(("lost", "step"), [(0, 5), (1, 1)])
+@pytest.mark.parametrize(("zombie", "lost", "step", "clip_norm"), LOSSES)
 def test_a_server_that_is_lost_costs_no_step_and_no_bit(clip_norm: float, lost: int, step: int, zombie: bool) -> None:
     with Protected(standby_job(clip_norm), ps=2, bucket_bytes=SMALL_BUCKETS) as cluster:
         cluster.await_synced()

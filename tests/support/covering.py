@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
+from _pytest.mark import MarkDecorator, ParameterSet
 
 
 def covering(first: Collection[Any], *others: Collection[Any]) -> list[ParameterSet]:
@@ -22,3 +22,8 @@ def covering(first: Collection[Any], *others: Collection[Any]) -> list[Parameter
         for i, value in enumerate(first)
         for j, combination in enumerate(rest)
     ]
+
+
+def number_of_schedules(short: int, whole: int) -> MarkDecorator:
+    """The first `short` schedules of a test that is given their number, and all of them in `make test-long`."""
+    return pytest.mark.parametrize("schedules", [short, pytest.param(whole, marks=pytest.mark.long)])

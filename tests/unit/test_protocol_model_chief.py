@@ -12,6 +12,7 @@ import pytest
 from tests.protocol_model.chief import ChiefModel
 from tests.protocol_model.chief_tasks import ChiefSetup, Counts
 from tests.protocol_model.numbers import Broken
+from tests.support.covering import number_of_schedules
 
 
 def setup(seed: int, *, synchronous: bool, **options: Any) -> ChiefSetup:
@@ -42,18 +43,22 @@ def broken(schedules: int, **options: Any) -> int:
     return sum(map(fails, range(schedules)))
 
 
-def test_synchronous_steps_go_on_without_a_chief_and_end_in_the_same_bits_with_the_next_one() -> None:
-    counts = play(30, synchronous=True)
-    assert counts.adopted > 70
-    assert counts.steps_alone > 100
-    assert counts.fenced > 50
-    assert counts.refused_commands > 30
+@number_of_schedules(18, 30)
+def test_synchronous_steps_go_on_without_a_chief_and_end_in_the_same_bits_with_the_next_one(schedules: int) -> None:
+    counts = play(schedules, synchronous=True)
+    assert counts.adopted > 70 / 30 * schedules
+    assert counts.steps_alone > 100 / 30 * schedules
+    assert counts.fenced > 50 / 30 * schedules
+    assert counts.refused_commands > schedules
 
 
-def test_with_servers_lost_as_well_the_next_chief_goes_back_to_a_checkpoint_and_the_bits_stay_equal() -> None:
-    counts = play(30, synchronous=True, server_kills=3)
-    assert counts.timelines > 60
-    assert counts.adopted > 40
+@number_of_schedules(18, 30)
+def test_with_servers_lost_as_well_the_next_chief_goes_back_to_a_checkpoint_and_the_bits_stay_equal(
+    schedules: int,
+) -> None:
+    counts = play(schedules, synchronous=True, server_kills=3)
+    assert counts.timelines > 2 * schedules
+    assert counts.adopted > 40 / 30 * schedules
 
 
 def test_no_batch_is_left_out_and_an_acknowledged_one_is_not_handed_out_again() -> None:

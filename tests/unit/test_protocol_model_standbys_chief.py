@@ -12,6 +12,7 @@ import pytest
 from tests.protocol_model.numbers import Broken
 from tests.protocol_model.standbys_chief import ChiefStandbyModel, ChiefStandbySetup
 from tests.protocol_model.tasks import Counts
+from tests.support.covering import number_of_schedules
 
 SHAPES = [(1, 1), (2, 3), (2, 1, 2), (1, 1, 1, 1)]
 
@@ -45,18 +46,22 @@ def play(schedules: int, **options: Any) -> tuple[Counts, int]:
     return total, taken_over
 
 
-def test_a_server_lost_with_its_chief_or_in_a_failover_that_its_chief_did_not_end_costs_no_rollback() -> None:
-    counts, taken_over = play(120)
+@number_of_schedules(48, 120)
+def test_a_server_lost_with_its_chief_or_in_a_failover_that_its_chief_did_not_end_costs_no_rollback(
+    schedules: int,
+) -> None:
+    counts, taken_over = play(schedules)
     assert counts.rollbacks == counts.overtaken == 0
-    assert counts.promotions > 150
-    assert taken_over > 60
+    assert counts.promotions > 1.25 * schedules
+    assert taken_over > schedules / 2
 
 
-def test_servers_and_chiefs_that_die_at_any_time_cost_rollbacks_and_no_bits() -> None:
-    counts, taken_over = play(60, one_at_a_time=False)
-    assert counts.rollbacks > 60
+@number_of_schedules(36, 60)
+def test_servers_and_chiefs_that_die_at_any_time_cost_rollbacks_and_no_bits(schedules: int) -> None:
+    counts, taken_over = play(schedules, one_at_a_time=False)
+    assert counts.rollbacks > schedules
     assert counts.overtaken == 0
-    assert taken_over > 5
+    assert taken_over > schedules / 12
 
 
 def test_a_standby_that_was_given_up_and_is_appointed_again_is_believed_once_it_was_copied_for_that() -> None:

@@ -27,6 +27,7 @@ from shardline.server.staging import (
     replica_mask,
     worst,
 )
+from tests.support.covering import number_of_schedules
 
 MB = 1_000_000
 
@@ -272,9 +273,9 @@ class Unprivileged(Ledger):
         return Entry(ask, Grant.ROOM if held + ask.nbytes <= self.limit else Grant.WAIT, 0, False)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_every_schedule_ends_and_stays_within_the_limit(part: int) -> None:
-    for seed in range(500 * part, 500 * (part + 1)):
+@number_of_schedules(400, 2000)
+def test_every_schedule_ends_and_stays_within_the_limit(schedules: int) -> None:
+    for seed in range(schedules):
         assert World(random.Random(seed)).run(), f"schedule {seed} stopped"
 
 

@@ -72,6 +72,21 @@ def test_on_this_machine_the_page_needs_no_token(metrics: Metrics, files: Files)
     assert status == 200 and 'shardline_cuts_skipped_total{task="ps/0"}' in text
 
 
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_the_page_closes_at_once(metrics: Metrics, files: Files, tls: bool, request: pytest.FixtureRequest) -> None:
+    if tls:
+        request.getfixturevalue("outside")
+    for _ in range(5):
+        metrics.serve("127.0.0.1", 0, files.mutual(token=True) if tls else PLAIN)
+        assert metrics.url.startswith("https:" if tls else "http:")
+        began_s = time.monotonic()
+        metrics.close()
+        # Without a reader nothing is waited for; a look at the clock every half second would be.
+        if time.monotonic() - began_s < 0.1:
+            return
+    pytest.fail("five times it took more than 0.1 s")
+
+
 @pytest.mark.usefixtures("outside")
 def test_from_outside_the_page_needs_the_jobs_token(metrics: Metrics, files: Files) -> None:
     metrics.serve("127.0.0.1", 0, Security(token_file=files.token))

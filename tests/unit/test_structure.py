@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -68,9 +69,9 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for path in sources():
-        yield name_of(path), ast.parse(path.read_text())
+@functools.cache
+def trees() -> list[tuple[str, ast.Module]]:
+    return [(name_of(path), ast.parse(path.read_text())) for path in sources()]
 
 
 def lines(node: ast.stmt) -> int:
