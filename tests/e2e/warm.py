@@ -15,6 +15,7 @@ import os
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ import torch
 
 from shardline.cli import launcher
 from shardline.cli.main import main
+from shardline.host import forkserver
 from tests.chaos.nursery import Nursery, serve
 
 # Imported late by one task or another; torch._dynamo by the first optimizer, which takes two seconds of processor time.
@@ -42,7 +44,6 @@ MODULES = (
 )
 CALL = "call"
 """In place of a command: call a function, `module:name`, with the arguments that a JSON object gives."""
-PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -103,8 +104,25 @@ def descendants(pid: int) -> dict[int, str]:
 # The other side
 
 
+class WarmForkServer(forkserver.ForkServer):
+    """The launcher's fork server, forked itself instead of importing everything once more."""
+
+    def _start(self, theirs: socket.socket, environment: Mapping[str, str]) -> Any:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            _run_and_exit(lambda: self._serve(theirs, environment))
+        return forkserver.ForkedProcess(pid)
+
+    def _serve(self, theirs: socket.socket, environment: Mapping[str, str]) -> int:
+        _begin(os.open(os.devnull, os.O_WRONLY), environment, [theirs.fileno()])
+        task = forkserver.serve(socket.socket(fileno=theirs.detach()))
+        return 0 if task is None else task()
+
+
 class ForkedTask:
-    """What a launcher gets where it asks for subprocess.Popen: a child process like any, but for the exec."""
+    """What a launcher gets where it asks for subprocess.Popen, for a script: a child like any, but for the exec."""
 
     def __init__(
         self, command: Sequence[str], *, env: Mapping[str, str], stdout: Any, pass_fds: Sequence[int], **_: object
@@ -128,26 +146,26 @@ def start_task(command: Sequence[str], **fields: Any) -> Any:
 
 def _become_task(command: Sequence[str], env: Mapping[str, str], output: int, kept: Sequence[int]) -> NoReturn:
     def run() -> int:
-        os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            if fd > 2 and fd not in kept:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-        os.environ.clear()
-        os.environ.update(env)
-        if "--task" in command:
-            _prctl(PR_SET_NAME, command[command.index("--task") + 1].encode())
-        if list(command[1:4]) != ["-P", "-m", "shardline"]:
-            return _script(command[1:])
-        sys.argv = ["shardline", *command[4:]]
-        return main(command[4:])
+        _begin(output, env, kept)
+        return _script(command[1:])
 
     _run_and_exit(run)
+
+
+def _begin(output: int, env: Mapping[str, str], kept: Sequence[int]) -> None:
+    """What an exec would do: a session, standard streams and an environment of its own, and no other descriptors."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd not in kept:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+    os.environ.clear()
+    os.environ.update(env)
 
 
 def _run_and_exit(run: Callable[[], int]) -> NoReturn:
@@ -197,6 +215,7 @@ def become(request: Mapping[str, Any]) -> NoReturn:
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     faked = {**vars(subprocess), "Popen": start_task}
+    launcher.start_fork_server = WarmForkServer  # type: ignore[assignment]
     launcher.subprocess = types.SimpleNamespace(**faked)  # type: ignore[assignment]
     arguments = request["arguments"]
     sys.argv = ["shardline", *arguments]
