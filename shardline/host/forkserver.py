@@ -1,6 +1,6 @@
 """Processes of one machine without their imports: one process imports what all tasks need and is forked for each.
 
-It starts no thread and opens no connection, so a fork of it is what a new interpreter is after its imports. A forked
+It runs no Python thread and opens no connection, so a fork of it is like a new interpreter after its imports. A forked
 task becomes a child of the process that asked (which is made a "subreaper" for that), so it is waited for and
 signalled like any other child. Linux only; elsewhere, and where it fails, tasks are started by exec.
 """
