@@ -13,7 +13,6 @@ whatever way.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import queue
 import re
@@ -28,7 +27,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 from shardline.cli.process_exits import MAX_RESTARTS as MAX_RESTARTS
 from shardline.cli.process_exits import Ended, describe_code, lacking, may_restart
@@ -40,12 +38,10 @@ from shardline.core.waiting import EVERY_S, Waiting
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError
 from shardline.host import files
 from shardline.host.allocator import ALLOCATOR
-from shardline.host.forkserver import CAN_FORK, ForkedProcess, ForkServer, can_fork
+from shardline.host.forkserver import ForkedProcess, TaskStarter
 from shardline.host.ports import CAN_HOLD, held_port
 from shardline.host.run_lock import RunLock, unwritable
 from shardline.security import PLAIN, Security
-
-log = logging.getLogger("shardline.cli.launcher")
 
 SCRIPT_FIELDS = ("consistency", "seed", "checkpoint_every")
 """Settings that shardline.connect() takes from the environment unless the script passes them."""
@@ -260,7 +256,7 @@ class LocalCluster:
         self._chief_port: socket.socket | None = None
         """Reserves the port, so that no connection of this machine can take it while the chief is restarted."""
         self._life_read, self._life_write = os.pipe()
-        self._fork_server: ForkServer | None = None
+        self._starter = TaskStarter()
 
     def __enter__(self) -> LocalCluster:
         try:
@@ -291,7 +287,7 @@ class LocalCluster:
         except OSError as error:
             raise unwritable(self.options.out, error) from None
         with self._undisturbed():
-            self._fork_server = start_fork_server(common_environment(os.environ))
+            self._starter.begin(common_environment(os.environ))
         ready_read, ready_write = os.pipe()
         try:
             try:
@@ -356,30 +352,10 @@ class LocalCluster:
                 return
             environment = task_environment(self.options, task, life_fd=life_fd, base=os.environ)
             kept = [fd for fd in (life_fd, ready_fd, lock_fd) if fd is not None]
-            child = _Child(self._born(command, environment, log, kept))
+            child = _Child(self._starter.start(command, environment, log, kept))
             self._children[task] = child
             child.watcher = threading.Thread(target=self._watch, args=(task, child), name=f"watch-{task}", daemon=True)
             child.watcher.start()
-
-    def _born(
-        self, command: list[str], environment: dict[str, str], log: BinaryIO, kept: list[int]
-    ) -> subprocess.Popen[bytes] | ForkedProcess:
-        """A new process in a session of its own: forked with its imports done, or where that can't be, cold."""
-        if self._fork_server is not None and can_fork(command):
-            try:
-                return ForkedProcess(self._fork_server.start(command, environment, log.fileno(), kept))
-            except OSError:
-                self._fork_server.close()
-                self._fork_server = None
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            pass_fds=kept,
-            start_new_session=True,
-        )
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -561,9 +537,7 @@ class LocalCluster:
         self._wait_all(time.monotonic() + 10.0)
         left = self.running()
         with self._lock:
-            if self._fork_server is not None:
-                self._fork_server.close()
-                self._fork_server = None
+            self._starter.close()
             if self._chief_port is not None:
                 self._chief_port.close()
             if self.lock is not None:
@@ -580,17 +554,6 @@ class LocalCluster:
             children = list(self._children.values())
         for child in children:
             child.ended.wait(max(0.0, deadline_s - time.monotonic()))
-
-
-def start_fork_server(environment: Mapping[str, str]) -> ForkServer | None:
-    """Begin the imports that all tasks share; None where tasks can't be forked."""
-    if not CAN_FORK:
-        return None
-    try:
-        return ForkServer(environment)
-    except OSError as error:
-        log.warning("tasks are started one by one, since no process can be forked for them: %s", error)
-        return None
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

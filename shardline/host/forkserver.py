@@ -23,13 +23,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import setproctitle
 
 log = logging.getLogger("shardline.host.forkserver")
 
-MODULES = ("shardline.cli.main", "shardline.rpc.names")
+MAIN = "shardline.cli.main"
+MODULES = (MAIN, "shardline.rpc.names")
 ENTRY_POINTS = "shardline.roles"
 START_S = 120.0
 """Importing torch takes a while on a busy machine."""
@@ -109,6 +110,47 @@ class ForkServer:
         """End it; the tasks go on."""
         self._socket.close()
         self._process.wait()
+
+
+class TaskStarter:
+    """Starts tasks: as forks where that is possible, else with exec. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._server: ForkServer | None = None
+
+    def begin(self, environment: Mapping[str, str]) -> None:
+        """Begin the imports; returns at once. environment: what the tasks have in common."""
+        if CAN_FORK:
+            try:
+                self._server = ForkServer(environment)
+            except OSError as error:
+                log.warning("tasks are started one by one, since no process can be forked for them: %s", error)
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], output: BinaryIO, kept: Sequence[int]
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        """A new process in a session of its own; see ForkServer.start(). Raises OSError."""
+        if self._server is not None and can_fork(command):
+            try:
+                return ForkedProcess(self._server.start(command, environment, output.fileno(), kept))
+            except OSError as error:
+                log.warning("tasks are started one by one from now on: %s", error)
+                self.close()
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=kept,
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """End the process that is forked; the tasks go on."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
 
 def can_fork(command: Sequence[str]) -> bool:
@@ -212,10 +254,8 @@ def _become(request: Mapping[str, Any], fds: Sequence[int]) -> int:
     os.environ.clear()
     os.environ.update(request["environment"])
     _reseed()
-    from shardline.cli.main import main
-
     sys.argv = ["shardline", *command[len(COMMAND) :]]
-    return main(sys.argv[1:])
+    return int(importlib.import_module(MAIN).main(sys.argv[1:]))
 
 
 def _place(wanted: Mapping[int, int]) -> None:

@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardline.cli import launcher
 from shardline.cli.main import main
 from shardline.host import forkserver
 from tests.chaos.nursery import Nursery, serve
@@ -215,8 +214,8 @@ def become(request: Mapping[str, Any]) -> NoReturn:
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     faked = {**vars(subprocess), "Popen": start_task}
-    launcher.start_fork_server = WarmForkServer  # type: ignore[assignment]
-    launcher.subprocess = types.SimpleNamespace(**faked)  # type: ignore[assignment]
+    forkserver.ForkServer = WarmForkServer  # type: ignore[misc]
+    forkserver.subprocess = types.SimpleNamespace(**faked)  # type: ignore[assignment]
     arguments = request["arguments"]
     sys.argv = ["shardline", *arguments]
     _run_and_exit(lambda: _call(*arguments[1:]) if arguments[0] == CALL else main(arguments))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardline.host.forkserver import COMMAND, ForkedProcess, ForkServer, can_fork
+from shardline.host.forkserver import COMMAND, ForkedProcess, ForkServer, TaskStarter, can_fork
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tasks are forked on Linux only")
@@ -140,3 +141,21 @@ def test_a_fork_server_that_is_gone_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"ended|reset|pipe"):
         forks.start()
     forks.server.close()
+
+
+def test_tasks_are_started_by_exec_once_the_fork_server_has_gone(tmp_path: Path) -> None:
+    starter = TaskStarter()
+    starter.begin(dict(os.environ))
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
+    settings = {**os.environ, "FOLDER": str(tmp_path)}
+    kinds = []
+    for _ in range(2):
+        with (tmp_path / "log").open("ab") as output:
+            process = starter.start(command, settings, output, ())
+        assert process.wait() == 0
+        kinds.append(type(process))
+        assert starter._server is None or not os.kill(starter._server.pid, signal.SIGKILL)
+    assert kinds == [ForkedProcess, subprocess.Popen]
+    assert len(list(tmp_path.glob("*.json"))) == 2
+    starter.close()
