@@ -183,6 +183,10 @@ def import_all() -> None:
         importlib.import_module(name)
     for role in importlib.metadata.entry_points(group=ENTRY_POINTS):
         role.load()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # torch imports its compiler, which takes 2 s, when the first optimizer is made.
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
 
 
 def serve(connection: socket.socket) -> Callable[[], int] | None:
