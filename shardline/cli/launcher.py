@@ -38,7 +38,7 @@ from shardline.core.waiting import EVERY_S, Waiting
 from shardline.errors import InternalError, ShardlineError, TaskLostError, UsageError
 from shardline.host import files
 from shardline.host.allocator import ALLOCATOR
-from shardline.host.forkserver import ForkedProcess, TaskStarter
+from shardline.host.forkserver import ForkedProcess, TaskStarter, reap_group
 from shardline.host.ports import CAN_HOLD, held_port
 from shardline.host.run_lock import RunLock, unwritable
 from shardline.security import PLAIN, Security
@@ -288,6 +288,8 @@ class LocalCluster:
             raise unwritable(self.options.out, error) from None
         with self._undisturbed():
             self._starter.begin(common_environment(os.environ))
+        # Here, where nothing is held and a signal ends it.
+        self._starter.await_ready()
         ready_read, ready_write = os.pipe()
         try:
             try:
@@ -391,6 +393,7 @@ class LocalCluster:
             # Also end what the task itself started and left behind.
             _signal_group(pid, signal.SIGKILL)
             code = child.process.wait()
+            reap_group(pid)
             child.code = code
             restarted, reason = self._after(task, code)
             child.ended.set()

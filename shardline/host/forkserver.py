@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import gc
 import importlib
@@ -39,6 +40,8 @@ MAX_FDS = 16
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 CAN_FORK = sys.platform == "linux"
+BEGUN_WITH = frozenset(os.environ)
+"""Variables that this process began with."""
 COMMAND = [sys.executable, "-P", "-m", "shardline"]
 """What a task's command line begins with; only such commands can be forked."""
 
@@ -59,13 +62,13 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Start it; returns at once. environment: what tasks have in common, since libraries read it as they load."""
+        # From now on tasks become children of this process when the one that forked them has gone.
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._lock = threading.Lock()
         self._ready = False
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process: Any = self._start(theirs, environment)
-        # From now on tasks become children of this process when the one that forked them has gone.
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     @property
     def pid(self) -> int:
@@ -76,6 +79,7 @@ class ForkServer:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "shardline.host.forkserver", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=environment,
@@ -91,14 +95,24 @@ class ForkServer:
         request = {"command": list(command), "environment": dict(environment), "kept": list(kept)}
         data = json.dumps(request).encode()
         with self._lock:
-            self._await_ready()
-            self._socket.settimeout(ANSWER_S)
-            socket.send_fds(self._socket, [len(data).to_bytes(4, "big")], [output, *kept])
-            self._socket.sendall(data)
-            pid = int(_read_line(self._socket))
+            try:
+                self._await_ready()
+                self._socket.settimeout(ANSWER_S)
+                socket.send_fds(self._socket, [len(data).to_bytes(4, "big")], [output, *kept])
+                self._socket.sendall(data)
+                pid = int(_read_line(self._socket))
+            except BaseException:
+                # Its answer may still come; it must never be taken for that of a later request.
+                self._socket.close()
+                raise
         if pid <= 0:
             raise OSError(-pid, os.strerror(-pid))
         return pid
+
+    def await_ready(self) -> None:
+        """Return when the imports are done. Raises OSError if they fail or take too long."""
+        with self._lock:
+            self._await_ready()
 
     def _await_ready(self) -> None:
         if not self._ready:
@@ -107,8 +121,11 @@ class ForkServer:
             self._ready = True
 
     def close(self) -> None:
-        """End it; the tasks go on."""
+        """End it, and a fork that it has not answered for; the tasks live on: each leads a session of its own."""
         self._socket.close()
+        for end in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                end(self.pid, signal.SIGKILL)
         self._process.wait()
 
 
@@ -126,6 +143,18 @@ class TaskStarter:
             except OSError as error:
                 log.warning("tasks are started one by one, since no process can be forked for them: %s", error)
 
+    def await_ready(self) -> None:
+        """Wait until tasks can be started fast. For a thread that signals may interrupt."""
+        if self._server is not None:
+            try:
+                self._server.await_ready()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        log.warning("tasks are started one by one from now on: %s", error)
+        self.close()
+
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], output: BinaryIO, kept: Sequence[int]
     ) -> subprocess.Popen[bytes] | ForkedProcess:
@@ -134,8 +163,7 @@ class TaskStarter:
             try:
                 return ForkedProcess(self._server.start(command, environment, output.fileno(), kept))
             except OSError as error:
-                log.warning("tasks are started one by one from now on: %s", error)
-                self.close()
+                self._give_up(error)
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -230,24 +258,26 @@ def _fork(request: Mapping[str, Any], fds: Sequence[int], connection: socket.soc
             said = answer.read(64)
         # Only now is the task a child of the process that asked.
         os.waitpid(between, 0)
-        connection.sendall(said)
+        connection.sendall(said or f"{-errno.EAGAIN}\n".encode())
         return None
     os.close(read)
     connection.close()
     try:
         pid = os.fork()
     except OSError as error:
-        pid = -(error.errno or 1)
-    if pid:
-        os.write(write, f"{pid}\n".encode())
+        os.write(write, f"{-(error.errno or 1)}\n".encode())
         os._exit(0)
+    if pid:
+        os._exit(0)
+    # Before its process id is known: it may be signalled as a group at once.
+    os.setsid()
+    os.write(write, f"{os.getpid()}\n".encode())
     os.close(write)
     return lambda: _become(request, fds)
 
 
 def _become(request: Mapping[str, Any], fds: Sequence[int]) -> int:
     """Be the task for the rest of this process's life; returns its exit code."""
-    os.setsid()
     command, output, kept = request["command"], fds[0], request["kept"]
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -255,7 +285,9 @@ def _become(request: Mapping[str, Any], fds: Sequence[int]) -> int:
     _place(dict(zip(fds[1:], kept, strict=True)))
     # Before the environment changes: the new title takes the memory of the one that the process began with.
     _rename(command)
-    os.environ.clear()
+    # What a module set as it was imported stays, as it would in a new interpreter.
+    for name in BEGUN_WITH - request["environment"].keys():
+        os.environ.pop(name, None)
     os.environ.update(request["environment"])
     _reseed()
     sys.argv = ["shardline", *command[len(COMMAND) :]]
@@ -281,10 +313,17 @@ def _duplicate(fd: int, least: int) -> int:
 
 def _rename(command: Sequence[str]) -> None:
     """Show the task's own command line and name in lists of processes."""
-    setproctitle.setproctitle(" ".join(command))
+    setproctitle.setproctitle(" ".join(command).encode(errors="backslashreplace").decode())
     if "--task" in command:
         with contextlib.suppress(OSError):
             _prctl(PR_SET_NAME, command[command.index("--task") + 1].encode())
+
+
+def reap_group(group: int) -> None:
+    """Reap orphans of an ended task, which became children of this process."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
 
 
 def _reseed() -> None:

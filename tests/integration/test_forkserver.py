@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from shardline.host import forkserver
 from shardline.host.forkserver import COMMAND, ForkedProcess, ForkServer, TaskStarter, can_fork
 from tests.support.waiting import wait_for
 
@@ -26,7 +27,7 @@ folder = pathlib.Path(os.environ["FOLDER"])
 fds = sorted(fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2 and os.path.exists(f"/proc/self/fd/{fd}"))
 said = {
     "environment": dict(os.environ), "random": random.random(), "numpy": float(numpy.random.rand()), "argv": sys.argv,
-    "parent": os.getppid(), "session": os.getsid(0), "pid": os.getpid(), "fds": fds,
+    "session": os.getsid(0), "pid": os.getpid(), "fds": fds,
     "input": os.readlink("/proc/self/fd/0"), "command": pathlib.Path("/proc/self/cmdline").read_text(),
 }
 folder.joinpath(f"{os.getpid()}.new").write_text(json.dumps(said))
@@ -75,16 +76,22 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 
 def test_a_task_is_a_child_in_a_session_of_its_own_with_its_own_command_line(forks: Forks) -> None:
-    process = forks.start(COLOUR="blue")
+    process = forks.start(COLOUR="blue", WAIT="")
+    # Seen from here: it may have looked while the process between was still ending.
+    parent = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    assert parent == os.getpid()
     said = forks.said(process)
-    assert process.wait() == 0
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     assert said["pid"] == said["session"] == process.pid
-    assert said["parent"] == os.getpid()
     assert said["argv"][1:] == forks.command()[len(COMMAND) :]
     assert said["command"].rstrip("\0") == " ".join(forks.command())
     assert said["input"] == os.devnull
-    # The environment that was asked for, and nothing of the process that was forked.
-    assert {name for name in said["environment"] if name not in ("FOLDER", "PATH", "COLOUR")} <= {"SHARDLINE_PLUGINS"}
+    # The environment that was asked for, and nothing that the process that was forked began with.
+    given = {"FOLDER", "PATH", "COLOUR", "WAIT"}
+    assert not (said["environment"].keys() - given) & os.environ.keys()
+    process = forks.start()
+    assert process.wait() == 0
     assert "--consistency" in (forks.folder / "log").read_text()
 
 
@@ -159,3 +166,53 @@ def test_tasks_are_started_by_exec_once_the_fork_server_has_gone(tmp_path: Path)
     assert kinds == [ForkedProcess, subprocess.Popen]
     assert len(list(tmp_path.glob("*.json"))) == 2
     starter.close()
+
+
+def test_a_stopped_fork_server_costs_its_deadline_and_no_task_is_started_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkserver, "ANSWER_S", 0.5)
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    starter = TaskStarter()
+    starter.begin(dict(os.environ))
+    starter.await_ready()
+    assert starter._server is not None
+    os.kill(starter._server.pid, signal.SIGSTOP)
+    command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
+    with (tmp_path / "log").open("ab") as output:
+        process = starter.start(command, {**os.environ, "FOLDER": str(tmp_path)}, output, ())
+    assert isinstance(process, subprocess.Popen)
+    assert process.wait() == 0
+    starter.close()
+    assert len(list(tmp_path.glob("*.json"))) == 1
+
+
+def test_a_fork_server_is_closed_while_it_imports() -> None:
+    starter = TaskStarter()
+    starter.begin(dict(os.environ))
+    starter.close()
+
+
+def test_an_answer_that_was_not_waited_for_is_not_taken_for_another(
+    forks: Forks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = Forks(tmp_path)
+
+    def interrupted(connection: object) -> bytes:
+        raise KeyboardInterrupt
+
+    other.server.await_ready()
+    with monkeypatch.context() as patched:
+        patched.setattr(forkserver, "_read_line", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            other.start()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        other.start()
+    other.server.close()
+
+
+def test_a_task_leads_its_group_as_soon_as_it_is_known(forks: Forks) -> None:
+    for _ in range(5):
+        process = forks.start(WAIT="")
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL

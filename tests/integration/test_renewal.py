@@ -107,7 +107,13 @@ def test_each_asynchronous_push_counts_once_though_histories_change_under_it() -
 
         def change() -> None:
             for number in range(1, 9):
-                threading.Event().wait(0.05)
+                before = [shard.version for shard in cluster.shards]
+                wait_for(
+                    lambda before=before: all(  # type: ignore[misc]
+                        shard.version > version for shard, version in zip(cluster.shards, before, strict=True)
+                    ),
+                    "a push to every shard",
+                )
                 cluster.configure_anew(TIMELINE + number, keep=(0, 1))
                 for control in cluster.controls:
                     control.activate(cluster.timeline)
