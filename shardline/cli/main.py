@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import click
 
-from shardline import errors, methods
+from shardline import errors, methods, native
 from shardline.cli.bench.command import bench
 from shardline.cli.certs import certs
 from shardline.cli.cluster_commands import export, status, stop
@@ -41,7 +41,7 @@ def exit_codes() -> str:
     epilog=f"\b\nExit codes:\n{exit_codes()}",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-@click.version_option(package_name="shardline", message="%(prog)s %(version)s")
+@click.version_option(package_name="shardline", message="%(prog)s %(version)s\n" + native.describe().replace("%", "%%"))
 def cli() -> None:
     """Train PyTorch models on parameter servers.
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from shardline import native
 from shardline.codecs.base import Codec, Layout, Turn, check_length
 from shardline.core.spec import DTYPES, itemsize
 from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
@@ -56,9 +57,14 @@ class CastCoder:
 
     def encode(self, values: torch.Tensor, turn: Turn) -> Buffer:
         """Bytes of the rounded copy."""
-        return tensor_bytes(values.to(DTYPES[self._wire_dtype]))
+        return tensor_bytes(_cast(values, self._wire_dtype))
 
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
         """Widened copy."""
         check_length(payload, self._nbytes, self._bucket.elements, self._wire_dtype)
-        return tensor_from_bytes(payload, self._wire_dtype).to(DTYPES[self._bucket.dtype])
+        return _cast(tensor_from_bytes(payload, self._wire_dtype), self._bucket.dtype)
+
+
+def _cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    found = native.cast(values, DTYPES[dtype])
+    return values.to(DTYPES[dtype]) if found is None else found

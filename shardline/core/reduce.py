@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardline import native
 from shardline.core.plan import QUANTUM_ELEMENTS, Plan, Slice, quantum_rows
 from shardline.core.spec import TensorSpec
 
@@ -102,7 +103,8 @@ def tree_sum(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
             return b if a is None else a
         return a + b
 
-    return walk(Block(0, len(values)))
+    found = native.tree_sum(values)
+    return walk(Block(0, len(values))) if found is None else found
 
 
 def mean_(total: torch.Tensor, replicas: int) -> torch.Tensor:
@@ -161,6 +163,9 @@ def magnitude(values: torch.Tensor) -> float:
     """
     if values.numel() == 0 or not (values.is_floating_point() or values.is_complex()):
         return 0.0
+    found = native.magnitude(values)
+    if found is not None:
+        return found
     low, high = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
     # NaN reaches both ends.
     return max(-low.item(), high.item())

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import xxhash
 
+from shardline import native
 from shardline.core.spec import DTYPES
 from shardline.errors import ProtocolError
 
@@ -76,6 +77,9 @@ def fingerprint(data: Buffer) -> int:
     Tells contributions that were computed twice with other bits apart at an eighth of a digest's price: other threads,
     kernels or machines round all over a tensor, not in one place.
     """
+    known = native.fingerprint(data)
+    if known is not None:
+        return known
     octets = np.frombuffer(data, np.uint8)
     if octets.nbytes < FINGERPRINT_BYTES:
         return digest(data)
@@ -87,4 +91,5 @@ def fingerprint(data: Buffer) -> int:
 
 def digest(data: Buffer) -> int:
     """xxh3-64 of encoded bytes; never 0, which means "not sent"."""
-    return xxhash.xxh3_64_intdigest(data) or 1
+    known = native.digest(data)
+    return xxhash.xxh3_64_intdigest(data) or 1 if known is None else known

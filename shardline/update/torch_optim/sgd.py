@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardline import native
+
 
 def is_plain(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> bool:
     """Whether torch would run its default loop over tensors, which step() repeats, and not another implementation."""
@@ -28,6 +30,10 @@ def step(
     gradient stay as they are. momentum_buffer is changed in place. arguments: torch.optim.SGD's.
     """
     momentum, decay = arguments["momentum"], arguments["weight_decay"]
+    first = momentum != 0 and momentum_buffer is None
+    kept = (torch.empty_like(gradient) if first else momentum_buffer) if momentum != 0 else None
+    if native.sgd_step(source, gradient, target, kept, arguments, first=first):
+        return momentum_buffer if kept is None else kept
     # What torch makes new tensors for fits into the target until the result goes there.
     scratch = target if target is not source else None
     if arguments["maximize"]:
