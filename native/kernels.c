@@ -88,18 +88,11 @@ static double copy64(void *target, const void *source, size_t count) {
     return of64(copy_most64(target, source, count));
 }
 
-/* Digest and fingerprint: see shardline/core/tensor_bytes.py */
+/* See shardline/core/tensor_bytes.py */
 
-enum { FINGERPRINT_BYTES = 64 << 10, FINGERPRINT_STRIDE = 2 << 10, FINGERPRINT_LINE = 64, LINES = 64 };
-
-static uint64_t digest(const void *data, size_t size) {
-    uint64_t found = XXH3_64bits(data, size);
-    return found ? found : 1;
-}
+enum { FINGERPRINT_STRIDE = 2 << 10, FINGERPRINT_LINE = 64, LINES = 64 };
 
 static uint64_t fingerprint(const void *data, size_t size) {
-    if (size < FINGERPRINT_BYTES)
-        return digest(data, size);
     const unsigned char *bytes = data;
     unsigned char lines[LINES * FINGERPRINT_LINE];
     XXH3_state_t state;
@@ -255,7 +248,6 @@ const struct kernels TABLE(LEVEL) = {
     .magnitude64 = magnitude64,
     .copy32 = copy32,
     .copy64 = copy64,
-    .digest = digest,
     .fingerprint = fingerprint,
     .sum32 = sum32,
     .sum64 = sum64,

@@ -35,7 +35,7 @@ struct kernels {
     /* The same of what is copied. */
     double (*copy32)(void *target, const void *source, size_t count);
     double (*copy64)(void *target, const void *source, size_t count);
-    uint64_t (*digest)(const void *data, size_t size);
+    /* Of a sample of at least 64 KiB, never 0. */
     uint64_t (*fingerprint)(const void *data, size_t size);
     /* out may be one of two values, and of more than two none. */
     void (*sum32)(void *out, const void *const *values, size_t replicas, size_t count);

@@ -77,12 +77,12 @@ def fingerprint(data: Buffer) -> int:
     Tells contributions that were computed twice with other bits apart at an eighth of a digest's price: other threads,
     kernels or machines round all over a tensor, not in one place.
     """
-    known = native.fingerprint(data)
-    if known is not None:
-        return known
     octets = np.frombuffer(data, np.uint8)
     if octets.nbytes < FINGERPRINT_BYTES:
         return digest(data)
+    known = native.fingerprint(data)
+    if known is not None:
+        return known
     rows = octets[: octets.nbytes // FINGERPRINT_STRIDE * FINGERPRINT_STRIDE].reshape(-1, FINGERPRINT_STRIDE)
     found = xxhash.xxh3_64(rows[:, :FINGERPRINT_LINE].tobytes())
     found.update(octets[rows.nbytes :].tobytes())
@@ -91,5 +91,4 @@ def fingerprint(data: Buffer) -> int:
 
 def digest(data: Buffer) -> int:
     """xxh3-64 of encoded bytes; never 0, which means "not sent"."""
-    known = native.digest(data)
-    return xxhash.xxh3_64_intdigest(data) or 1 if known is None else known
+    return xxhash.xxh3_64_intdigest(data) or 1

@@ -30,8 +30,6 @@ _SGD = {torch.float32: "sgd32", torch.float64: "sgd64"}
 _CASTS = {(torch.float32, torch.bfloat16): "to_bf16", (torch.bfloat16, torch.float32): "from_bf16"}
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _SMALLEST_FACTOR = {torch.float32: 2.0**-12, torch.float64: 2.0**-27}
-_HASHED_BYTES = 32 << 10
-"""Of fewer bytes the way here takes longer than the digest."""
 
 
 def _takes(tensor: Tensor, like: Tensor) -> bool:
@@ -63,21 +61,13 @@ def copy(target: Tensor, source: Tensor) -> float | None:
     return float(kernels.call[name](target.data_ptr(), source.data_ptr(), target.numel()))
 
 
-def _address(data: Buffer) -> tuple[int, int]:
-    array = np.frombuffer(data, np.uint8)
-    return array.__array_interface__["data"][0], array.nbytes
-
-
-def digest(data: Buffer) -> int | None:
-    """See shardline.core.tensor_bytes.digest."""
-    kernels = level()
-    return int(kernels.call["digest"](*_address(data))) if kernels and len(data) >= _HASHED_BYTES else None
-
-
 def fingerprint(data: Buffer) -> int | None:
-    """See shardline.core.tensor_bytes.fingerprint."""
+    """See shardline.core.tensor_bytes.fingerprint; data: as many bytes as are sampled, or more."""
     kernels = level()
-    return int(kernels.call["fingerprint"](*_address(data))) if kernels and len(data) >= _HASHED_BYTES else None
+    if kernels is None:
+        return None
+    array = np.frombuffer(data, np.uint8)
+    return int(kernels.call["fingerprint"](array.__array_interface__["data"][0], array.nbytes))
 
 
 def tree_sum(values: Sequence[Tensor | None]) -> Tensor | None:
@@ -106,10 +96,11 @@ def sgd_step(
     """Write the values after one step of torch.optim.SGD to `target`, and the momentum to its buffer. float32, float64.
 
     momentum_buffer: None without momentum. first: nothing is in it yet. target may be source, nothing else may overlap.
-    Returns whether it was done.
+    Returns whether it was done: a step that is one addition is torch's, which is as fast.
     """
     kernels = level()
-    if kernels is None or source.dtype not in _SGD:
+    several = momentum_buffer is not None or arguments["weight_decay"] or arguments["maximize"]
+    if kernels is None or source.dtype not in _SGD or not several:
         return False
     if not all(tensor is None or _takes(tensor, source) for tensor in (source, gradient, target, momentum_buffer)):
         return False

@@ -41,7 +41,7 @@ class _Table(ctypes.Structure):
         ("fma", ctypes.c_int),
         *((f"magnitude{kind}", _function(_NUMBER, _ADDRESS, _COUNT)) for kind in ("_fp16", "_bf16", 32, 64)),
         *((f"copy{bits}", _function(_NUMBER, _ADDRESS, _ADDRESS, _COUNT)) for bits in (32, 64)),
-        *((name, _function(ctypes.c_uint64, _ADDRESS, _COUNT)) for name in ("digest", "fingerprint")),
+        ("fingerprint", _function(ctypes.c_uint64, _ADDRESS, _COUNT)),
         *((f"sum{bits}", _function(None, _ADDRESS, _ADDRESS, _COUNT, _COUNT)) for bits in (32, 64)),
         *((f"sgd{bits}", _function(None, *(_ADDRESS,) * 4, _COUNT, _ADDRESS)) for bits in (32, 64)),
         *((name, _function(None, _ADDRESS, _ADDRESS, _COUNT)) for name in ("to_bf16", "from_bf16")),

@@ -137,7 +137,7 @@ def test_a_bucket_of_many_slices_takes_as_many_operations_as_one_of_two(name: st
     assert few == many
 
 
-def test_plain_sgd_copies_no_values(torch_alone: None) -> None:
+def test_plain_sgd_copies_no_values() -> None:
     assert steady_calls("SGD", {"lr": 0.1}, 1).count("aten.copy_") == 0
     assert steady_calls("SGD", {"lr": 0.1}, 1).count("aten.add") == 1
     # What a rule changes in place is copied first, once.
