@@ -126,15 +126,10 @@ static uint64_t fingerprint(const void *data, size_t size) {
         while (left * 2 < replicas)                                                                                    \
             left *= 2;                                                                                                 \
         const f##BITS *a = node##BITS(room, values, left, at, count);                                                  \
-        const f##BITS *b = node##BITS(more, values + left, replicas - left, at, count);                                \
-        if (!b)                                                                                                        \
-            return a;                                                                                                  \
-        if (!a) {                                                                                                      \
-            if (b != more)                                                                                             \
-                return b;                                                                                              \
-            memcpy(room, more, count * sizeof *room);                                                                  \
-            return room;                                                                                               \
-        }                                                                                                              \
+        /* Where the left side's sum is not in it, the room is free for the right side's. */                           \
+        const f##BITS *b = node##BITS(a == room ? more : room, values + left, replicas - left, at, count);             \
+        if (!a || !b)                                                                                                  \
+            return a ? a : b;                                                                                          \
         add##BITS(room, a, b, count);                                                                                  \
         return room;                                                                                                   \
     }                                                                                                                  \
