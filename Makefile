@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || \
 		{ rm -rf .venv; echo "can't make .venv; on Debian: apt-get install python3-venv" >&2; exit 2; }
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
-	@$(BIN)/python -c 'from shardline import native; print(native.describe())'
+	@$(BIN)/python -c 'from shardline.native.library import describe; print(describe())'
 	@touch $@
 
 proto: $(STAMP)

@@ -17,7 +17,7 @@ from shardline.client.step.layout import copy_and_look
 from shardline.codecs.cast import cast
 from shardline.core.reduce import magnitude, tree_sum
 from shardline.core.tensor_bytes import fingerprint, tensor_bytes
-from shardline.native import describe, library
+from shardline.native import library
 from shardline.update.torch_optim import sgd
 
 SIZES = {"256 KB": 1 << 16, "4 MB": 1 << 20, "64 MB": 1 << 24}
@@ -69,7 +69,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if library.level() is None:
-        parser.exit(1, f"{describe()}\n")
+        parser.exit(1, f"{library.describe()}\n")
     names = library.levels() if options.levels else library.levels()[-1:]
     print(f"| pass | size | torch, ms |{''.join(f' {name}, ms | times |' for name in names)}")
     print(f"|---|---|---|{'---|---|' * len(names)}")

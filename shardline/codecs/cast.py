@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from shardline import native
 from shardline.codecs.base import Codec, Layout, Turn, check_length
 from shardline.core.spec import DTYPES, itemsize
 from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
+from shardline.native import kernels
 
 
 class Cast(Codec):
@@ -67,5 +67,5 @@ class CastCoder:
 
 def cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
     """The values in another dtype of core.spec.DTYPES, rounded to nearest even; a copy unless it is theirs."""
-    found = native.cast(values, DTYPES[dtype])
+    found = kernels.cast(values, DTYPES[dtype])
     return values.to(DTYPES[dtype]) if found is None else found

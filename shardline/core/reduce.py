@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardline import native
 from shardline.core.plan import QUANTUM_ELEMENTS, Plan, Slice, quantum_rows
 from shardline.core.spec import TensorSpec
+from shardline.native import kernels
 
 
 @dataclass(frozen=True, order=True)
@@ -103,7 +103,7 @@ def tree_sum(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
             return b if a is None else a
         return a + b
 
-    found = native.tree_sum(values)
+    found = kernels.tree_sum(values)
     return walk(Block(0, len(values))) if found is None else found
 
 
@@ -163,7 +163,7 @@ def magnitude(values: torch.Tensor) -> float:
     """
     if values.numel() == 0 or not (values.is_floating_point() or values.is_complex()):
         return 0.0
-    found = native.magnitude(values)
+    found = kernels.magnitude(values)
     if found is not None:
         return found
     low, high = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)

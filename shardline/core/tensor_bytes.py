@@ -8,9 +8,9 @@ import numpy as np
 import torch
 import xxhash
 
-from shardline import native
 from shardline.core.spec import DTYPES
 from shardline.errors import ProtocolError
+from shardline.native import kernels
 
 Buffer = bytes | bytearray | memoryview
 FINGERPRINT_BYTES = 64 << 10
@@ -80,7 +80,7 @@ def fingerprint(data: Buffer) -> int:
     octets = np.frombuffer(data, np.uint8)
     if octets.nbytes < FINGERPRINT_BYTES:
         return digest(data)
-    known = native.fingerprint(data)
+    known = kernels.fingerprint(data)
     if known is not None:
         return known
     rows = octets[: octets.nbytes // FINGERPRINT_STRIDE * FINGERPRINT_STRIDE].reshape(-1, FINGERPRINT_STRIDE)

@@ -23,7 +23,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardline import native
 from shardline.client.step.layout import copy_and_look
 from shardline.core import reduce
 from shardline.core.tensor_bytes import FINGERPRINT_BYTES, fingerprint
@@ -94,13 +93,13 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 def test_the_library_is_there_where_there_is_a_compiler() -> None:
-    assert library.levels() or build.compiler() is None, native.describe()
+    assert library.levels() or build.compiler() is None, library.describe()
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="the kernel lists the processor's features there")
 def test_the_best_level_is_what_the_kernel_says_of_the_processor() -> None:
     if not library.levels():
-        pytest.skip(native.describe())
+        pytest.skip(library.describe())
     text = Path("/proc/cpuinfo").read_text()
     flags = set(text[text.index("flags") :].splitlines()[0].split()) if NAMES != ("neon",) else set()
     needs = {
@@ -122,7 +121,7 @@ def test_magnitude_is_torchs(level: str, dtype: torch.dtype, count: int, shift: 
     with using(None):
         expected = reduce.magnitude(values)
     with using(level):
-        found = native.magnitude(values)
+        found = kernels.magnitude(values)
     assert found is not None
     assert found == expected or (math.isnan(found) and math.isnan(expected))
 
@@ -135,7 +134,7 @@ def test_one_element_that_is_not_finite_is_found_anywhere(
     values = numbers(seed, dtype, count, finite=True)
     values[int(where * count)] = bad * math.inf
     with using(level):
-        assert not math.isfinite(native.magnitude(values) or 0.0)
+        assert not math.isfinite(kernels.magnitude(values) or 0.0)
         assert reduce.is_finite(values) is False
 
 
@@ -148,7 +147,7 @@ def test_a_copy_has_the_bits_and_the_magnitude(
     target, octets = room(dtype, count + 4, 17 - shift)
     octets.fill_(0xA5)
     with using(level):
-        found, expected = native.copy(target[2:-2], source), native.magnitude(source)
+        found, expected = kernels.copy(target[2:-2], source), kernels.magnitude(source)
     assert found is not None and expected is not None
     assert found == expected or (math.isnan(found) and math.isnan(expected))
     assert torch.equal(target[2:-2].view(torch.uint8), source.view(torch.uint8))
@@ -183,7 +182,7 @@ def test_copies_of_several_tensors_find_what_is_not_finite_in_any(
 def test_a_fingerprint_is_that_of_xxhash(level: str, size: int, seed: int) -> None:
     data = np.random.default_rng(seed).bytes(size + 3)
     with using(level):
-        found = native.fingerprint(memoryview(data)[3:])
+        found = kernels.fingerprint(memoryview(data)[3:])
     with using(None):
         assert found == fingerprint(memoryview(data)[3:])
 
@@ -206,7 +205,7 @@ def test_sums_follow_the_canonical_tree(
     with using(None):
         expected = reduce.tree_sum(values)
     with using(level):
-        found = native.tree_sum(values)
+        found = kernels.tree_sum(values)
     assert found is not None and expected is not None
     assert same(found, expected)
 
@@ -246,7 +245,7 @@ def native_steps(values: Tensor, gradients: list[Tensor], given: Mapping[str, An
     found = []
     for number, gradient in enumerate(gradients):
         target = torch.empty_like(values) if beside else values
-        if not native.sgd_step(values, gradient, target, kept, given, first=number == 0):
+        if not kernels.sgd_step(values, gradient, target, kept, given, first=number == 0):
             return []
         values = target
         found.append(values.clone())
@@ -286,7 +285,7 @@ def test_sgd_is_torchs(
 def test_numbers_that_torch_refuses_are_left_to_torch(name: str, number: Any) -> None:
     values, given_ = torch.ones(8), {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.1}
     flags = {"nesterov": False, "maximize": False}
-    assert not native.sgd_step(values, values, values, None, {**given_, **flags, name: number}, first=False)
+    assert not kernels.sgd_step(values, values, values, None, {**given_, **flags, name: number}, first=False)
 
 
 def test_sgd_is_torchs_where_torch_uses_no_vectors() -> None:
@@ -302,7 +301,7 @@ def test_sgd_is_torchs_where_torch_uses_no_vectors() -> None:
         "print(torch.backends.cpu.get_cpu_capability(), k._torch_fuses(torch.float32), len(found))\n"
     )
     if not library.levels():
-        pytest.skip(native.describe())
+        pytest.skip(library.describe())
     command = [sys.executable, "-c", code]
     # With the level that such a processor has.
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default", library.VARIABLE: library.levels()[0]}
@@ -320,7 +319,7 @@ def test_sgd_is_torchs_where_torch_uses_no_vectors() -> None:
 def test_casts_to_bfloat16_round_as_torch_does(level: str, count: int, shift: int, seed: int) -> None:
     values = numbers(seed, torch.float32, count, shift)
     with using(level):
-        found = native.cast(values, torch.bfloat16)
+        found = kernels.cast(values, torch.bfloat16)
     assert found is not None and same(found, values.to(torch.bfloat16))
 
 
@@ -329,7 +328,7 @@ def test_ties_go_to_even_and_every_bfloat16_comes_back(level: str) -> None:
     halves = torch.arange(1 << 17, dtype=torch.int32) << 15
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     with using(level):
-        rounded, widened = native.cast(halves.view(torch.float32), torch.bfloat16), native.cast(every, torch.float32)
+        rounded, widened = kernels.cast(halves.view(torch.float32), torch.bfloat16), kernels.cast(every, torch.float32)
     assert rounded is not None and same(rounded, halves.view(torch.float32).to(torch.bfloat16))
     assert widened is not None and same(widened, every.to(torch.float32))
 
@@ -354,29 +353,29 @@ class Marked(Tensor):
     ],
 )
 def test_other_tensors_are_left_to_torch(values: Tensor) -> None:
-    assert native.magnitude(values) is None
-    assert native.copy(values, values) is None
-    assert native.tree_sum([values, values]) is None
-    assert native.cast(values, torch.bfloat16) is None
+    assert kernels.magnitude(values) is None
+    assert kernels.copy(values, values) is None
+    assert kernels.tree_sum([values, values]) is None
+    assert kernels.cast(values, torch.bfloat16) is None
     given_ = dict.fromkeys(("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"), 1)
-    assert not native.sgd_step(values, values, values, None, given_, first=False)
+    assert not kernels.sgd_step(values, values, values, None, given_, first=False)
 
 
 def test_tensors_of_other_lengths_and_dtypes_are_left_to_torch() -> None:
-    assert native.copy(torch.ones(8), torch.ones(9)) is None
-    assert native.copy(torch.ones(8), torch.ones(8, dtype=torch.float64)) is None
-    assert native.tree_sum([torch.ones(8), torch.ones(2, 4)]) is None
-    assert native.tree_sum([torch.ones(8), None]) is None
+    assert kernels.copy(torch.ones(8), torch.ones(9)) is None
+    assert kernels.copy(torch.ones(8), torch.ones(8, dtype=torch.float64)) is None
+    assert kernels.tree_sum([torch.ones(8), torch.ones(2, 4)]) is None
+    assert kernels.tree_sum([torch.ones(8), None]) is None
 
 
 def test_nothing_is_native_where_it_is_turned_off() -> None:
     values, data = torch.ones(100_000), bytes(100_000)
     with using(None):
-        assert native.magnitude(values) is None
-        assert native.copy(values, values) is None
-        assert native.tree_sum([values, values]) is None
-        assert native.cast(values, torch.bfloat16) is None
-        assert native.fingerprint(data) is None
+        assert kernels.magnitude(values) is None
+        assert kernels.copy(values, values) is None
+        assert kernels.tree_sum([values, values]) is None
+        assert kernels.cast(values, torch.bfloat16) is None
+        assert kernels.fingerprint(data) is None
 
 
 # Which library and which level
@@ -396,7 +395,7 @@ def test_the_variable_chooses_the_level(wanted: str, says: str, monkeypatch: pyt
     state = library._State({name: library.Level(name, True, {}) for name in ("slow", "fast")}, "")
     library._choose(state, wanted)
     monkeypatch.setattr(library, "_state", state)
-    assert native.describe() == says
+    assert library.describe() == says
 
 
 def test_without_a_compiler_there_is_a_sentence_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,6 +407,14 @@ def test_without_a_compiler_there_is_a_sentence_instead(tmp_path: Path, monkeypa
     assert state.levels == {} and state.reason == reason
     assert reason is not None and "no C compiler (cc) and no ziglang" in reason and "same bits" in reason
     assert not (tmp_path / "libshardline.so").exists()
+
+
+@pytest.mark.parametrize("command", ["", "no-such-compiler", "false"])
+def test_a_compiler_that_does_not_work_is_none(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", command)
+    if not command:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.compiler() is None
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF, but not quite"])

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from shardline import native
 from shardline.client.exchange.arrivals import Key
 from shardline.core.plan import Plan, Slice
 from shardline.core.spec import DTYPES, TensorKind
 from shardline.core.tensor_bytes import tensor_bytes
 from shardline.errors import MismatchError, TensorError
+from shardline.native import kernels
 
 
 class ModelLayout:
@@ -146,7 +146,7 @@ def copy_and_look(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     """Copy tensors pairwise; the largest magnitude of all, not finite where an element isn't, None if nobody looked."""
     found = []
     for number, (target, source) in enumerate(zip(targets, sources, strict=True)):
-        largest = native.copy(target, source)
+        largest = kernels.copy(target, source)
         if largest is None:
             copy_each(list(targets[number:]), list(sources[number:]))
             return None

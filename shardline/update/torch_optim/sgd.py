@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline import native
+from shardline.native import kernels
 
 
 def is_plain(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> bool:
@@ -32,7 +32,7 @@ def step(
     momentum, decay = arguments["momentum"], arguments["weight_decay"]
     first = momentum != 0 and momentum_buffer is None
     kept = (torch.empty_like(gradient) if first else momentum_buffer) if momentum != 0 else None
-    if native.sgd_step(source, gradient, target, kept, arguments, first=first):
+    if kernels.sgd_step(source, gradient, target, kept, arguments, first=first):
         return momentum_buffer if kept is None else kept
     # What torch makes new tensors for fits into the target until the result goes there.
     scratch = target if target is not source else None
