@@ -35,6 +35,7 @@ RUN --mount=type=bind,source=wheelhouse,target=/wheelhouse \
         exit 2; \
     fi
 COPY pyproject.toml README.md LICENSE /src/
+COPY native /src/native
 COPY shardline /src/shardline
 COPY services /src/services
 COPY worker /src/worker

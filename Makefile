@@ -2,6 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
+# What the installation compiles.
+NATIVE := $(wildcard native/*.c native/*.h native/*.py)
 PROTOS := $(wildcard proto/shardline/rpc/v1/*.proto)
 # protoc finds mypy-protobuf's plugins on PATH.
 PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --python_out=$(1) \
@@ -9,17 +11,18 @@ PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I proto --p
 # More for pytest: make test ARGS="-k cluster -x"
 ARGS ?=
 
-.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-long test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers golden
+.PHONY: install proto proto-check docs docs-check fmt fmt-check lint type test test-long native-sanitize test-monitoring test-scripts test-versions test-all chaos chaos-quick chaos-e2e chaos-figures fuzz fuzz-guided load e2e demo clean bench bench-quick bench-peers golden
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Shardline needs Python 3.11 or newer; name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || \
 		{ rm -rf .venv; echo "can't make .venv; on Debian: apt-get install python3-venv" >&2; exit 2; }
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	@$(BIN)/python -c 'from shardline.native.library import describe; print(describe())'
 	@touch $@
 
 proto: $(STAMP)
@@ -71,6 +74,14 @@ test: $(STAMP)
 # The rest of what those in one process try: every combination of methods, thousands of schedules of the protocol's model.
 test-long: $(STAMP)
 	$(BIN)/pytest -q -n 2 --dist loadfile --hypothesis-profile long -m "long and not chaos" tests $(ARGS) || [ $$? = 5 -a -n "$(ARGS)" ]
+
+# The C library with ASan and UBSan under the tests of its kernels. Leaks are Python's own.
+SANITIZED := runs/native-sanitized
+native-sanitize: $(STAMP)
+	$(BIN)/python native/build.py --sanitize $(SANITIZED)
+	SHARDLINE_NATIVE=$(CURDIR)/$(SANITIZED)/libshardline.so ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD=$$($${CC:-cc} -print-file-name=libasan.so) $(BIN)/pytest -q -p no:cacheprovider tests/unit/test_native.py \
+		tests/unit/test_update_sgd.py $(ARGS)
 
 # What people look at: rules and dashboard against a real Prometheus, the chief's page in a real Chromium.
 test-monitoring: $(STAMP)

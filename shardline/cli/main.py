@@ -21,6 +21,7 @@ from shardline.cli.roles import COMMANDS
 from shardline.cli.top import top
 from shardline.cli.train import train
 from shardline.host.printable import printable_lines
+from shardline.native.library import describe
 
 
 def exit_codes() -> str:
@@ -41,7 +42,7 @@ def exit_codes() -> str:
     epilog=f"\b\nExit codes:\n{exit_codes()}",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-@click.version_option(package_name="shardline", message="%(prog)s %(version)s")
+@click.version_option(package_name="shardline", message="%(prog)s %(version)s\n" + describe().replace("%", "%%"))
 def cli() -> None:
     """Train PyTorch models on parameter servers.
 

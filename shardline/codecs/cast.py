@@ -10,6 +10,7 @@ import torch
 from shardline.codecs.base import Codec, Layout, Turn, check_length
 from shardline.core.spec import DTYPES, itemsize
 from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
+from shardline.native import kernels
 
 
 class Cast(Codec):
@@ -56,9 +57,15 @@ class CastCoder:
 
     def encode(self, values: torch.Tensor, turn: Turn) -> Buffer:
         """Bytes of the rounded copy."""
-        return tensor_bytes(values.to(DTYPES[self._wire_dtype]))
+        return tensor_bytes(cast(values, self._wire_dtype))
 
     def decode(self, payload: Buffer, turn: Turn) -> torch.Tensor:
         """Widened copy."""
         check_length(payload, self._nbytes, self._bucket.elements, self._wire_dtype)
-        return tensor_from_bytes(payload, self._wire_dtype).to(DTYPES[self._bucket.dtype])
+        return cast(tensor_from_bytes(payload, self._wire_dtype), self._bucket.dtype)
+
+
+def cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The values in another dtype of core.spec.DTYPES, rounded to nearest even; a copy unless it is theirs."""
+    found = kernels.cast(values, DTYPES[dtype])
+    return values.to(DTYPES[dtype]) if found is None else found

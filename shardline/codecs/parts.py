@@ -12,6 +12,7 @@ from abc import abstractmethod
 import torch
 
 from shardline.codecs.base import Codec, Layout, Memory, MemoryKey, Part, Scope, Turn, zeros
+from shardline.core.reduce import is_finite
 from shardline.core.spec import DTYPES
 from shardline.core.tensor_bytes import Buffer, tensor_bytes, tensor_from_bytes
 from shardline.errors import ProtocolError
@@ -98,7 +99,7 @@ class PartCoder:
         data = codec.encode_part(values, part, turn)
         # A gradient that is not finite skips its step or ends the job; in the error memory it would spoil all later
         # ones.
-        if codec.memory is not Memory.NONE and bool(torch.isfinite(values).all()):
+        if codec.memory is not Memory.NONE and is_finite(values):
             left[part.tensor.name, part.first_row, ERROR] = values - codec.decode_part(data, part)
         return data
 

@@ -15,6 +15,7 @@ import torch
 
 from shardline.core.plan import QUANTUM_ELEMENTS, Plan, Slice, quantum_rows
 from shardline.core.spec import TensorSpec
+from shardline.native import kernels
 
 
 @dataclass(frozen=True, order=True)
@@ -103,7 +104,8 @@ def tree_sum(values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
             return b if a is None else a
         return a + b
 
-    return walk(Block(0, len(values)))
+    found = kernels.tree_sum(values)
+    return walk(Block(0, len(values))) if found is None else found
 
 
 def mean_(total: torch.Tensor, replicas: int) -> torch.Tensor:
@@ -163,6 +165,9 @@ def magnitude(values: torch.Tensor) -> float:
     """
     if values.numel() == 0 or not (values.is_floating_point() or values.is_complex()):
         return 0.0
+    found = kernels.magnitude(values)
+    if found is not None:
+        return found
     low, high = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
     # NaN propagates to both ends.
     return max(-low.item(), high.item())

@@ -10,6 +10,7 @@ import xxhash
 
 from shardline.core.spec import DTYPES
 from shardline.errors import ProtocolError
+from shardline.native import kernels
 
 Buffer = bytes | bytearray | memoryview
 FINGERPRINT_BYTES = 64 << 10
@@ -79,6 +80,9 @@ def fingerprint(data: Buffer) -> int:
     octets = np.frombuffer(data, np.uint8)
     if octets.nbytes < FINGERPRINT_BYTES:
         return digest(data)
+    known = kernels.fingerprint(data)
+    if known is not None:
+        return known
     rows = octets[: octets.nbytes // FINGERPRINT_STRIDE * FINGERPRINT_STRIDE].reshape(-1, FINGERPRINT_STRIDE)
     found = xxhash.xxh3_64(rows[:, :FINGERPRINT_LINE].tobytes())
     found.update(octets[rows.nbytes :].tobytes())

@@ -27,6 +27,7 @@ PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("shardline", "services", "wor
 MOST = {"there": 12, "back": 10}
 LANES = ("grpc", "tcp", "shm")
 SEAMS = ("shardline/cadence/", "shardline/topology/", "shardline/codecs/", "shardline/update/")
+ARITHMETIC = ("shardline/core/", "shardline/native/")
 BLOCK = "services/shardline_ps/shard/bucket.py"
 PLACE = re.compile(r"`([\w/]+\.py):([\w.<>]+)`")
 
@@ -216,7 +217,7 @@ def test_nobody_else_is_handed_the_bytes(lane: str) -> None:
         (file, function)
         for file, function in traced(lane).held
         if file not in known | {BLOCK}
-        and not file.startswith((*SEAMS, "shardline/core/", f"shardline/lanes/{lane}/"))
+        and not file.startswith((*SEAMS, *ARITHMETIC, f"shardline/lanes/{lane}/"))
         and (file, function.split(".<locals>.<")[0]) not in doors
     }
     assert not others, f"on the way with {lane}, and not in docs/concepts.md"
@@ -229,5 +230,5 @@ def test_lanes_differ_within_their_rooms_alone() -> None:
     for lane in ("tcp", "shm"):
         files = {file for file, _ in own | doors} | {BLOCK}
         extra = {file for file, _ in traced(lane).held} - files
-        extra = {file for file in extra if not file.startswith((*SEAMS, "shardline/core/"))}
+        extra = {file for file in extra if not file.startswith((*SEAMS, *ARITHMETIC))}
         assert extra and all(file.startswith(f"shardline/lanes/{lane}/") for file in extra)

@@ -95,7 +95,7 @@ OUTER = (
     "asyncio",
 )
 LAYERS = (
-    ("errors", "rpc.v1"),
+    ("errors", "native", "rpc.v1"),
     ("core", "host", "data"),
     ("plugins", "schedule", "cluster", "security", "storage", "wire"),
     ("seams",),

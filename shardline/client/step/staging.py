@@ -10,7 +10,7 @@ import torch
 
 from shardline.client.exchange.arrivals import Key
 from shardline.client.exchange.device import Copy, HostPath
-from shardline.client.step.layout import copy_each, span_of
+from shardline.client.step.layout import copy_and_look, copy_each, span_of
 from shardline.client.step.parallel_map import ParallelMap
 from shardline.codecs.base import PLAIN_TURN
 from shardline.codecs.coding import Coding
@@ -30,6 +30,9 @@ Allocate = Callable[[int, int, int], memoryview | None]
 
 Its padding is zero: the memory was never written, or contained the same bucket before.
 """
+
+LOOKED_BYTES = 128 << 10
+"""From so many bytes per tensor on it pays to look through gradients while they are copied, one by one."""
 
 
 def no_memory(shard: int, bucket: int, nbytes: int) -> None:
@@ -191,6 +194,7 @@ class GradientStaging:
         values: torch.Tensor | None = None
         present = (False,) * len(spec.slices)
         borrowed = False
+        checked, bound = spec.kind is not TensorKind.BUFFER, math.inf
         if any(piece.tensor in source for piece in spec.slices):
             values = self._lane_memory(key)
             if values is None and keep:
@@ -199,11 +203,12 @@ class GradientStaging:
             if values is None:
                 values = self._buffer(key)
             present = tuple(piece.tensor in source for piece in spec.slices)
+            seen = None
             if not borrowed:
                 copy = self._host.copier(after) if self._host is not None else None
-                fill_bucket(self._plan, spec, values, source, copy)
-        checked = values is not None and spec.kind is not TensorKind.BUFFER
-        bound = magnitude(values) if values is not None and checked else math.inf
+                seen = fill_bucket(self._plan, spec, values, source, copy)
+            if checked:
+                bound = magnitude(values) if seen is None else seen
         block = Block(replica, 1)
         if values is not None and self._replicas > 1 and key in self._shared:
             # Now, while all of it is in the cache.
@@ -304,26 +309,31 @@ def fill_bucket(
     target: torch.Tensor,
     gradients: Mapping[int, torch.Tensor],
     copy: Copy | None = None,
-) -> tuple[bool, ...]:
-    """Write gradients (by tensor number, any device) into a flat CPU bucket; returns which slices are present.
+) -> float | None:
+    """Write gradients (by tensor number, any device) into a flat CPU bucket, whose padding is zero.
 
-    copy: how; None = copy_each.
+    copy: how; None = copy_each. Returns the bucket's largest magnitude, not finite where an element isn't, if the
+    copies have looked.
 
     Slices without a gradient become zero: they are sent, but count as absent.
     """
-    present = tuple(piece.tensor in gradients for piece in bucket.slices)
     sources, targets = [], []
-    for piece, there in zip(bucket.slices, present, strict=True):
+    in_place = False
+    for piece in bucket.slices:
         view = target[piece.offset : piece.end]
-        if there:
+        if piece.tensor in gradients:
             source = gradients[piece.tensor].reshape(-1)[span_of(plan, piece)]
             if source.data_ptr() != view.data_ptr() or source.device != view.device:
                 sources.append(source)
                 targets.append(view)
+            else:
+                in_place = True
         else:
             view.zero_()
+    if copy is None and not in_place and target.nbytes >= len(sources) * LOOKED_BYTES:
+        return copy_and_look(targets, sources)
     (copy or copy_each)(targets, sources)
-    return present
+    return None
 
 
 def tensor_piece(plan: Plan, bucket: BucketSpec, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor | None:

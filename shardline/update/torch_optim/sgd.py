@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardline.native import kernels
+
 
 def is_plain(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> bool:
     """Whether torch would run its default loop over tensors, which step() repeats."""
@@ -28,6 +30,10 @@ def step(
     gradient are not changed. momentum_buffer is changed in place. arguments: torch.optim.SGD's.
     """
     momentum, decay = arguments["momentum"], arguments["weight_decay"]
+    first = momentum != 0 and momentum_buffer is None
+    kept = (torch.empty_like(gradient) if first else momentum_buffer) if momentum != 0 else None
+    if kernels.sgd_step(source, gradient, target, kept, arguments, first=first):
+        return momentum_buffer if kept is None else kept
     # Until it gets the result, the target serves for torch's temporaries.
     scratch = target if target is not source else None
     if arguments["maximize"]:

@@ -1,0 +1,84 @@
+"""The native kernels against torch, pass by pass, on one thread: python -m benchmarks.kernels [--levels] [--repeats 15]
+
+Both ways go through the product's own functions, in turns; the medians of their times, and how many times faster the
+native one is. By the size of a bucket: 256 KB and 4 MB that lie in a cache, 64 MB that don't fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from shardline.client.step.layout import copy_and_look
+from shardline.codecs.cast import cast
+from shardline.core.reduce import magnitude, tree_sum
+from shardline.core.tensor_bytes import fingerprint, tensor_bytes
+from shardline.native import library
+from shardline.update.torch_optim import sgd
+
+SIZES = {"256 KB": 1 << 16, "4 MB": 1 << 20, "64 MB": 1 << 24}
+"""float32 elements."""
+PLAIN = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+
+
+def passes(elements: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Name and action of each pass over so many float32 elements."""
+    values, gradient, target, kept = (torch.randn(elements) for _ in range(4))
+    several = [torch.randn(elements) for _ in range(4)]
+    momentum = {**PLAIN, "momentum": 0.9}
+    all_of_it = {**momentum, "weight_decay": 1e-4, "nesterov": True}
+
+    def copied() -> None:
+        if copy_and_look([target], [values]) is None:
+            magnitude(target)
+
+    yield "largest magnitude", lambda: magnitude(values)
+    yield "copy with it", copied
+    yield "fingerprint", lambda: fingerprint(tensor_bytes(values))
+    yield "sum of 4 in the tree", lambda: tree_sum(several)
+    yield "SGD, decay", lambda: sgd.step(values, gradient, target, None, {**PLAIN, "weight_decay": 1e-4})
+    yield "SGD, momentum", lambda: sgd.step(values, gradient, target, kept, momentum)
+    yield "SGD, momentum, decay, nesterov", lambda: sgd.step(values, gradient, target, kept, all_of_it)
+    yield "to bfloat16", lambda: cast(values, "bfloat16")
+    half = values.to(torch.bfloat16)
+    yield "from bfloat16", lambda: cast(half, "float32")
+
+
+def median_ms(action: Callable[[], object], levels: list[str | None], repeats: int) -> list[float]:
+    """Medians by level, each a turn after the other."""
+    times: list[list[float]] = [[] for _ in levels]
+    for turn in range(repeats + 1):
+        for level, taken in zip(levels, times, strict=True):
+            library.use(level)
+            start = time.perf_counter()
+            action()
+            if turn:
+                taken.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(taken) for taken in times]
+
+
+def main() -> None:
+    """Print a table for each size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--levels", action="store_true", help="every level that this machine has, not only the best")
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if library.level() is None:
+        parser.exit(1, f"{library.describe()}\n")
+    names = library.levels() if options.levels else library.levels()[-1:]
+    print(f"| pass | size | torch, ms |{''.join(f' {name}, ms | times |' for name in names)}")
+    print(f"|---|---|---|{'---|---|' * len(names)}")
+    for size, elements in SIZES.items():
+        for name, action in passes(elements):
+            torch_ms, *native_ms = median_ms(action, [None, *names], options.repeats)
+            cells = "".join(f" {ms:.3f} | {torch_ms / ms:.2f} |" for ms in native_ms)
+            print(f"| {name} | {size} | {torch_ms:.3f} |{cells}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

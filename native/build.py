@@ -1,0 +1,145 @@
+"""Compiles the native library into shardline/native/built: with cc, or with ziglang where that is installed.
+
+    python native/build.py                     # as `make install` does
+    python native/build.py --sanitize FOLDER   # with ASan and UBSan, for `make native-sanitize`
+
+Needs nothing but the standard library: the build hook runs it before anything else is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent
+FOLDER = SOURCES.parent / "shardline" / "native" / "built"
+LIBRARY = "libshardline.so"
+MISSING = "missing.txt"
+"""Says why there is no library."""
+ZIGLANG = "ziglang==0.17.1"
+FLAGS = (
+    *("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror=implicit-function-declaration"),
+    # The bits are torch's: a product is rounded before it is added unless the source says otherwise.
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+LEVELS = {
+    "x86_64": {
+        "sse2": (),
+        "avx2": ("-mavx2", "-mfma"),
+        "avx512": (
+            *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
+            "-mprefer-vector-width=512",
+        ),
+    },
+    "aarch64": {"neon": ()},
+}
+"""By processor: the levels that kernels.c is compiled for, and what the compiler may use in each."""
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O1")
+PROBE = "#include <string.h>\nint probe(void *to, const void *from) { return memcpy(to, from, 1) != to; }\n"
+COST = "Shardline works without it, with the same bits, but its passes over tensors take up to twice as long"
+
+
+def machine() -> str:
+    """The processor by the name that LEVELS has."""
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+
+
+def compiler() -> list[str] | None:
+    """The machine's own C compiler, tried on a small library; None where there is none that works."""
+    named = shlex.split(os.environ.get("CC", ""))
+    for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(command[0]) and _works(command):
+            return command
+    return None
+
+
+def _works(command: list[str]) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.c")
+        source.write_text(PROBE)
+        return _run([*command, "-shared", "-fPIC", "-o", str(source.with_suffix(".so")), str(source)]) is None
+
+
+def zig() -> list[str] | None:
+    """Ziglang's compiler, for any x86-64 or aarch64 machine with glibc; None where it is not installed."""
+    if importlib.util.find_spec("ziglang") is None:
+        return None
+    # Without a target it compiles for this very processor.
+    return [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine()}-linux-gnu.2.17"]
+
+
+def zig_helps() -> bool:
+    """Whether ziglang would do where there is no compiler."""
+    return sys.platform == "linux" and platform.libc_ver()[0] == "glibc" and machine() in LEVELS
+
+
+def build(folder: Path = FOLDER, *, sanitize: bool = False) -> str | None:
+    """Compile; returns why there is no library, None where there is one. The one before is gone in either case."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / LIBRARY).unlink(missing_ok=True)
+    (folder / MISSING).unlink(missing_ok=True)
+    reason = _build(folder / LIBRARY, sanitize)
+    if reason is not None:
+        reason = f"{reason}; {COST}"
+        (folder / MISSING).write_text(reason + "\n")
+    return reason
+
+
+def _build(library: Path, sanitize: bool) -> str | None:
+    if machine() not in LEVELS:
+        return f"there are no native kernels for {platform.machine()}, only for {' and '.join(LEVELS)}"
+    command = compiler() or zig()
+    if command is None:
+        return f"there was no C compiler (cc) and no {ZIGLANG} in its place when Shardline was installed"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        flags = [*FLAGS, *(SANITIZE if sanitize else ())]
+        units = [("shardline", []), *(("kernels", [f"-DLEVEL={n}", *f]) for n, f in LEVELS[machine()].items())]
+        objects = [str(folder / f"{number}.o") for number in range(len(units))]
+        for (unit, extra), target in zip(units, objects, strict=True):
+            failure = _run([*command, *flags, *extra, "-c", str(SOURCES / f"{unit}.c"), "-o", target], folder)
+            if failure:
+                return failure
+        made = folder / LIBRARY
+        link = [*command, "-shared", *(SANITIZE if sanitize else ("-s",)), "-o", str(made), *objects]
+        failure = _run(link, folder)
+        if failure:
+            return failure
+        if not sanitize:
+            try:
+                ctypes.CDLL(str(made))
+            except OSError as error:
+                return f"the native library can't be loaded: {error}"
+        # In one move: a process may be looking for it.
+        shutil.copy(made, library.with_suffix(".new"))
+        library.with_suffix(".new").replace(library)
+    return None
+
+
+def _run(command: list[str], cache: Path | None = None) -> str | None:
+    """Run a compiler; returns what went wrong in one line."""
+    # Zig's own cache goes with the build.
+    places = {} if cache is None else dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), str(cache / "zig"))
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env={**os.environ, **places}, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]} failed: {error}"
+    if done.returncode == 0:
+        return None
+    errors = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
+    return f"{shlex.join(command[:4])} ... failed: {errors[0] if errors else done.returncode}"
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    sys.exit(build(Path(arguments[1]), sanitize=True) if arguments[:1] == ["--sanitize"] else build())

@@ -1,0 +1,51 @@
+/* What every level of the processor has a version of. kernels.c is compiled once per level and fills in one table.
+ * Nothing here allocates, blocks or keeps a pointer; any number of threads may call at once. */
+#ifndef SHARDLINE_KERNELS_H
+#define SHARDLINE_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Tensors may lie at any address: bytes of a message are used where they came in. */
+typedef float f32 __attribute__((aligned(1), may_alias));
+typedef double f64 __attribute__((aligned(1), may_alias));
+typedef uint16_t u16 __attribute__((aligned(1), may_alias));
+typedef uint32_t u32 __attribute__((aligned(1), may_alias));
+typedef uint64_t u64 __attribute__((aligned(1), may_alias));
+
+/* One step of torch.optim.SGD. momentum_buffer: NULL where momentum is 0. */
+struct sgd_step {
+    double rate;         /* minus lr */
+    double momentum;
+    double share;        /* 1 - dampening: the gradient's part of the new momentum */
+    double weight_decay;
+    int nesterov;
+    int maximize;
+    int first;           /* the momentum buffer has nothing in it yet */
+    int fused;           /* a * b + c is rounded once */
+};
+
+struct kernels {
+    int fma;             /* this level can do `fused` */
+    /* Largest magnitude: NaN where an element is, 0 without elements. */
+    double (*magnitude_fp16)(const void *values, size_t count);
+    double (*magnitude_bf16)(const void *values, size_t count);
+    double (*magnitude32)(const void *values, size_t count);
+    double (*magnitude64)(const void *values, size_t count);
+    /* The same of what is copied. */
+    double (*copy32)(void *target, const void *source, size_t count);
+    double (*copy64)(void *target, const void *source, size_t count);
+    /* Of a sample of at least 64 KiB, never 0. */
+    uint64_t (*fingerprint)(const void *data, size_t size);
+    /* out may be one of two values, and of more than two none. */
+    void (*sum32)(void *out, const void *const *values, size_t replicas, size_t count);
+    void (*sum64)(void *out, const void *const *values, size_t replicas, size_t count);
+    void (*sgd32)(void *target, const void *source, const void *gradient, void *momentum_buffer, size_t count,
+                  const struct sgd_step *step);
+    void (*sgd64)(void *target, const void *source, const void *gradient, void *momentum_buffer, size_t count,
+                  const struct sgd_step *step);
+    void (*to_bf16)(void *target, const void *source, size_t count);
+    void (*from_bf16)(void *target, const void *source, size_t count);
+};
+
+#endif

@@ -1,0 +1,148 @@
+"""The kernels for tensors. Each says by None, or False, that torch has to do it: there is no library, or the tensor is
+none for it (on a GPU, strided, of another dtype, a subclass). What they compute has torch's bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardline.native.library import SgdStep, level
+
+Buffer = bytes | bytearray | memoryview
+
+_MAGNITUDES = {
+    torch.float32: "magnitude32",
+    torch.float64: "magnitude64",
+    torch.bfloat16: "magnitude_bf16",
+    torch.float16: "magnitude_fp16",
+}
+_COPIES = {torch.float32: "copy32", torch.float64: "copy64"}
+_SUMS = {torch.float32: "sum32", torch.float64: "sum64"}
+_SGD = {torch.float32: "sgd32", torch.float64: "sgd64"}
+_CASTS = {(torch.float32, torch.bfloat16): "to_bf16", (torch.bfloat16, torch.float32): "from_bf16"}
+_ORDINARY = (Tensor, torch.nn.Parameter)
+_SMALLEST_FACTOR = {torch.float32: 2.0**-12, torch.float64: 2.0**-27}
+
+
+def _takes(tensor: Tensor, like: Tensor) -> bool:
+    """Whether a tensor is plain memory, of the other's length and dtype."""
+    return (
+        type(tensor) in _ORDINARY
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        # A single element may be half of a conjugated number, whose sign is not in memory.
+        and tensor.numel() == like.numel() != 1
+        and tensor.dtype is like.dtype
+    )
+
+
+def magnitude(values: Tensor) -> float | None:
+    """The largest absolute value, NaN where an element is; 0 without elements. float16, bfloat16, float32, float64."""
+    kernels, name = level(), _MAGNITUDES.get(values.dtype)
+    if kernels is None or name is None or not _takes(values, values):
+        return None
+    return float(kernels.call[name](values.data_ptr(), values.numel()))
+
+
+def copy(target: Tensor, source: Tensor) -> float | None:
+    """Copy, and return the largest absolute value as magnitude() does. float32, float64."""
+    kernels, name = level(), _COPIES.get(target.dtype)
+    if kernels is None or name is None or not (_takes(target, target) and _takes(source, target)):
+        return None
+    return float(kernels.call[name](target.data_ptr(), source.data_ptr(), target.numel()))
+
+
+def fingerprint(data: Buffer) -> int | None:
+    """See shardline.core.tensor_bytes.fingerprint; data: as many bytes as are sampled, or more."""
+    kernels = level()
+    if kernels is None:
+        return None
+    array = np.frombuffer(data, np.uint8)
+    return int(kernels.call["fingerprint"](array.__array_interface__["data"][0], array.nbytes))
+
+
+def tree_sum(values: Sequence[Tensor | None]) -> Tensor | None:
+    """See shardline.core.reduce.tree_sum, of two tensors or more. float32, float64."""
+    kernels = level()
+    given = [value for value in values if value is not None]
+    if kernels is None or len(given) < 2 or given[0].dtype not in _SUMS:
+        return None
+    if not all(_takes(v, given[0]) and v.shape == given[0].shape and not v.requires_grad for v in given):
+        return None
+    total = torch.empty_like(given[0])
+    addresses = (ctypes.c_void_p * len(values))(*(None if value is None else value.data_ptr() for value in values))
+    kernels.call[_SUMS[total.dtype]](total.data_ptr(), addresses, len(values), total.numel())
+    return total
+
+
+def sgd_step(
+    source: Tensor,
+    gradient: Tensor,
+    target: Tensor,
+    momentum_buffer: Tensor | None,
+    arguments: Mapping[str, Any],
+    *,
+    first: bool,
+) -> bool:
+    """Write the values after one step of torch.optim.SGD to `target`, and the momentum to its buffer. float32, float64.
+
+    momentum_buffer: None without momentum. first: nothing is in it yet. target may be source, nothing else may overlap.
+    Returns whether it was done: a step that is one addition is torch's, which is as fast.
+    """
+    kernels = level()
+    several = momentum_buffer is not None or arguments["weight_decay"] or arguments["maximize"]
+    if kernels is None or source.dtype not in _SGD or not several:
+        return False
+    if not all(tensor is None or _takes(tensor, source) for tensor in (source, gradient, target, momentum_buffer)):
+        return False
+    fused = _torch_fuses(source.dtype)
+    numbers = [arguments[name] for name in ("lr", "momentum", "dampening", "weight_decay")]
+    if fused is None or (fused and not kernels.fma) or not all(_fits(number, source.dtype) for number in numbers):
+        return False
+    rate, momentum, dampening, decay = numbers
+    step = SgdStep(
+        -rate, momentum, 1 - dampening, decay, bool(arguments["nesterov"]), bool(arguments["maximize"]), first, fused
+    )
+    kernels.call[_SGD[source.dtype]](
+        target.data_ptr(),
+        source.data_ptr(),
+        gradient.data_ptr(),
+        None if momentum_buffer is None else momentum_buffer.data_ptr(),
+        source.numel(),
+        ctypes.addressof(step),
+    )
+    return True
+
+
+def _fits(number: object, dtype: torch.dtype) -> bool:
+    """Whether a number is one that torch takes for this dtype: it refuses what would become infinite."""
+    return isinstance(number, int | float) and math.isfinite(number) and abs(number) <= torch.finfo(dtype).max
+
+
+@functools.cache
+def _torch_fuses(dtype: torch.dtype) -> bool | None:
+    """Whether torch.add(a, b, alpha=c) rounds once, as it does where the processor can; None = not always."""
+    factor = 1 + _SMALLEST_FACTOR[dtype]
+    # The square, 1 + 2 * small + small**2, loses its last term when it is rounded. Vectors and what is left over.
+    ones = torch.full((67,), factor, dtype=dtype)
+    rest = torch.add(torch.full_like(ones, -(1 + 2 * _SMALLEST_FACTOR[dtype])), ones, alpha=factor) != 0
+    return bool(rest.all()) if bool(rest.all()) == bool(rest.any()) else None
+
+
+def cast(values: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A new tensor of the other dtype: float32 to bfloat16, rounded to nearest even, and back."""
+    kernels, name = level(), _CASTS.get((values.dtype, dtype))
+    if kernels is None or name is None or not _takes(values, values) or values.requires_grad:
+        return None
+    found = torch.empty_like(values, dtype=dtype)
+    kernels.call[name](found.data_ptr(), values.data_ptr(), values.numel())
+    return found
