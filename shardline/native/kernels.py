@@ -74,7 +74,7 @@ def tree_sum(values: Sequence[Tensor | None]) -> Tensor | None:
     """See shardline.core.reduce.tree_sum, of two tensors or more. float32, float64."""
     kernels = level()
     given = [value for value in values if value is not None]
-    if kernels is None or len(given) < 2 or given[0].dtype not in _SUMS:
+    if kernels is None or len(given) < 2 or type(given[0]) not in _ORDINARY or given[0].dtype not in _SUMS:
         return None
     if not all(_takes(v, given[0]) and v.shape == given[0].shape and not v.requires_grad for v in given):
         return None
