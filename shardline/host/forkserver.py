@@ -37,6 +37,8 @@ START_S = 120.0
 """Importing torch takes a while on a busy machine."""
 ANSWER_S = 20.0
 MAX_FDS = 16
+TITLE_BYTES = 4096
+"""Room for a task's command line. The alternative, setproctitle's own, is the memory that /proc/PID/environ shows."""
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 CAN_FORK = sys.platform == "linux"
@@ -77,12 +79,12 @@ class ForkServer:
 
     def _start(self, theirs: socket.socket, environment: Mapping[str, str]) -> Any:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "shardline.host.forkserver", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "shardline.host.forkserver", str(theirs.fileno()), " " * TITLE_BYTES],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            env=environment,
+            env={**environment, "SPT_NOENV": "1"},
             start_new_session=True,
         )
 
@@ -338,6 +340,7 @@ def _main() -> int:
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    setproctitle.setproctitle(f"{sys.executable} -P -m shardline.host.forkserver")
     import_all()
     # What is imported stays: no collection in a fork looks at it, so its pages stay shared.
     gc.collect()

@@ -81,6 +81,8 @@ def test_a_task_is_a_child_in_a_session_of_its_own_with_its_own_command_line(for
     parent = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
     assert parent == os.getpid()
     said = forks.said(process)
+    # Tests, and people, find processes by what they began with.
+    assert f"PATH={os.environ['PATH']}\0" in Path(f"/proc/{process.pid}/environ").read_text()
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert said["pid"] == said["session"] == process.pid
