@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from benchmarks.contenders import Bench
 from benchmarks.figures import Row, Samples
-from benchmarks.sets import data_plane, links, overhead, overlap, scaling, sizes, small_tensors, workers
+from benchmarks.sets import data_plane, links, overhead, overlap, scaling, sizes, small_tensors, start, workers
 
 Collected = tuple[dict[str, list[dict[str, Any]]], dict[str, str]]
 """Samples by contender, and why some have none."""
@@ -30,5 +30,6 @@ class Set(Protocol):
 
 
 ALL: dict[str, ModuleType] = {
-    module.NAME: module for module in (data_plane, sizes, small_tensors, workers, links, scaling, overlap, overhead)
+    module.NAME: module
+    for module in (data_plane, sizes, small_tensors, workers, links, scaling, overlap, overhead, start)
 }

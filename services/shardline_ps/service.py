@@ -42,9 +42,6 @@ class PsProcess:
         self._config = config
         # Parallel over buckets, one thread each, rather than within a bucket.
         torch.set_num_threads(1)
-        # A process's first optimizer makes torch import its compiler (a second or more): do it outside of any call's
-        # deadline.
-        torch.optim.SGD([torch.zeros(1)])
         device = resolve_device(config.device, config.gpu_memory_fraction)
         self.store = ParameterStore(
             device=device,

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +40,7 @@ from shardline.host import files
 from shardline.host.allocator import ALLOCATOR
 from shardline.host.forkserver import ForkedProcess, TaskStarter, reap_group
 from shardline.host.ports import CAN_HOLD, held_port
+from shardline.host.python_file import installed_imports
 from shardline.host.run_lock import RunLock, unwritable
 from shardline.security import PLAIN, Security
 
@@ -273,7 +274,7 @@ class LocalCluster:
     # Starting
 
     def start(self) -> None:
-        """Start the chief, read its address, start the others. Raises LaunchError if the chief ends first."""
+        """Start all tasks and read the chief's address. Raises LaunchError if the chief ends first."""
         self.lock = RunLock.take(self.options.out / "chief")
         try:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
@@ -287,9 +288,9 @@ class LocalCluster:
         except OSError as error:
             raise unwritable(self.options.out, error) from None
         with self._undisturbed():
-            self._starter.begin(common_environment(os.environ))
-        # Here, where nothing is held and a signal ends it.
-        self._starter.await_ready()
+            modules = [] if self.options.script else installed_imports(self.options.job)
+            self._starter.begin(common_environment(os.environ), modules)
+        self._await_starter()
         ready_read, ready_write = os.pipe()
         try:
             try:
@@ -297,16 +298,33 @@ class LocalCluster:
             finally:
                 # Only the chief may hold the write end, or its death would not close the pipe.
                 os.close(ready_write)
+            others = [task for task in self.tasks() if task != "chief/0"]
+            if self._chief_port is not None:
+                # Its address is known, so the others start while it does, and dial it until it listens.
+                self._spawn_all(others)
             self.chief_address = self._read_address(ready_read)
         finally:
             os.close(ready_read)
-        try:
-            self._write_spec(self.options.spec(self.chief_address))
-        except OSError as error:
-            raise unwritable(self.options.out, error) from None
-        for task in self.tasks():
-            if task != "chief/0":
-                self._spawn(task)
+        if self._chief_port is None:
+            try:
+                self._write_spec(self.options.spec(self.chief_address))
+            except OSError as error:
+                raise unwritable(self.options.out, error) from None
+            self._spawn_all(others)
+
+    def _await_starter(self) -> None:
+        """Wait until tasks can be started fast. Here, where nothing is held, a signal ends the start."""
+        start_s = time.monotonic()
+        waiting = Waiting(start_s, start_s + self.options.timeouts.join_s, first_s=EVERY_S)
+        while not self._starter.await_ready(waiting.pause_s(time.monotonic())):
+            now_s = time.monotonic()
+            if now_s >= waiting.deadline_s:
+                return
+            self.say(waiting.sentence(now_s, "Python to import torch and the tasks' code"))
+
+    def _spawn_all(self, tasks: Sequence[str]) -> None:
+        for task in tasks:
+            self._spawn(task)
 
     def _hold_port(self) -> str:
         """Reserve a port for the chief; returns its address."""

@@ -128,11 +128,13 @@ def _run(role: str, config: RoleConfig) -> int:
     log.setup(config.task, json_path=json_path)
     for caution in (*_not_read(role, config.task), *config.cautions()):
         logging.getLogger("shardline").warning("%s", caution)
-    # This imports torch, as the role is about to; the allocator is tuned before either allocates much.
+    # These import torch, as the role is about to; the allocator is tuned before either allocates much.
     from shardline.host.allocator import tune_allocator
     from shardline.rpc.names import wait_for_own_name
+    from shardline.update.torch_optim.eager import leave_compiler_out
 
     tune_allocator()
+    leave_compiler_out()
     wait_for_own_name(config.task, config.listens_at, config.timeouts.join_s)
     return find_role(role)(config)
 

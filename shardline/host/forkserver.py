@@ -7,6 +7,7 @@ signalled like any other child. Linux only; elsewhere, and where it fails, tasks
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import setproctitle
 
@@ -35,8 +36,13 @@ MODULES = (MAIN, "shardline.rpc.names")
 ENTRY_POINTS = "shardline.roles"
 START_S = 120.0
 """Importing torch takes a while on a busy machine."""
+READY = b"ready\n"
 ANSWER_S = 20.0
+MIN_WAIT_S = 0.001
+"""A socket with a timeout of 0 doesn't wait at all."""
 MAX_FDS = 16
+MAX_REASON = 1000
+"""Bytes of the sentence that says why no process can be forked."""
 TITLE_BYTES = 4096
 """Room for a task's command line. The alternative, setproctitle's own, is the memory that /proc/PID/environ shows."""
 PR_SET_NAME = 15
@@ -62,24 +68,29 @@ class ForkedProcess:
 class ForkServer:
     """The process that is forked, as seen by the process that asks. Thread-safe."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start it; returns at once. environment: what tasks have in common, since libraries read it as they load."""
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
+        """Start it; returns at once.
+
+        environment: what tasks have in common, since libraries read it as they load. modules: what it is to import
+        besides Shardline and torch, where that works.
+        """
         # From now on tasks become children of this process when the one that forked them has gone.
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._lock = threading.Lock()
         self._ready = False
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process: Any = self._start(theirs, environment)
+            self._process: Any = self._start(theirs, environment, modules)
 
     @property
     def pid(self) -> int:
         """Of the process that is forked."""
         return int(self._process.pid)
 
-    def _start(self, theirs: socket.socket, environment: Mapping[str, str]) -> Any:
+    def _start(self, theirs: socket.socket, environment: Mapping[str, str], modules: Sequence[str]) -> Any:
+        arguments = [str(theirs.fileno()), *modules, " " * TITLE_BYTES]
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "shardline.host.forkserver", str(theirs.fileno()), " " * TITLE_BYTES],
+            [sys.executable, "-P", "-m", "shardline.host.forkserver", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -98,7 +109,8 @@ class ForkServer:
         data = json.dumps(request).encode()
         with self._lock:
             try:
-                self._await_ready()
+                if not self._ready and not self._await_ready(START_S):
+                    raise TimeoutError(f"imports took longer than {START_S:.0f} s")
                 self._socket.settimeout(ANSWER_S)
                 socket.send_fds(self._socket, [len(data).to_bytes(4, "big")], [output, *kept])
                 self._socket.sendall(data)
@@ -111,16 +123,21 @@ class ForkServer:
             raise OSError(-pid, os.strerror(-pid))
         return pid
 
-    def await_ready(self) -> None:
-        """Return when the imports are done. Raises OSError if they fail or take too long."""
+    def await_ready(self, timeout_s: float) -> bool:
+        """Wait until the imports are done; False after timeout_s. Raises OSError if no process can be forked."""
         with self._lock:
-            self._await_ready()
+            return self._ready or self._await_ready(timeout_s)
 
-    def _await_ready(self) -> None:
-        if not self._ready:
-            self._socket.settimeout(START_S)
-            _read_line(self._socket)
-            self._ready = True
+    def _await_ready(self, timeout_s: float) -> bool:
+        self._socket.settimeout(max(timeout_s, MIN_WAIT_S))
+        try:
+            line = _read_line(self._socket)
+        except TimeoutError:
+            return False
+        if line != READY:
+            raise OSError(line.decode(errors="replace").strip())
+        self._ready = True
+        return True
 
     def close(self) -> None:
         """End it, and a fork that it has not answered for; the tasks live on: each leads a session of its own."""
@@ -137,21 +154,23 @@ class TaskStarter:
     def __init__(self) -> None:
         self._server: ForkServer | None = None
 
-    def begin(self, environment: Mapping[str, str]) -> None:
-        """Begin the imports; returns at once. environment: what the tasks have in common."""
+    def begin(self, environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
+        """Begin the imports; returns at once. See ForkServer for the arguments."""
         if CAN_FORK:
             try:
-                self._server = ForkServer(environment)
+                self._server = ForkServer(environment, modules)
             except OSError as error:
                 log.warning("tasks are started one by one, since no process can be forked for them: %s", error)
 
-    def await_ready(self) -> None:
-        """Wait until tasks can be started fast. For a thread that signals may interrupt."""
-        if self._server is not None:
-            try:
-                self._server.await_ready()
-            except OSError as error:
-                self._give_up(error)
+    def await_ready(self, timeout_s: float) -> bool:
+        """Wait until tasks can be started; False after timeout_s. For a thread that signals may interrupt."""
+        if self._server is None:
+            return True
+        try:
+            return self._server.await_ready(timeout_s)
+        except OSError as error:
+            self._give_up(error)
+            return True
 
     def _give_up(self, error: OSError) -> None:
         log.warning("tasks are started one by one from now on: %s", error)
@@ -192,7 +211,7 @@ def _read_line(connection: socket.socket) -> bytes:
     """A line; raises OSError where the other side has ended or takes too long."""
     line = b""
     while not line.endswith(b"\n"):
-        data = connection.recv(64)
+        data = connection.recv(1024)
         if not data:
             raise ConnectionError("the process that is forked for each task has ended")
         line += data
@@ -207,21 +226,33 @@ def _prctl(option: int, value: int | bytes) -> None:
 # The process that is forked
 
 
-def import_all() -> None:
-    """Import what any task needs."""
+def import_all(modules: Sequence[str] = ()) -> None:
+    """Import what any task needs, and these modules: a task that needs one that fails will say so itself.
+
+    Raises RuntimeError where a fork of this process would not be like a new one.
+    """
     for name in MODULES:
         importlib.import_module(name)
     for role in importlib.metadata.entry_points(group=ENTRY_POINTS):
         role.load()
+    for name in modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    _check_forkable()
+
+
+def _check_forkable() -> None:
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.current_thread())
+        raise RuntimeError(f"an import has started threads, which a fork doesn't have: {names}")
     torch = sys.modules.get("torch")
-    if torch is not None:
-        # torch imports its compiler, which takes 2 s, when the first optimizer is made.
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError("an import has initialized CUDA, which can't be used after a fork")
 
 
 def serve(connection: socket.socket) -> Callable[[], int] | None:
     """Fork for each request until the other side has gone: None. In a forked process: what it is to do."""
-    connection.sendall(b"\n")
+    connection.sendall(READY)
     while True:
         head, fds, _, _ = socket.recv_fds(connection, 4, MAX_FDS)
         if not head:
@@ -341,7 +372,11 @@ def _main() -> int:
     connection.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     setproctitle.setproctitle(f"{sys.executable} -P -m shardline.host.forkserver")
-    import_all()
+    try:
+        import_all([name for name in sys.argv[2:] if name.strip()])
+    except Exception as error:
+        connection.sendall(" ".join(f"{type(error).__name__}: {error}\n".split()).encode()[:MAX_REASON] + b"\n")
+        return 1
     # What is imported stays: no collection in a fork looks at it, so its pages stay shared.
     gc.collect()
     gc.freeze()
@@ -349,7 +384,31 @@ def _main() -> int:
         task = serve(connection)
     except ConnectionError:
         return 0
-    return 0 if task is None else task()
+    if task is not None:
+        end_as_fork(task)
+    return 0
+
+
+def end_as_fork(task: Callable[[], int]) -> NoReturn:
+    """Run a forked task and end its process as an interpreter does, but for taking the inherited modules apart.
+
+    That would take half a second, to copy and free pages that this process shares with others.
+    """
+    code = 1
+    try:
+        try:
+            code = task()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":

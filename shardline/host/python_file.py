@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.machinery
 import importlib.util
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -44,6 +46,36 @@ def run_file(path: Path, prefix: str, *, check: Callable[[ast.Module], None] = l
         sys.modules.pop(name, None)
         raise JobError(_what_it_raised(path, resolved, error)) from error
     return module
+
+
+def installed_imports(path: Path) -> list[str]:
+    """Modules of installed packages that the file imports at its top, in order; [] for one that can't be read.
+
+    Nothing is run. Modules in the file's own folder are left out, also where they hide an installed one.
+    """
+    resolved = path.resolve()
+    try:
+        tree = ast.parse(resolved.read_bytes(), filename=str(resolved))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    search = [str(resolved.parent), *sys.path]
+    names = dict.fromkeys(name for statement in tree.body for name in _imported(statement))
+    return [name for name in names if _is_installed(name.partition(".")[0], search)]
+
+
+def _imported(statement: ast.stmt) -> Iterator[str]:
+    if isinstance(statement, ast.Import):
+        yield from (alias.name for alias in statement.names)
+    elif isinstance(statement, ast.ImportFrom) and statement.level == 0 and statement.module:
+        yield statement.module
+
+
+def _is_installed(package: str, search: list[str]) -> bool:
+    spec = importlib.machinery.PathFinder.find_spec(package, search)
+    if spec is None or spec.origin is None:
+        return False
+    folders = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
+    return not folders.isdisjoint(Path(spec.origin).resolve().parents)
 
 
 def _what_it_raised(path: Path, resolved: Path, error: BaseException) -> str:

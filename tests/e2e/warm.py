@@ -6,7 +6,6 @@ how one is started, and whatever looks for processes by their command line, star
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import importlib
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +30,7 @@ from shardline.cli.main import main
 from shardline.host import forkserver
 from tests.chaos.nursery import Nursery, serve
 
-# Imported late by one task or another; torch._dynamo by the first optimizer, which takes two seconds of processor time.
+# Imported late by one task or another; torch._dynamo by a script's optimizer, which takes 2 s of processor time.
 MODULES = (
     "pytest",
     "rich.console",
@@ -106,12 +105,12 @@ def descendants(pid: int) -> dict[int, str]:
 class WarmForkServer(forkserver.ForkServer):
     """The launcher's fork server, forked itself instead of importing everything once more."""
 
-    def _start(self, theirs: socket.socket, environment: Mapping[str, str]) -> Any:
+    def _start(self, theirs: socket.socket, environment: Mapping[str, str], modules: Sequence[str]) -> Any:
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            _run_and_exit(lambda: self._serve(theirs, environment))
+            forkserver.end_as_fork(lambda: self._serve(theirs, environment))
         return forkserver.ForkedProcess(pid)
 
     def _serve(self, theirs: socket.socket, environment: Mapping[str, str]) -> int:
@@ -148,7 +147,7 @@ def _become_task(command: Sequence[str], env: Mapping[str, str], output: int, ke
         _begin(output, env, kept)
         return _script(command[1:])
 
-    _run_and_exit(run)
+    forkserver.end_as_fork(run)
 
 
 def _begin(output: int, env: Mapping[str, str], kept: Sequence[int]) -> None:
@@ -165,21 +164,6 @@ def _begin(output: int, env: Mapping[str, str], kept: Sequence[int]) -> None:
                 os.close(fd)
     os.environ.clear()
     os.environ.update(env)
-
-
-def _run_and_exit(run: Callable[[], int]) -> NoReturn:
-    """End as an interpreter does, but for taking thousands of modules apart; no frame below is unwound."""
-    code = 1
-    try:
-        code = run()
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def _prctl(option: int, value: int | bytes) -> None:
@@ -218,7 +202,7 @@ def become(request: Mapping[str, Any]) -> NoReturn:
     forkserver.subprocess = types.SimpleNamespace(**faked)  # type: ignore[assignment]
     arguments = request["arguments"]
     sys.argv = ["shardline", *arguments]
-    _run_and_exit(lambda: _call(*arguments[1:]) if arguments[0] == CALL else main(arguments))
+    forkserver.end_as_fork(lambda: _call(*arguments[1:]) if arguments[0] == CALL else main(arguments))
 
 
 def _call(place: str, given: str) -> int:

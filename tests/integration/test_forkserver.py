@@ -177,7 +177,7 @@ def test_a_stopped_fork_server_costs_its_deadline_and_no_task_is_started_twice(
     (tmp_path / "plugin.py").write_text(PLUGIN)
     starter = TaskStarter()
     starter.begin(dict(os.environ))
-    starter.await_ready()
+    assert starter.await_ready(60.0)
     assert starter._server is not None
     os.kill(starter._server.pid, signal.SIGSTOP)
     command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
@@ -203,7 +203,7 @@ def test_an_answer_that_was_not_waited_for_is_not_taken_for_another(
     def interrupted(connection: object) -> bytes:
         raise KeyboardInterrupt
 
-    other.server.await_ready()
+    assert other.server.await_ready(60.0)
     with monkeypatch.context() as patched:
         patched.setattr(forkserver, "_read_line", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -218,3 +218,40 @@ def test_a_task_leads_its_group_as_soon_as_it_is_known(forks: Forks) -> None:
         process = forks.start(WAIT="")
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
+
+
+def test_what_the_job_imports_is_there_and_what_fails_is_left_to_the_task(tmp_path: Path) -> None:
+    server = ForkServer(dict(os.environ), ["colorsys", "no_such_module"])
+    (tmp_path / "plugin.py").write_text("import sys\nassert 'colorsys' in sys.modules")
+    with (tmp_path / "log").open("ab") as log:
+        command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
+        assert ForkedProcess(server.start(command, os.environ, log.fileno(), ())).wait() == 0
+    server.close()
+
+
+def test_an_import_that_starts_a_thread_is_named_and_tasks_are_started_by_exec(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "beating.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, name='heart', daemon=True).start()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    starter = TaskStarter()
+    starter.begin(environment, ["beating"])
+    assert starter.await_ready(60.0)
+    assert "an import has started threads, which a fork doesn't have: heart" in caplog.text
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
+    with (tmp_path / "log").open("ab") as output:
+        process = starter.start(command, {**os.environ, "FOLDER": str(tmp_path)}, output, ())
+    assert isinstance(process, subprocess.Popen)
+    assert process.wait() == 0
+    starter.close()
+
+
+def test_imports_that_take_long_are_waited_for_in_parts() -> None:
+    starter = TaskStarter()
+    starter.begin(dict(os.environ))
+    assert not starter.await_ready(0.0)
+    assert starter.await_ready(60.0)
+    starter.close()

@@ -15,7 +15,7 @@ from benchmarks.machine import cpu_model, memory_gib
 from benchmarks.process import ContenderError
 from benchmarks.push_pull import Work, merge
 from benchmarks.run import sentence, write
-from benchmarks.sets import ALL, data_plane, links, overhead, overlap, scaling, sizes, small_tensors, workers
+from benchmarks.sets import ALL, data_plane, links, overhead, overlap, scaling, sizes, small_tensors, start, workers
 from benchmarks.train_job import summary
 
 
@@ -337,3 +337,11 @@ def test_page_of_results_and_readme_have_the_figures_that_are_recorded() -> None
 def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
     assert plots.draw(tmp_path / "x.png", "x", [Row(work="a", value=None, unit="ms")]) is False
     assert not (tmp_path / "x.png").exists()
+
+
+def test_start_is_compared_with_the_import_of_torch_and_the_end_with_a_second() -> None:
+    samples = {start.IMPORT: [{"seconds": 2.0}], start.TRAIN: [{"first_s": 5.1, "end_s": 0.9, "seconds": 8.0}]}
+    first, end, whole = start.rows(samples)
+    assert (first.ratio, first.met) == (pytest.approx(2.55), False)
+    assert (end.ratio, end.met) == (0.9, True)
+    assert (whole.value, whole.met) == (8.0, None)

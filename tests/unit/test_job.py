@@ -18,6 +18,7 @@ from shardline.client.api.script_job import TensorHolder
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorKind
 from shardline.errors import JobError
+from shardline.host.python_file import installed_imports
 from shardline.job import Job, load_job, model_tensors
 from shardline.update import rule
 
@@ -408,3 +409,17 @@ def test_bare_tensors_are_trained_like_parameters() -> None:
     optimizer = torch.optim.SGD(tensors.values(), lr=0.1)
     specs = model_tensors(TensorHolder(tensors), optimizer.param_groups)
     assert [(spec.name, spec.kind) for spec in specs] == [("w", TensorKind.PARAM), ("table.0", TensorKind.PARAM)]
+
+
+def test_installed_imports_are_those_at_the_top_that_no_file_beside_the_job_hides(tmp_path: Path) -> None:
+    (tmp_path / "yaml.py").touch()
+    (tmp_path / "model").mkdir()
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import json\nimport yaml\nimport torch.utils.data as data, click\nimport model\nimport gone\n"
+        "from sklearn.datasets import load_digits\nfrom . import other\ndef late():\n    import numpy\n"
+    )
+    assert installed_imports(job) == ["torch.utils.data", "click", "sklearn.datasets"]
+    job.write_text("import torch\ndef broken(")
+    assert installed_imports(job) == []
+    assert installed_imports(tmp_path / "gone.py") == []

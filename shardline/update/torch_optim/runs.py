@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardline.core.plan import BucketSpec, padded
 from shardline.update.base import StateSpec, padding_positions
-from shardline.update.torch_optim import sgd
+from shardline.update.torch_optim import eager, sgd
 
 _CACHED_RUNS = 64
 """Optimizer objects kept per bucket for runs that may return (mixtures of experts alternate)."""
@@ -48,7 +48,7 @@ class _Run:
         self.parameter.grad = gradient
         self.optimizer.param_groups[0].update(arguments)
         try:
-            self.optimizer.step()
+            eager.step(self.optimizer)
         finally:
             self.parameter.grad = None
             self.parameter.data = self.nothing

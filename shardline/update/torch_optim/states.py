@@ -11,6 +11,7 @@ from shardline.core.spec import Argument, TensorSpec
 from shardline.errors import JobError
 from shardline.update.arguments import ALLOWED, optimizer_class, torch_arguments
 from shardline.update.base import Shape, StateSpec
+from shardline.update.torch_optim import eager
 
 
 def _row_var(tensor: TensorSpec) -> Shape | None:
@@ -63,7 +64,7 @@ def _state_kinds(
         try:
             stepped = optimizer_class(optimizer)([parameter], **arguments)
             parameter.grad = torch.zeros_like(parameter)
-            stepped.step()
+            eager.step(stepped)
         except (ValueError, RuntimeError, TypeError) as error:
             raise JobError(f"{optimizer} can't update {dtype} parameters on {device}: {error}") from None
         for name, state in stepped.state[parameter].items():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardline.update.base import Site, StateSpec, UpdateRule
+from shardline.update.torch_optim import eager
 
 
 class WholeStates:
@@ -60,7 +61,7 @@ class WholeStates:
                 parameter.grad = gradient[piece.offset : piece.end].view(spec.shape)
         self._optimizer.param_groups[0].update(arguments)
         try:
-            self._optimizer.step()
+            eager.step(self._optimizer)
         finally:
             for parameter, nothing in zip(self._parameters, self._nothing, strict=True):
                 parameter.grad = None
