@@ -132,3 +132,13 @@ def test_a_call_that_began_as_it_was_interrupted_ends_all_the_same() -> None:
     with pytest.raises(Interrupted):
         under_way.wait()
     found.close()
+
+
+def test_nothing_of_an_exchange_happens_after_its_end_which_the_next_one_may_follow_at_once() -> None:
+    ends: list[bool] = []
+    found = Running(
+        [0], interrupt=lambda: None, interrupted=lambda: False, grace_s=1.0, on_end=lambda: ends.append(found.ended)
+    )
+    ended(found, 0)
+    found.wait()
+    assert ends == [False]

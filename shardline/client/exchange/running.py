@@ -65,8 +65,9 @@ class Running:
 
     def _end(self) -> None:
         self.ended_s = time.monotonic()
-        self._ended.set()
+        # First: whoever waits for the end may start the next exchange, whose own waits this must not end.
         self._on_end()
+        self._ended.set()
 
     @property
     def ended(self) -> bool:
