@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -290,7 +290,8 @@ class LocalCluster:
         with self._undisturbed():
             modules = [] if self.options.script else installed_imports(self.options.job)
             self._starter.begin(common_environment(os.environ), modules)
-        self._await_starter()
+        # Here, where nothing is held and a signal ends it.
+        self._starter.await_ready(_join_wait(self.options.timeouts), self.say)
         ready_read, ready_write = os.pipe()
         try:
             try:
@@ -301,30 +302,15 @@ class LocalCluster:
             others = [task for task in self.tasks() if task != "chief/0"]
             if self._chief_port is not None:
                 # Its address is known, so the others start while it does, and dial it until it listens.
-                self._spawn_all(others)
+                for task in others:
+                    self._spawn(task)
             self.chief_address = self._read_address(ready_read)
         finally:
             os.close(ready_read)
         if self._chief_port is None:
-            try:
-                self._write_spec(self.options.spec(self.chief_address))
-            except OSError as error:
-                raise unwritable(self.options.out, error) from None
-            self._spawn_all(others)
-
-    def _await_starter(self) -> None:
-        """Wait until tasks can be started fast. Here, where nothing is held, a signal ends the start."""
-        start_s = time.monotonic()
-        waiting = Waiting(start_s, start_s + self.options.timeouts.join_s, first_s=EVERY_S)
-        while not self._starter.await_ready(waiting.pause_s(time.monotonic())):
-            now_s = time.monotonic()
-            if now_s >= waiting.deadline_s:
-                return
-            self.say(waiting.sentence(now_s, "Python to import torch and the tasks' code"))
-
-    def _spawn_all(self, tasks: Sequence[str]) -> None:
-        for task in tasks:
-            self._spawn(task)
+            self._write_spec(self.options.spec(self.chief_address))
+            for task in others:
+                self._spawn(task)
 
     def _hold_port(self) -> str:
         """Reserve a port for the chief; returns its address."""
@@ -334,14 +320,14 @@ class LocalCluster:
         return f"127.0.0.1:{self._chief_port.getsockname()[1]}"
 
     def _write_spec(self, spec: ClusterSpec) -> None:
-        path = cluster_path(self.options.out)
-        files.replace(path, spec.to_json().encode())
+        try:
+            files.replace(cluster_path(self.options.out), spec.to_json().encode())
+        except OSError as error:
+            raise unwritable(self.options.out, error) from None
 
     def _read_address(self, fd: int) -> str:
         """Read the address that the chief reports once it listens; waits as long as its process is running."""
-        start_s = time.monotonic()
-        limit_s = self.options.timeouts.join_s
-        waiting = Waiting(start_s, start_s + limit_s, first_s=EVERY_S)
+        waiting = _join_wait(self.options.timeouts)
         line = b""
         with selectors.DefaultSelector() as selector:
             selector.register(fd, selectors.EVENT_READ)
@@ -352,7 +338,8 @@ class LocalCluster:
                     now_s = time.monotonic()
                     if now_s >= waiting.deadline_s:
                         raise TaskLostError(
-                            f"chief/0 told no address within {limit_s:.0f} s; see {self.log_path('chief/0')}"
+                            f"chief/0 told no address within {self.options.timeouts.join_s:.0f} s; see "
+                            f"{self.log_path('chief/0')}"
                         )
                     self.say(waiting.sentence(now_s, "chief/0 to start"))
                     continue
@@ -575,6 +562,12 @@ class LocalCluster:
             children = list(self._children.values())
         for child in children:
             child.ended.wait(max(0.0, deadline_s - time.monotonic()))
+
+
+def _join_wait(timeouts: Timeouts) -> Waiting:
+    """A wait for as long as joining may take."""
+    now_s = time.monotonic()
+    return Waiting(now_s, now_s + timeouts.join_s, first_s=EVERY_S)
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

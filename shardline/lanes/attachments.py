@@ -18,6 +18,7 @@ from shardline.core.plan import ShardSpec
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import UnreachableError
 from shardline.lanes.base import LaneUnavailable
+from shardline.lanes.call_server import Answer
 from shardline.storage.publication import Publication
 
 log = logging.getLogger("shardline.lanes")
@@ -114,6 +115,7 @@ class Opening:
     port: int = 0
     up_token: bytes = b""
     down_token: bytes = b""
+    call_token: bytes = b""
     socket: str = ""
     token: bytes = b""
 
@@ -125,8 +127,11 @@ class LaneOffer(Protocol):
     keeps_replies: bool
     """Whether each attachment has memory for replies to one worker; else they are sent as they are made."""
 
-    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> Opening:
-        """Prepare an attachment; the worker's sockets come later. Raises LaneUnavailable."""
+    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answer: Answer) -> Opening:
+        """Prepare an attachment; the worker's sockets come later. Raises LaneUnavailable.
+
+        answer: serves the calls that come over them, on the loop.
+        """
         ...
 
     def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> Publication | None:
@@ -163,7 +168,9 @@ class Attachments:
             counts[attachment.lane] = counts.get(attachment.lane, 0) + 1
         return counts
 
-    def open(self, lane: str, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> tuple[int, Opening]:
+    def open(
+        self, lane: str, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answer: Answer
+    ) -> tuple[int, Opening]:
         """Prepare an attachment in place of the holder's earlier one on this shard. Raises LaneUnavailable."""
         offer = self._offers.get(lane)
         if offer is None:
@@ -173,7 +180,7 @@ class Attachments:
                 self._drop(number, "its worker opened another lane")
         if len(self._held) >= MAX_ATTACHMENTS:
             raise LaneUnavailable(f"this ps holds {len(self._held)} attachments already, its limit")
-        opening = offer.open(holder, hosted, loop)
+        opening = offer.open(holder, hosted, loop, answer)
         number = next(self._numbers)
         self._held[number] = opening.attachment
         return number, opening

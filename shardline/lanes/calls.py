@@ -14,8 +14,10 @@ from shardline.core.exchange import Ack, Arrival, Contribution, End, Exchanged, 
 from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes.base import LaneUnavailable, SharedMemory
+from shardline.lanes.call_frames import CallError
+from shardline.lanes.call_socket import CallSocket
 from shardline.rpc.channel import Peer, end_call
-from shardline.rpc.errors import from_status
+from shardline.rpc.errors import from_code, from_status
 from shardline.rpc.messages.data import (
     PullReader,
     ack_from_proto,
@@ -41,6 +43,7 @@ class Opened:
     port: int
     up_token: bytes
     down_token: bytes
+    call_token: bytes
     socket: str
     token: bytes
 
@@ -74,6 +77,9 @@ class ShardCalls:
         self._single_push_pull = single_push_pull_method(peer)
         self._lock = threading.Lock()
         self._call: Any = None
+        """The gRPC call that runs."""
+        self._sending: CallSocket | None = None
+        """The socket with the call that runs."""
         self._cancelled = False
 
     def progress(self, sender: Sender, replicas: Sequence[int], *, timeout_s: float) -> Standing:
@@ -97,6 +103,8 @@ class ShardCalls:
             self._cancelled = True
             if self._call is not None:
                 self._call.cancel()
+            if self._sending is not None:
+                self._sending.cancel()
 
     def close(self) -> None:
         """End a running call. The channel belongs to Peers."""
@@ -116,7 +124,7 @@ class ShardCalls:
 
     def _ended(self) -> None:
         with self._lock:
-            call, self._call = self._call, None
+            call, self._call, self._sending = self._call, None, None
         if call is not None:
             end_call(call)
 
@@ -156,6 +164,7 @@ class ShardCalls:
             port=reply.port,
             up_token=reply.up_token,
             down_token=reply.down_token,
+            call_token=reply.call_token,
             socket=reply.socket,
             token=reply.token,
         )
@@ -170,21 +179,26 @@ class ShardCalls:
         timeout_s: float,
         single: bool = False,
         fill: Callable[[Arrival], None] = lambda arrival: None,
+        calls: CallSocket | None = None,
     ) -> Exchanged:
         """Run one PushPull to its end; see Lane.exchange.
 
         single: there is one request; this thread makes it and sends what follows it on another connection.
         fill: takes a bucket whose bytes come by the lane's attachment. It and `requests` raise UnreachableError if the
         attachment breaks: then the caller gets the shard's own answer, if one comes soon.
+        calls: the attachment's socket for calls; None = gRPC.
         """
         talk = _Conversation(sink, self._elements, fill)
         try:
-            begin = self._begin_single if single else self._begin
-            for reply in begin(talk, requests, timeout_s):
+            if calls is not None:
+                replies = self._over_socket(calls, talk, requests, timeout_s, single=single)
+            else:
+                replies = _statuses((self._begin_single if single else self._begin)(talk, requests, timeout_s))
+            for reply in replies:
                 if not talk.heard(reply):
                     # The pull would wait for a step that can't close without this push.
                     return talk.result()
-        except grpc.RpcError as error:
+        except CallError as error:
             raise talk.cause(error, str(self._peer)) from error
         finally:
             talk.close()
@@ -197,6 +211,22 @@ class ShardCalls:
                 f"{len(contributions)} acks" + ("" if talk.reader.end else " and without the end of the pull")
             )
         return talk.result()
+
+    def _over_socket(
+        self,
+        calls: CallSocket,
+        talk: _Conversation,
+        requests: Iterable[RequestView],
+        timeout_s: float,
+        *,
+        single: bool,
+    ) -> Iterator[ReplyView]:
+        """The replies to a call over the attachment's own socket."""
+        with self._lock:
+            self._sending = calls
+            if self._cancelled:
+                raise CallError(grpc.StatusCode.CANCELLED, "given up before it began")
+        return calls.call(talk, requests, timeout_s, single=single)
 
     def _begin(self, talk: _Conversation, requests: Iterable[RequestView], timeout_s: float) -> Any:
         """The replies to requests that a gRPC thread sends."""
@@ -217,6 +247,16 @@ class ShardCalls:
         talk.began(call)
         talk.follow(iterator)
         return call
+
+
+def _statuses(replies: Iterable[ReplyView]) -> Iterator[ReplyView]:
+    """The replies of a gRPC call, whose error becomes a CallError."""
+    try:
+        yield from replies
+    except grpc.RpcError as error:
+        is_call = isinstance(error, grpc.Call)
+        code, details = (error.code(), error.details()) if is_call else (grpc.StatusCode.UNKNOWN, str(error))
+        raise CallError(code, details or "") from error
 
 
 class _Conversation:
@@ -300,13 +340,13 @@ class _Conversation:
         except UnreachableError as error:
             self._await_last_word(error)
 
-    def cause(self, error: grpc.RpcError, peer: str) -> Exception:
+    def cause(self, error: CallError, peer: str) -> Exception:
         """The error for the caller of a failed call: the shard's own status, unless this side gave up."""
-        code = error.code() if isinstance(error, grpc.Call) else None
         first = self.broken[0] if self.broken else None
-        if first is not None and (code is grpc.StatusCode.CANCELLED or not isinstance(first, UnreachableError)):
+        if first is not None and (error.code is grpc.StatusCode.CANCELLED or not isinstance(first, UnreachableError)):
             return first
-        return from_status(error, peer=peer, what="PushPull", waited_s=time.monotonic() - self._start_s)
+        waited_s = time.monotonic() - self._start_s
+        return from_code(error.code, str(error), peer=peer, what="PushPull", waited_s=waited_s)
 
     def result(self) -> Exchanged:
         """The replies so far."""

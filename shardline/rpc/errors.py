@@ -20,19 +20,28 @@ SENTENCE = 4000
 
 
 async def _abort(servicer: Any, method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    # Servicers that count refusals have this attribute.
+    count_refusal(servicer, method, error)
+    code, sentence = status_of(error, context.peer())
+    # gRPC keeps the error for a while, and its frames would keep alive everything that the call used.
+    drop_frames(error)
+    await context.abort(code, sentence)
+    raise AssertionError("abort always raises")
+
+
+def count_refusal(servicer: Any, method: str, error: Exception) -> None:
+    """Tell a servicer that counts refusals, which has the attribute on_refused, of an error that ends a call."""
     refused: Callable[[str, Exception], None] | None = getattr(servicer, "on_refused", None)
     if refused is not None:
         refused(method, error)
-    if not isinstance(error, ShardlineError):
-        # An unforeseen error is a bug of ours: the caller gets no internals, the log gets everything.
-        log.error("unexpected error in a call from %s", context.peer(), exc_info=error)
-    # gRPC keeps the error for a while, and its frames would keep alive everything that the call used.
-    drop_frames(error)
+
+
+def status_of(error: Exception, peer: str) -> tuple[grpc.StatusCode, str]:
+    """Status and sentence for the caller of a call that this error ended. peer: the caller, for the log."""
     if isinstance(error, ShardlineError):
-        await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error)[:SENTENCE])
-    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__} in this call; see the log of the task asked")
-    raise AssertionError("abort always raises")
+        return getattr(grpc.StatusCode, error.grpc_status), str(error)[:SENTENCE]
+    # An unforeseen error is a bug of ours: the caller gets no internals, the log gets everything.
+    log.error("unexpected error in a call from %s", peer, exc_info=error)
+    return grpc.StatusCode.INTERNAL, f"{type(error).__name__} in this call; see the log of the task asked"
 
 
 def drop_frames(error: BaseException) -> None:
@@ -86,7 +95,13 @@ def writer(method: Callable[[Any, Any, Any], Awaitable[None]]) -> Any:
 def from_status(error: grpc.RpcError, *, peer: str, what: str, waited_s: float) -> ShardlineError:
     """The Shardline error for a failed call. peer: such as "ps/0 at host:port". waited_s: seconds waited."""
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    details = printable((error.details() or "") if isinstance(error, grpc.Call) else str(error))
+    details = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
+    return from_code(code, details, peer=peer, what=what, waited_s=waited_s)
+
+
+def from_code(code: grpc.StatusCode, details: str, *, peer: str, what: str, waited_s: float) -> ShardlineError:
+    """See from_status()."""
+    details = printable(details)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return UnreachableError(
             f"{peer} did not answer {what} within {waited_s:.1f} s ({code.name.lower()}: {details}); "

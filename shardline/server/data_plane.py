@@ -13,6 +13,7 @@ from shardline.core.outcome import Outcome
 from shardline.errors import ProtocolError
 from shardline.lanes.attachments import Attachments, Hosted
 from shardline.lanes.base import LaneUnavailable
+from shardline.lanes.call_server import ReplyWriter
 from shardline.rpc import errors as rpc_errors
 from shardline.rpc.messages.data import lane_name
 from shardline.rpc.v1 import common_pb2, data_pb2, parameter_server_pb2, parameter_server_pb2_grpc
@@ -56,7 +57,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
         lane = lane_name(data.lane) or f"number {data.lane}"
         try:
             number, opening = self._attachments.open(
-                lane, holder_of(data), hosted(self._backend, data.shard), asyncio.get_running_loop()
+                lane, holder_of(data), hosted(self._backend, data.shard), asyncio.get_running_loop(), self.answer
             )
         except LaneUnavailable as error:
             return parameter_server_pb2.OpenLaneReply(
@@ -68,6 +69,7 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
             port=opening.port,
             up_token=opening.up_token,
             down_token=opening.down_token,
+            call_token=opening.call_token,
             socket=opening.socket,
             token=opening.token,
         )
@@ -106,6 +108,17 @@ class DataPlane(parameter_server_pb2_grpc.ParameterServerServicer):
     @rpc_errors.writer
     async def PushPull(self, request: AsyncIterator[Any], context: Any) -> None:
         """Pushes and a pull in full duplex."""
+        await self._push_pull(request, context)
+
+    async def answer(self, request: AsyncIterator[Any], writer: ReplyWriter) -> None:
+        """The same for a call over the socket of a lane. Raises the error that ends the call."""
+        try:
+            await self._push_pull(request, writer)
+        except Exception as error:
+            rpc_errors.count_refusal(self, "PushPull", error)
+            raise
+
+    async def _push_pull(self, request: AsyncIterator[Any], context: Any) -> None:
         with self.calls.enter() as call:
             replies = Replies()
             talk = PushPullTalk(self._backend, self._attachments, replies, call, self._on_push)

@@ -442,7 +442,7 @@ def test_a_fenced_worker_loses_its_lane(bench: KindBench) -> None:
     bench.pull(0)
     on_loop(bench.ps, lambda: bench.ps.attachments.keep_only({"worker/0": 2}))
     assert bench.open == 0
-    with pytest.raises(UnreachableError, match="is not open here"):
+    with pytest.raises(UnreachableError):
         bench.pull(0)
 
 

@@ -194,3 +194,8 @@ def a_sender_that_is_not_admitted_is_told_as_on_the_stream(bench: Bench[Any]) ->
     assert [ack.outcome for ack in done.acks] == [Outcome.WRONG_TIMELINE] and done.end is None
     pulled = bench.exchange(want=Want(step=0), sender=stale)
     assert pulled.end is not None and pulled.end.outcome is Outcome.WRONG_TIMELINE and pulled.acks == ()
+
+
+async def no_calls(requests: Any, writer: Any) -> None:
+    """Answers calls over a lane's socket where a test makes none."""
+    raise AssertionError("a call came over a lane's socket")

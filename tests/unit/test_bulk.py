@@ -29,6 +29,7 @@ from shardline.lanes.tcp.attachment import TcpAttachment
 from shardline.lanes.tcp.server import TcpOffer
 from shardline.lanes.token_acceptor import TOKEN_BYTES, new_token
 from shardline.server.buffers import Buffers
+from tests.support.lanes import no_calls
 
 T = TypeVar("T")
 Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
@@ -60,7 +61,7 @@ class Server:
 
     def open(self, holder: Holder = HOLDER) -> Opening:
         async def now() -> Opening:
-            return self.offer.open(holder, None, self.loop)  # type: ignore[arg-type]  # this lane needs no shard
+            return self.offer.open(holder, None, self.loop, no_calls)  # type: ignore[arg-type]  # this lane needs no shard
 
         opening = self.run(now())
         assert isinstance(opening.attachment, TcpAttachment)

@@ -27,6 +27,7 @@ from shardline.update import rule
 from shardline.wire.protobuf import ChunkView, PushFrameView, read_push
 from shardline_ps.store import ParameterStore, PsConfiguration
 from tests.support.builders import roll_back
+from tests.support.lanes import no_calls
 
 ELEMENTS = 1024
 NBYTES = 4 * ELEMENTS
@@ -360,7 +361,7 @@ class SegmentOffer:
     def __init__(self, memory: bytes) -> None:
         self._memory = memory
 
-    def open(self, holder: Holder, shard: Any, loop: Any) -> Opening:
+    def open(self, holder: Holder, shard: Any, loop: Any, answer: Any) -> Opening:
         return Opening(attachment=Segment(holder, self._memory))
 
     def close(self) -> None:
@@ -408,7 +409,7 @@ class Wire(Segment):
 class WireOffer(SegmentOffer):
     lane = "tcp"
 
-    def open(self, holder: Holder, shard: Any, loop: Any) -> Opening:
+    def open(self, holder: Holder, shard: Any, loop: Any, answer: Any) -> Opening:
         return Opening(attachment=Wire(holder, self._memory))
 
 
@@ -424,7 +425,7 @@ def test_no_more_first_values_are_on_their_way_than_there_is_room_for(fresh: boo
         attachments = Attachments()
         attachments.offer(WireOffer(encoded(store, 0)))
         holder = Holder(task="worker/0", incarnation=1, shard=0)
-        number, opening = attachments.open("tcp", holder, store.shards[0], asyncio.get_running_loop())
+        number, opening = attachments.open("tcp", holder, store.shards[0], asyncio.get_running_loop(), no_calls)
         assert isinstance(opening.attachment, Wire)
         receiver = PushReceiver(store, attachments, spawn=asyncio.create_task)
         data = {"lane": common_pb2.LANE_TCP, "attachment": number}
@@ -462,7 +463,7 @@ def test_what_is_decoded_from_a_workers_memory_is_counted_and_what_is_read_there
         attachments = Attachments()
         attachments.offer(SegmentOffer(raw))
         holder = Holder(task="worker/0", incarnation=1, shard=0)
-        number, _ = attachments.open("shm", holder, store.shards[0], asyncio.get_running_loop())
+        number, _ = attachments.open("shm", holder, store.shards[0], asyncio.get_running_loop(), no_calls)
         receiver = PushReceiver(store, attachments, spawn=asyncio.create_task)
         await receiver.feed(head(store, data={"lane": common_pb2.LANE_SHM, "attachment": number}, seq=1))
         refs = [data_pb2.BucketRef(bucket=bucket_head(store, bucket)) for bucket in range(2)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+from collections.abc import Callable
 
 import pytest
 
@@ -12,14 +14,25 @@ from shardline.core.spec import TensorSpec
 from shardline.host import segments
 from shardline.host.segments import Segment
 from shardline.lanes.attachments import Holder
+from shardline.lanes.call_server import CallServer
 from shardline.lanes.shm.server import SegmentPublication, ShmAttachment
+from tests.support.lanes import no_calls
+
+
+def no_call_server(broke: Callable[[str], None]) -> CallServer:
+    return CallServer(asyncio.new_event_loop(), no_calls, who="worker/0", broke=broke)
 
 
 def test_a_worker_that_was_welcomed_can_push_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_plan((TensorSpec(name="w", shape=(64,), dtype="float32"),), 1).shards[0]
     publication = SegmentPublication(spec, keeps_previous=True)
     attachment = ShmAttachment(
-        Holder(task="worker/0", incarnation=1, shard=0), publication, by_reference=True, pushes=1, forget=lambda: None
+        Holder(task="worker/0", incarnation=1, shard=0),
+        publication,
+        no_call_server,
+        by_reference=True,
+        pushes=1,
+        forget=lambda: None,
     )
     mine = Segment.create(max(publication.nbytes, segments.ALIGNMENT_BYTES), name="gradients")
     mine.memory[:4] = b"push"
@@ -47,7 +60,12 @@ def test_an_attachment_that_closes_while_a_reply_is_placed_keeps_its_place_until
     spec = make_plan((TensorSpec(name="w", shape=(64,), dtype="float32"),), 1).shards[0]
     publication = SegmentPublication(spec, keeps_previous=False)
     attachment = ShmAttachment(
-        Holder(task="worker/0", incarnation=1, shard=0), publication, by_reference=False, pushes=1, forget=lambda: None
+        Holder(task="worker/0", incarnation=1, shard=0),
+        publication,
+        no_call_server,
+        by_reference=False,
+        pushes=1,
+        forget=lambda: None,
     )
 
     def offset(bucket: int) -> int:

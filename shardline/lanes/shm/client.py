@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import time
@@ -16,6 +17,7 @@ from shardline.errors import ProtocolError, UnreachableError
 from shardline.host import segments
 from shardline.host.segments import Segment, SegmentError
 from shardline.lanes.base import LaneUnavailable
+from shardline.lanes.call_socket import CallSocket
 from shardline.lanes.calls import NotAdmittedError, Opened, ShardCalls
 from shardline.rpc.channel import Peer
 from shardline.rpc.messages.data import Attached, is_one_message, progress_request, referred_requests
@@ -28,8 +30,15 @@ class Mapped:
     """The segments of one attachment on the worker's side."""
 
     def __init__(
-        self, attached: Attached, sender: Sender, gradients: Segment, areas: Sequence[Segment], replies: Segment | None
+        self,
+        attached: Attached,
+        sender: Sender,
+        calls: CallSocket,
+        gradients: Segment,
+        areas: Sequence[Segment],
+        replies: Segment | None,
     ) -> None:
+        self.calls = calls
         self.attached = attached
         self.sender = sender.who
         self._gradients = gradients
@@ -134,7 +143,7 @@ class ShmLane(ShardCalls):
         try:
             if contributions and self._mapped is not None and self._mapped.is_read:
                 # A push was counted and later given up: the shard reads it until its step is applied.
-                self._mapped = None
+                self._drop()
             mapped = self._opened(sender, max(1, len(contributions)), min(timeout_s, self._timeout_s))
             mapped.used.clear()
             step = contributions[0].step if contributions else 0
@@ -153,6 +162,7 @@ class ShmLane(ShardCalls):
                 timeout_s=timeout_s,
                 single=is_one_message(contributions, mapped.attached),
                 fill=functools.partial(_fill, mapped, sink),
+                calls=mapped.calls,
             )
             whole = all(ack.accepted for ack in done.acks)
             if whole and any(push.init or push.seq for push in contributions):
@@ -164,7 +174,7 @@ class ShmLane(ShardCalls):
             self._busy = False
             if not whole:
                 # The shard may still read it: never write it again, use new segments.
-                self._mapped = None
+                self._drop()
         return done
 
     def allocate(self, bucket: int, nbytes: int) -> memoryview | None:
@@ -187,7 +197,13 @@ class ShmLane(ShardCalls):
         """End a running exchange and release the segments. The channel belongs to Peers."""
         self.cancel()
         if not self._busy:
-            self._mapped = None
+            self._drop()
+
+    def _drop(self) -> None:
+        """Use new segments from now on; the calls end with the socket."""
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            mapped.calls.close()
 
     def _place(self, mapped: Mapped, step: int, item: BucketPayload) -> int:
         data = memoryview(item.data)
@@ -215,7 +231,7 @@ class ShmLane(ShardCalls):
         mapped = self._mapped
         if mapped is not None and mapped.sender == sender.who and mapped.room(self._length) >= pushes:
             return mapped
-        self._mapped = None
+        self._drop()
         opened = self._open(sender, timeout_s=timeout_s)
         try:
             self._mapped = self._share(opened, sender, pushes, time.monotonic() + min(timeout_s, KNOCK_S))
@@ -230,15 +246,18 @@ class ShmLane(ShardCalls):
 
     def _share(self, opened: Opened, sender: Sender, pushes: int, deadline_s: float) -> Mapped:
         gradients = Segment.create(pushes * self._length, name="shardline-gradients")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        with contextlib.ExitStack() as unless_kept:
+            sock = unless_kept.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             segments.connect(sock, opened.socket, timeout_s=max(0.1, deadline_s - time.monotonic()))
             segments.check_user(sock)
             sock.settimeout(max(0.1, deadline_s - time.monotonic()))
             segments.knock(sock, opened.token, gradients)
             areas, replies = segments.hear_welcome(sock)
-        if self._cancelled:
-            raise UnreachableError(f"{self._peer}: the exchange was given up while memory was shared")
-        return Mapped(Attached(self.name, opened.attachment, in_place=True), sender, gradients, areas, replies)
+            if self._cancelled:
+                raise UnreachableError(f"{self._peer}: the exchange was given up while memory was shared")
+            unless_kept.pop_all()
+        attached = Attached(self.name, opened.attachment, in_place=True)
+        return Mapped(attached, sender, CallSocket(sock), gradients, areas, replies)
 
 
 def _fill(mapped: Mapped, sink: Sink, arrival: Arrival) -> None:

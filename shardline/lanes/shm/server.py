@@ -25,6 +25,7 @@ from shardline.host import segments
 from shardline.host.segments import Segment, SegmentError
 from shardline.lanes.attachments import Holder, Hosted, Opening
 from shardline.lanes.base import LaneUnavailable
+from shardline.lanes.call_server import Answer, CallServer
 from shardline.lanes.socket_thread import SocketThread
 from shardline.lanes.token_acceptor import MAX_GUESTS, LeftQuietly, TokenAcceptor
 from shardline.storage.publication import PlainPublication, Publication, bucket_offsets, num_areas, view_of
@@ -94,13 +95,15 @@ class ShmAttachment:
         self,
         holder: Holder,
         publication: SegmentPublication,
+        serve: Callable[[Callable[[str], None]], CallServer],
         *,
         by_reference: bool,
         pushes: int,
         forget: Callable[[], None],
     ) -> None:
-        """pushes: maximum number of contributions of one worker to one step."""
+        """serve(broke): what serves the calls. pushes: maximum number of contributions of one worker to one step."""
         self.holder = holder
+        self._calls = serve(self.abort)
         self._publication = publication
         self._pushes = pushes
         self._by_reference = by_reference
@@ -111,8 +114,9 @@ class ShmAttachment:
         )
 
     def take(self, sock: socket.socket, fd: int, nbytes: int) -> None:
-        """Map the worker's segment and pass ours. Takes the descriptor. Raises OSError, SegmentError.
+        """Map the worker's segment, pass ours, keep the socket for calls. Takes the descriptor.
 
+        Raises OSError or SegmentError; the socket is the caller's then.
         Called on the socket thread.
         """
         least = max(self._publication.nbytes, segments.ALIGNMENT_BYTES)
@@ -126,6 +130,7 @@ class ShmAttachment:
         # First, because a welcomed worker pushes at once.
         self._gradients = segment
         segments.welcome(sock, self._publication.areas if self._by_reference else [], self._replies)
+        self._calls.attach(sock)
 
     def expect(self, offset: int, nbytes: int) -> ShmTicket:
         """A view of the worker's gradients. Raises ProtocolError if the place is outside of them or not aligned.
@@ -166,8 +171,9 @@ class ShmAttachment:
         )
 
     def abort(self, reason: str) -> None:
-        """Drop the worker's segment, which is never read again; the worker makes a new one."""
+        """Drop the worker's segment, which is never read again, and its calls; the worker makes a new one."""
         self._forget()
+        self._calls.close()
         self._gradients = None
 
     def close(self) -> None:
@@ -198,13 +204,12 @@ class SegmentHandshake:
         return token
 
     def admit(self, bearer: Take) -> None:
-        """Map the worker's segment and pass the shard's."""
+        """Map the worker's segment and pass the shard's; the socket then carries the worker's calls."""
         fds, self._fds = self._fds, []
         try:
             bearer(self.sock, fds[0], self._nbytes)
         except SegmentError as error:
             raise ProtocolError(str(error)) from error
-        self.sock.close()
 
     def refuse(self) -> None:
         """Send a refusal."""
@@ -250,7 +255,7 @@ class ShmOffer:
         self._closed = False
         self.acceptor.open()
 
-    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> Opening:
+    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answer: Answer) -> Opening:
         """An attachment, still without the worker's segment, and the token with which the worker brings it."""
         if not isinstance(hosted.publication, SegmentPublication):
             raise LaneUnavailable(f"shard {hosted.shard} does not lie in shared memory here")
@@ -258,6 +263,7 @@ class ShmOffer:
             attachment = ShmAttachment(
                 holder,
                 hosted.publication,
+                lambda broke: CallServer(loop, answer, who=holder.task, broke=broke),
                 by_reference=hosted.by_reference,
                 pushes=hosted.pushes,
                 forget=lambda: self.acceptor.revoke(token),

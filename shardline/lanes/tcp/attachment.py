@@ -1,7 +1,7 @@
-"""One worker's bulk sockets: buckets in over one, published parameters out over the other.
+"""One worker's sockets: buckets in over one, published parameters out over another, calls over the third.
 
-Each direction has one owner thread, shared by all workers. An error in one direction closes both: a raw byte stream
-can't be resumed in the middle.
+Each direction of the bytes has one owner thread, shared by all workers; calls are served on the loop. An error of one
+socket closes all: a raw byte stream can't be resumed in the middle.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 from shardline.core.tensor_bytes import Buffer
 from shardline.errors import ProtocolError, UnreachableError
 from shardline.lanes.attachments import Holder
+from shardline.lanes.call_server import Answer, CallServer
 from shardline.lanes.socket_thread import READ, WRITE, SocketThread
 from shardline.lanes.tcp.frames import WHOLE, shut
 
@@ -283,7 +284,8 @@ class SendSocket(_Direction[_Payload]):
 class TcpAttachment:
     """One open tcp lane; see attachments.Attachment.
 
-    take: memory for an incoming bucket. forget: called once when the attachment can't be used any more.
+    answer: serves the calls. take: memory for an incoming bucket. forget: called once when the attachment can't be used
+    any more.
     """
 
     lane = "tcp"
@@ -294,6 +296,7 @@ class TcpAttachment:
         self,
         holder: Holder,
         loop: asyncio.AbstractEventLoop,
+        answer: Answer,
         *,
         receiver: SocketThread,
         sender: SocketThread,
@@ -311,6 +314,7 @@ class TcpAttachment:
         self._waking = False
         self.incoming = ReceiveSocket(receiver, limit_s, self._changed, self._fail)
         self.outgoing = SendSocket(sender, limit_s, self._changed, self._fail)
+        self.calls = CallServer(loop, answer, who=holder.task, broke=self._fail)
 
     def expect(self, offset: int, nbytes: int) -> TcpTicket:
         """The next referred bucket of a push."""
@@ -387,5 +391,6 @@ class TcpAttachment:
             )
         self.incoming.fail()
         self.outgoing.fail()
+        self.calls.close()
         self._forget()
         self._changed()

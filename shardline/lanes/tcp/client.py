@@ -1,8 +1,8 @@
-"""The tcp lane: calls carry headers, replies and errors; payloads go over a pair of bulk sockets, one per direction.
+"""The tcp lane: payloads go over a pair of bulk sockets, one per direction; a third carries the calls.
 
-The first exchange opens the sockets. Each is used by one thread: the upward one by the thread that sends the call's
-requests, the downward one by the exchanging thread. If an exchange ends early both are closed, since a raw byte stream
-can't be resumed in the middle; the next exchange opens new ones.
+The first exchange opens the sockets. The upward one is used by the thread that sends the call's requests, the downward
+one by the exchanging thread. If an exchange ends early all are closed, since a raw byte stream can't be resumed in the
+middle; the next exchange opens new ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchan
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UnreachableError
 from shardline.lanes.base import LaneUnavailable
+from shardline.lanes.call_socket import CallSocket
 from shardline.lanes.calls import NotAdmittedError, ShardCalls
 from shardline.lanes.tcp import frames as bulk
 from shardline.rpc.channel import Peer
@@ -76,6 +77,7 @@ class TcpLane(ShardCalls):
                 timeout_s=timeout_s,
                 single=is_small(contributions),
                 fill=functools.partial(sockets.receive, sink),
+                calls=sockets.calls,
             )
             whole = all(ack.accepted for ack in done.acks)
         except NotAdmittedError as error:
@@ -112,7 +114,7 @@ class TcpLane(ShardCalls):
         host, _ = parse_address(self._peer.address)
         pair: list[socket.socket] = []
         try:
-            for token in (opened.up_token, opened.down_token):
+            for token in (opened.up_token, opened.down_token, opened.call_token):
                 pair.append(
                     bulk.dial(
                         host,
@@ -174,7 +176,16 @@ def _in_order(item: BucketPayload) -> int:
 class BulkSockets:
     """The worker's side of an open attachment."""
 
-    def __init__(self, peer: Peer, sender: Sender, attached: Attached, up: socket.socket, down: socket.socket) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        sender: Sender,
+        attached: Attached,
+        up: socket.socket,
+        down: socket.socket,
+        call: socket.socket,
+    ) -> None:
+        self.calls = CallSocket(call)
         self.sender = sender.who
         self.attached = attached
         self.alive = True
@@ -213,16 +224,17 @@ class BulkSockets:
         )
 
     def shut(self) -> None:
-        """End both directions from any thread."""
+        """End both directions of the bytes, from any thread: a call may still get the shard's answer."""
         self.alive = False
         bulk.shut(self._up)
         bulk.shut(self._down)
 
     def close(self) -> None:
-        """Free both. Called by the exchanging thread, or when no exchange runs."""
+        """Free them. Called by the exchanging thread, or when no exchange runs."""
         self.shut()
         # Wait until the sending thread has left its call, which it does at once: a descriptor in use must not be
         # reused.
         with self._sending:
             self._up.close()
         self._down.close()
+        self.calls.close()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from shardline.core.plan import ShardSpec
 from shardline.errors import UsageError
 from shardline.lanes.attachments import Holder, Hosted, Opening
+from shardline.lanes.call_server import Answer
 from shardline.lanes.socket_thread import SocketThread
 from shardline.lanes.tcp import frames
 from shardline.lanes.tcp.attachment import TcpAttachment
@@ -100,19 +101,22 @@ class TcpOffer:
         self._closed = False
         self.acceptor.open()
 
-    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop) -> Opening:
+    def open(self, holder: Holder, hosted: Hosted, loop: asyncio.AbstractEventLoop, answer: Answer) -> Opening:
         """An attachment, still without sockets, and the tokens with which the worker opens them."""
         attachment = TcpAttachment(
             holder,
             loop,
+            answer,
             receiver=self._receiver,
             sender=self._sender,
             limit_s=self._timeout_s,
             take=self._take,
-            forget=lambda: self.acceptor.revoke(up, down),
+            forget=lambda: self.acceptor.revoke(up, down, call),
         )
-        up, down = self.acceptor.grant(attachment.incoming.attach), self.acceptor.grant(attachment.outgoing.attach)
-        return Opening(attachment=attachment, port=self.port, up_token=up, down_token=down)
+        up, down, call = (
+            self.acceptor.grant(end.attach) for end in (attachment.incoming, attachment.outgoing, attachment.calls)
+        )
+        return Opening(attachment=attachment, port=self.port, up_token=up, down_token=down, call_token=call)
 
     def publish(self, spec: ShardSpec, *, keeps_previous: bool) -> None:
         """Nothing is read in place on this lane."""

@@ -1229,17 +1229,21 @@ class OpenLaneReply(_message.Message):
     PORT_FIELD_NUMBER: _builtins.int
     UP_TOKEN_FIELD_NUMBER: _builtins.int
     DOWN_TOKEN_FIELD_NUMBER: _builtins.int
+    CALL_TOKEN_FIELD_NUMBER: _builtins.int
     SOCKET_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     outcome: _common_pb2.Outcome.ValueType
     reason: _builtins.str
     attachment: _builtins.int
     port: _builtins.int
-    """tcp: port of the bulk sockets, on the host that was called; one token per direction."""
+    """tcp: port of the lane's sockets, on the host that was called; one token for each direction of the bytes, and one
+    for the socket that carries the calls.
+    """
     up_token: _builtins.bytes
     down_token: _builtins.bytes
+    call_token: _builtins.bytes
     socket: _builtins.str
-    """shm: unix socket over which segments are passed; "@name" is in the abstract namespace. One token."""
+    """shm: unix socket over which segments are passed, and then the calls; "@name" is in the abstract namespace. One token."""
     token: _builtins.bytes
     def __init__(
         self,
@@ -1250,12 +1254,13 @@ class OpenLaneReply(_message.Message):
         port: _builtins.int = ...,
         up_token: _builtins.bytes = ...,
         down_token: _builtins.bytes = ...,
+        call_token: _builtins.bytes = ...,
         socket: _builtins.str = ...,
         token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "down_token", b"down_token", "outcome", b"outcome", "port", b"port", "reason", b"reason", "socket", b"socket", "token", b"token", "up_token", b"up_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "call_token", b"call_token", "down_token", b"down_token", "outcome", b"outcome", "port", b"port", "reason", b"reason", "socket", b"socket", "token", b"token", "up_token", b"up_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

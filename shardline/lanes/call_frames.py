@@ -1,0 +1,91 @@
+"""PushPull on a socket of an open lane: the messages of the gRPC call, each behind a header of five bytes.
+
+One call follows another. A call is any number of REQUESTs and then a LAST, which is one more request unless it is
+empty; the shard answers with REPLYs and then DONE or FAILED. A call that is given up ends with its socket.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterator
+
+import grpc
+
+from shardline.errors import ProtocolError
+
+HEADER = struct.Struct("!BI")
+"""Kind, and bytes of the body."""
+STATUS = struct.Struct("!B")
+"""First byte of a FAILED body: the number of a gRPC status; a sentence in UTF-8 follows."""
+MAX_BODY_BYTES = 64 << 20
+"""Far above what a call needs: about a hundred bytes for each bucket of a shard."""
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    REQUEST = 1
+    LAST = 2
+    REPLY = 3
+    DONE = 4
+    FAILED = 5
+
+
+Frame = tuple[Kind, bytes]
+_CODES = {int(code.value[0]): code for code in grpc.StatusCode}
+
+
+class CallError(Exception):
+    """A call that did not end well: its gRPC status and the sentence behind it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+
+
+def frame(kind: Kind, body: bytes = b"") -> bytes:
+    """A frame as it is sent."""
+    return HEADER.pack(kind, len(body)) + body
+
+
+def failure(code: grpc.StatusCode, sentence: str) -> bytes:
+    """A FAILED frame."""
+    return frame(Kind.FAILED, STATUS.pack(code.value[0]) + sentence.encode(errors="replace"))
+
+
+def read_failure(body: bytes) -> CallError:
+    """The error in a FAILED frame."""
+    number = body[0] if body else -1
+    return CallError(_CODES.get(number, grpc.StatusCode.UNKNOWN), body[1:].decode(errors="replace"))
+
+
+class CallFrameReader:
+    """Frames from the bytes of a socket, in whatever pieces they arrive."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
+        """The frames that these bytes complete. Raises ProtocolError for an unknown kind or a body that is too long.
+
+        Memory is taken for bytes that have arrived, never for a length that was announced.
+        """
+        held = self._bytes
+        held += data
+        start = 0
+        try:
+            while len(held) - start >= HEADER.size:
+                kind, length = HEADER.unpack_from(held, start)
+                if kind not in Kind._value2member_map_ or length > MAX_BODY_BYTES:
+                    raise ProtocolError(
+                        f"the bytes on a lane's socket are no call: a frame of kind {kind} and {length} bytes"
+                    )
+                end = start + HEADER.size + length
+                if len(held) < end:
+                    break
+                body = bytes(held[start + HEADER.size : end])
+                start = end
+                yield Kind(kind), body
+        finally:
+            del held[:start]

@@ -1,0 +1,261 @@
+"""The server's half of a socket that carries calls: see call_frames. Each call runs the handler of the gRPC call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
+
+from shardline.errors import ProtocolError
+from shardline.lanes.call_frames import CallFrameReader, Kind, failure, frame
+from shardline.rpc.errors import drop_frames, status_of
+from shardline.wire.protobuf import RequestView, read_request
+
+log = logging.getLogger("shardline.lanes")
+RECEIVE_BYTES = 64 << 10
+MAX_REQUESTS = 32
+"""Requests of a call that may wait to be read; beyond, the socket is not read."""
+QUEUED_BYTES = 256 << 10
+"""Bytes of replies that may wait to be sent before a reply blocks its call."""
+_NOT_YET = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class ReplyWriter(Protocol):
+    """Where a handler writes its replies; the part of gRPC's context that PushPull uses."""
+
+    async def send_initial_metadata(self, metadata: tuple[()]) -> None:
+        """Nothing: there is no metadata."""
+        ...
+
+    async def write(self, message: bytes) -> None:
+        """Send one reply; waits while the caller takes none."""
+        ...
+
+
+Answer = Callable[[AsyncIterator[RequestView], ReplyWriter], Awaitable[None]]
+"""The handler of a call: takes its requests and writes its replies. An error that it raises ends the call."""
+
+
+class _Call:
+    """One call: its requests, as they arrive."""
+
+    def __init__(self, server: CallServer) -> None:
+        self._server = server
+        self._requests: deque[RequestView] = deque()
+        self._more = asyncio.Event()
+        self.last = False
+        """The caller has sent its last request."""
+
+    @property
+    def full(self) -> bool:
+        """Whether no more requests should be read for now."""
+        return len(self._requests) >= MAX_REQUESTS
+
+    def put(self, request: RequestView | None, *, last: bool) -> None:
+        """Add a request."""
+        if request is not None:
+            self._requests.append(request)
+        self.last = last
+        self._more.set()
+
+    def __aiter__(self) -> AsyncIterator[RequestView]:
+        return self
+
+    async def __anext__(self) -> RequestView:
+        while not self._requests:
+            if self.last:
+                raise StopAsyncIteration
+            self._more.clear()
+            await self._more.wait()
+        request = self._requests.popleft()
+        self._server.read_on()
+        return request
+
+
+class CallServer:
+    """Serves the calls of one worker over one socket, one after another. Used on the server's loop.
+
+    broke: called once with the reason when the socket can't be used any more.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, answer: Answer, *, who: str, broke: Callable[[str], None]
+    ) -> None:
+        self._loop = loop
+        self._answer = answer
+        self._who = who
+        self._broke = broke
+        self._sock: socket.socket | None = None
+        self._closing = self._closed = False
+        self._reader = CallFrameReader()
+        self._call: _Call | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._skipping = False
+        """The rest of a call that has ended is not for anyone."""
+        self._reading = self._writing = False
+        self._out = bytearray()
+        self._room = asyncio.Event()
+        self._room.set()
+
+    def attach(self, sock: socket.socket) -> None:
+        """Set the worker's socket, non-blocking. From any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._begin, sock)
+        except RuntimeError:
+            # The loop has ended.
+            sock.close()
+
+    def close(self) -> None:
+        """Free the socket as soon as no call runs: its caller gets the answer. From any thread; may be called twice."""
+        # A closed loop has freed everything.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._end_soon)
+
+    def _end_soon(self) -> None:
+        self._closing = True
+        if self._call is None:
+            self._end()
+
+    def _begin(self, sock: socket.socket) -> None:
+        if self._closing or self._sock is not None:
+            sock.close()
+            return
+        self._sock = sock
+        self.read_on()
+        # TLS may have decrypted the first bytes with the handshake's last.
+        self._readable()
+
+    def _end(self) -> None:
+        self._closing = self._closed = True
+        if self._task is not None:
+            self._task.cancel()
+        sock, self._sock = self._sock, None
+        if sock is None:
+            return
+        self._stop_reading(sock)
+        if self._writing:
+            self._loop.remove_writer(sock.fileno())
+            self._writing = False
+        sock.close()
+
+    def _fail(self, reason: str) -> None:
+        if not self._closed:
+            self._end()
+            self._broke(reason)
+
+    # Requests
+
+    def read_on(self) -> None:
+        """Read the socket unless its call has requests enough."""
+        if self._sock is None or (self._call is not None and self._call.full):
+            return
+        if not self._reading:
+            self._reading = True
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+
+    def _stop_reading(self, sock: socket.socket) -> None:
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(sock.fileno())
+
+    def _readable(self) -> None:
+        sock = self._sock
+        if sock is None:
+            return
+        try:
+            while True:
+                data = sock.recv(RECEIVE_BYTES)
+                if not data:
+                    self._fail("the worker closed the socket of its calls")
+                    return
+                for kind, body in self._reader.feed(data):
+                    self._take(kind, body)
+                # What TLS has decrypted doesn't make the socket readable.
+                if not isinstance(sock, ssl.SSLSocket) or not sock.pending():
+                    break
+        except _NOT_YET:
+            pass
+        except (OSError, ProtocolError) as error:
+            self._fail(f"receiving calls failed: {error}")
+            return
+        if self._call is not None and self._call.full and self._sock is sock:
+            self._stop_reading(sock)
+
+    def _take(self, kind: Kind, body: bytes) -> None:
+        if kind not in (Kind.REQUEST, Kind.LAST):
+            raise ProtocolError(f"a frame of kind {kind.name} from a worker")
+        if self._skipping:
+            self._skipping = kind is not Kind.LAST
+            return
+        if self._call is None:
+            self._call = _Call(self)
+            self._task = self._loop.create_task(self._serve(self._call))
+        elif self._call.last:
+            raise ProtocolError("a call was begun before the last one had ended")
+        last = kind is Kind.LAST
+        self._call.put(read_request(body) if body or not last else None, last=last)
+
+    # A call
+
+    async def _serve(self, call: _Call) -> None:
+        try:
+            await self._answer(call, self)
+        except asyncio.CancelledError:
+            # The server ends.
+            self._end()
+            raise
+        except Exception as error:
+            code, sentence = status_of(error, self._who)
+            drop_frames(error)
+            self._finish(failure(code, sentence))
+        else:
+            self._finish(frame(Kind.DONE))
+
+    def _finish(self, last: bytes) -> None:
+        call, self._call, self._task = self._call, None, None
+        self._out += last
+        self._flush()
+        if self._closing:
+            self._end()
+            return
+        self._skipping = call is not None and not call.last
+        self.read_on()
+
+    async def send_initial_metadata(self, metadata: tuple[()]) -> None:
+        """See ReplyWriter."""
+
+    async def write(self, message: bytes) -> None:
+        """Add a reply; waits while too much is unsent."""
+        await self._room.wait()
+        if not self._out:
+            # Together with what follows at once, such as the end of the call.
+            self._loop.call_soon(self._flush)
+        self._out += frame(Kind.REPLY, message)
+        if len(self._out) > QUEUED_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        sock = self._sock
+        if sock is None:
+            return
+        try:
+            while self._out:
+                count = sock.send(self._out)
+                del self._out[:count]
+        except _NOT_YET:
+            pass
+        except OSError as error:
+            self._fail(f"sending replies failed: {error}")
+            return
+        (self._room.clear if len(self._out) > QUEUED_BYTES else self._room.set)()
+        if bool(self._out) != self._writing:
+            self._writing = bool(self._out)
+            if self._writing:
+                self._loop.add_writer(sock.fileno(), self._flush)
+            else:
+                self._loop.remove_writer(sock.fileno())

@@ -1,0 +1,329 @@
+"""Calls over a lane's own socket: frames in any pieces, and both halves over a pair of sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardline.errors import ProtocolError, UnreachableError
+from shardline.lanes import call_frames, call_server
+from shardline.lanes.call_frames import HEADER, CallError, CallFrameReader, Kind, failure, frame, read_failure
+from shardline.lanes.call_server import CallServer, ReplyWriter
+from shardline.lanes.call_socket import CallSocket
+from shardline.rpc.v1 import data_pb2
+from shardline.wire.protobuf import ReplyView, RequestView, write_reply
+from tests.support.waiting import wait_for
+
+PATIENCE_S = 20.0
+FRAMES = st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=40)), max_size=8)
+
+
+@given(FRAMES, st.lists(st.integers(1, 9), min_size=1, max_size=20))
+def test_frames_are_the_same_in_whatever_pieces_they_come(frames: list[tuple[Kind, bytes]], sizes: list[int]) -> None:
+    data = b"".join(frame(kind, body) for kind, body in frames)
+    reader, found, at = CallFrameReader(), [], 0
+    while at < len(data):
+        size = sizes[at % len(sizes)]
+        found += reader.feed(data[at : at + size])
+        at += size
+    assert found == frames
+
+
+@pytest.mark.parametrize("kind", [0, 6, 255])
+def test_a_frame_of_another_kind_is_refused(kind: int) -> None:
+    with pytest.raises(ProtocolError, match=f"kind {kind}"):
+        list(CallFrameReader().feed(HEADER.pack(kind, 0)))
+
+
+def test_a_frame_that_is_too_long_is_refused_before_it_comes() -> None:
+    with pytest.raises(ProtocolError, match="bytes"):
+        list(CallFrameReader().feed(HEADER.pack(Kind.REQUEST, call_frames.MAX_BODY_BYTES + 1)))
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff\xff", b"\x0edown"])
+def test_a_failure_is_read_whatever_its_body(body: bytes) -> None:
+    error = read_failure(body)
+    assert (error.code is grpc.StatusCode.UNAVAILABLE) == (body == b"\x0edown")
+
+
+def pull(step: int) -> RequestView:
+    return RequestView(pull=data_pb2.PullRequest(exact_step=step))
+
+
+def reply(step: int, padding: int = 0) -> bytes:
+    return write_reply(ReplyView(ack=data_pb2.PushAck(step=step, reason="x" * padding)))
+
+
+class Caller:
+    """What ShardCalls gives to a call."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.ended = threading.Event()
+
+    def began(self, call: CallSocket) -> None:
+        """Nothing cancels it."""
+
+    def sending(self, requests: Iterable[RequestView]) -> Iterator[RequestView]:
+        yield from requests
+
+    def follow(self, requests: Iterator[RequestView]) -> None:
+        assert next(requests, None) is None
+
+    def over(self, call: CallSocket) -> None:
+        self.ended.set()
+
+
+Handler = Callable[[AsyncIterator[RequestView], ReplyWriter], Coroutine[Any, Any, None]]
+
+
+class Pair:
+    """Both halves of a socket, the server's with a handler."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.reasons: list[str] = []
+        self.worker, there = socket.socketpair()
+        there.setblocking(False)
+        self.server = CallServer(self.loop, handler, who="worker/0", broke=self.reasons.append)
+        self.server.attach(there)
+        self.client = CallSocket(self.worker)
+
+    def call(self, *requests: RequestView, timeout_s: float = PATIENCE_S, single: bool = False) -> list[int]:
+        """Steps in the replies."""
+        views = self.client.call(Caller(), requests, timeout_s, single=single)
+        return [view.ack.step for view in views if view.ack is not None]
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+
+        async def settle() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(settle(), self.loop).result(PATIENCE_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(PATIENCE_S)
+        self.loop.close()
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[[Handler], Pair]]:
+    pairs: list[Pair] = []
+
+    def make(handler: Handler) -> Pair:
+        pairs.append(Pair(handler))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+async def echo(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+    async for request in requests:
+        assert request.pull is not None
+        await writer.write(reply(request.pull.exact_step))
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_one_call_follows_another(made: Callable[[Handler], Pair], single: bool) -> None:
+    pair = made(echo)
+    for step in range(50):
+        assert pair.call(pull(step), single=single) == [step]
+
+
+def test_a_call_has_many_requests_and_many_replies(made: Callable[[Handler], Pair]) -> None:
+    pair = made(echo)
+    assert pair.call(*map(pull, range(500))) == list(range(500))
+    assert pair.call() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (ProtocolError("too many"), grpc.StatusCode.INVALID_ARGUMENT, "too many"),
+        (UnreachableError("fenced"), grpc.StatusCode.UNAVAILABLE, "fenced"),
+        (
+            OSError("a secret"),
+            grpc.StatusCode.INTERNAL,
+            "OSError in this call; see the log of the task asked",
+        ),
+    ],
+)
+def test_an_error_of_the_handler_is_its_status_and_the_next_call_goes_on(
+    made: Callable[[Handler], Pair], error: Exception, code: grpc.StatusCode, sentence: str
+) -> None:
+    errors = [error]
+
+    async def once(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        if errors:
+            raise errors.pop()
+        await echo(requests, writer)
+
+    pair = made(once)
+    with pytest.raises(CallError) as raised:
+        # What was still to be sent of this call is skipped.
+        pair.call(*map(pull, range(3)))
+    assert (raised.value.code, str(raised.value)) == (code, sentence)
+    # The thread that sends may still be at it.
+    wait_for(lambda: threading.active_count() <= 2 or all(t.name != "calls" for t in threading.enumerate()), "its end")
+    assert pair.call(pull(4)) == [4]
+
+
+def test_a_handler_that_takes_no_requests_has_few_of_them_in_memory(
+    made: Callable[[Handler], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_server, "RECEIVE_BYTES", 64)
+    held: list[int] = []
+    go_on = threading.Event()
+
+    async def late(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, go_on.wait, PATIENCE_S)
+        held.append(len(requests._requests))  # type: ignore[attr-defined]
+        await echo(requests, writer)
+
+    pair = made(late)
+    sent = threading.Event()
+
+    def requests() -> Iterator[RequestView]:
+        for step in range(20_000):
+            yield pull(step)
+            if step == 1_000:
+                sent.set()
+        sent.set()
+
+    result: list[int] = []
+    caller = threading.Thread(target=lambda: result.extend(pair.call(*requests())))
+    caller.start()
+    assert sent.wait(PATIENCE_S)
+    go_on.set()
+    caller.join(PATIENCE_S)
+    assert result == list(range(20_000))
+    assert held[0] <= call_server.MAX_REQUESTS + 64
+
+
+def test_a_caller_that_reads_nothing_blocks_its_handler_and_no_other_memory(
+    made: Callable[[Handler], Pair],
+) -> None:
+    written: list[int] = []
+
+    async def much(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        for step in range(100):
+            await writer.write(reply(step, padding=1 << 20))
+            written.append(step)
+
+    pair = made(much)
+    views = pair.client.call(Caller(), [pull(0)], PATIENCE_S, single=True)
+    assert next(views).ack is not None
+    wait_for(lambda: bool(written), "the first replies")
+    before = -1
+    while before != len(written):
+        before = len(written)
+        threading.Event().wait(0.1)
+    assert len(written) < 20
+    assert len([view for view in views if view.ack is not None]) == 99
+
+
+def test_a_caller_that_goes_away_cancels_its_handler(made: Callable[[Handler], Pair]) -> None:
+    ended = threading.Event()
+    begun = threading.Event()
+
+    async def waits(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    pair = made(waits)
+    pair.worker.sendall(frame(Kind.REQUEST, b""))
+    assert begun.wait(PATIENCE_S)
+    pair.client.cancel()
+    assert ended.wait(PATIENCE_S)
+    wait_for(lambda: bool(pair.reasons), "the reason")
+    assert pair.reasons == ["the worker closed the socket of its calls"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        frame(Kind.REPLY, b"x"),
+        b"\xff" * 20,
+        HEADER.pack(Kind.REQUEST, 1 << 31),
+        frame(Kind.LAST) + frame(Kind.REQUEST),
+    ],
+)
+def test_a_worker_that_sends_something_else_loses_its_socket(made: Callable[[Handler], Pair], data: bytes) -> None:
+    async def waits(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        await asyncio.Event().wait()
+
+    pair = made(waits)
+    pair.worker.setblocking(True)
+    pair.worker.settimeout(PATIENCE_S)
+    pair.worker.sendall(data)
+    assert pair.worker.recv(1) == b""
+    wait_for(lambda: len(pair.reasons) == 1, "the reason")
+
+
+def test_a_call_that_is_cancelled_says_so_and_one_whose_server_is_gone_too(made: Callable[[Handler], Pair]) -> None:
+    begun = threading.Event()
+
+    async def waits(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    for end, code in (
+        (lambda pair: pair.client.cancel(), grpc.StatusCode.CANCELLED),
+        (lambda pair: pair.loop.call_soon_threadsafe(pair.server._end), grpc.StatusCode.UNAVAILABLE),
+    ):
+        pair = made(waits)
+        begun.clear()
+        ender = threading.Thread(target=lambda end=end, pair=pair: begun.wait(PATIENCE_S) and end(pair))
+        ender.start()
+        with pytest.raises(CallError) as raised:
+            pair.call(pull(0), single=True)
+        ender.join(PATIENCE_S)
+        assert raised.value.code is code
+
+
+def test_a_call_without_an_answer_ends_at_its_deadline(made: Callable[[Handler], Pair]) -> None:
+    async def waits(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(CallError) as raised:
+        made(waits).call(pull(0), single=True, timeout_s=0.1)
+    assert raised.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_a_server_that_closes_lets_the_running_call_end(made: Callable[[Handler], Pair]) -> None:
+    async def closes(requests: AsyncIterator[RequestView], writer: ReplyWriter) -> None:
+        pair.server.close()
+        await asyncio.sleep(0)
+        raise ProtocolError("the last word")
+
+    pair = made(closes)
+    with pytest.raises(CallError, match="the last word"):
+        pair.call(pull(0), single=True)
+    with pytest.raises(CallError):
+        pair.call(pull(1), single=True)
+    assert pair.reasons == []
+
+
+def test_the_sentence_of_a_failure_is_what_was_sent() -> None:
+    ((kind, body),) = CallFrameReader().feed(failure(grpc.StatusCode.NOT_FOUND, "gone: \u00e9"))
+    error = read_failure(body)
+    assert (kind, error.code, str(error)) == (Kind.FAILED, grpc.StatusCode.NOT_FOUND, "gone: \u00e9")
