@@ -279,12 +279,7 @@ class LocalCluster:
         try:
             (self.options.out / "logs").mkdir(parents=True, exist_ok=True)
             self._write_spec(self.options.spec(self._hold_port()))
-            if not self.options.resume:
-                for old in (self.options.out / "logs").glob("*.log"):
-                    old.unlink()
-            for task in self.tasks():
-                with contextlib.suppress(FileNotFoundError):
-                    os.close(files.update_fd(self.log_path(task)))
+            _check_logs([self.log_path(task) for task in self.tasks()], keep=self.options.resume)
         except OSError as error:
             raise unwritable(self.options.out, error) from None
         with self._undisturbed():
@@ -562,6 +557,15 @@ class LocalCluster:
             children = list(self._children.values())
         for child in children:
             child.ended.wait(max(0.0, deadline_s - time.monotonic()))
+
+
+def _check_logs(paths: list[Path], *, keep: bool) -> None:
+    """Raise OSError where a task's log can't be written. keep: else all logs in their folder are removed first."""
+    for old in [] if keep else paths[0].parent.glob("*.log"):
+        old.unlink()
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.close(files.update_fd(path))
 
 
 def _join_wait(timeouts: Timeouts) -> Waiting:
