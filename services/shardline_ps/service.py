@@ -25,6 +25,7 @@ from shardline.rpc.link import ChiefLink
 from shardline.rpc.messages.configuration import PsConfiguration
 from shardline.rpc.server import RpcServer
 from shardline.storage.publication import Publication
+from shardline.update.torch_optim.eager import leave_compiler_out
 from shardline_ps.control.votes import Voters
 from shardline_ps.memory.metering import Meter
 from shardline_ps.servicer import ParameterServer, register
@@ -42,6 +43,8 @@ class PsProcess:
         self._config = config
         # Parallel over buckets, one thread each, rather than within a bucket.
         torch.set_num_threads(1)
+        # Importing it would take longer than a call may.
+        leave_compiler_out()
         device = resolve_device(config.device, config.gpu_memory_fraction)
         self.store = ParameterStore(
             device=device,
