@@ -209,7 +209,7 @@ class Conversation:
     def _deadline_s(self, pending: Sequence[Contribution]) -> float:
         """Deadline of one call in seconds: a third of the timeout, plus time for its bytes on a very slow link.
 
-        A dead link is noticed sooner, by the channel's keepalive; a server that waits answers WAITING sooner.
+        A dead link is noticed sooner, by keepalive; a server that waits answers WAITING sooner.
         """
         pushed = sum(push.payloads.nbytes for push in pending)
         return self._timeouts.rpc_s + (pushed + self._sink.shard_bytes) / SLOWEST_BYTES_PER_S

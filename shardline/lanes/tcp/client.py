@@ -104,7 +104,7 @@ class TcpLane(ShardCalls):
             self._abandon()
 
     def _opened(self, sender: Sender, timeout_s: float) -> BulkSockets:
-        """The pair of sockets of this sender, opened now if there is none."""
+        """The sockets of this sender, opened now if there is none."""
         sockets = self._sockets
         if sockets is not None and sockets.alive and sockets.sender == sender.who:
             return sockets
@@ -112,10 +112,10 @@ class TcpLane(ShardCalls):
         opened = self._open(sender, timeout_s=timeout_s)
         # The host that the call was made to: the server may know itself by another name.
         host, _ = parse_address(self._peer.address)
-        pair: list[socket.socket] = []
+        made: list[socket.socket] = []
         try:
             for token in (opened.up_token, opened.down_token, opened.call_token):
-                pair.append(
+                made.append(
                     bulk.dial(
                         host,
                         opened.port,
@@ -127,9 +127,10 @@ class TcpLane(ShardCalls):
                         hold=self._hold,
                     )
                 )
-            return self._keep(BulkSockets(self._peer, sender, Attached(self.name, opened.attachment), *pair))
+            bulk.keep_alive(made[2], self._timeouts.suspect_s)
+            return self._keep(BulkSockets(self._peer, sender, Attached(self.name, opened.attachment), *made))
         except OSError as error:
-            for sock in pair:
+            for sock in made:
                 sock.close()
             if self._cancelled:
                 raise self._given_up() from error

@@ -62,6 +62,21 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
 
+def keep_alive(sock: socket.socket, silence_s: float) -> None:
+    """Break a socket whose other host has not answered for 2 * silence_s seconds, as gRPC's keepalive does."""
+    seconds = max(1, round(silence_s))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", seconds),
+        ("TCP_KEEPINTVL", max(1, seconds // 3)),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 2000 * seconds),
+    ):
+        # A system without one waits for the deadline of the call.
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def shut(sock: socket.socket) -> None:
     """End a socket that another thread may be using: its calls return at once. May be called twice.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tcp(LaneKind):
-    """Two bulk sockets beside the call, one per direction, received straight into the memory they are for."""
+    """Bulk sockets, one per direction, received straight into the memory they are for; a third carries the calls."""
 
     name: ClassVar[str] = "tcp"
 
