@@ -8,6 +8,7 @@ SIGBUS), and that others can map what a server publishes read-only. Linux only.
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardline.errors import ProtocolError
 
@@ -29,6 +31,10 @@ ALIGNMENT_BYTES = 64
 """Offsets within a segment are multiples of a cache line."""
 SEAL_FUTURE_WRITE = 0x0010
 """F_SEAL_FUTURE_WRITE in linux/fcntl.h, Linux 5.1; missing from Python's fcntl."""
+MADV_POPULATE_READ = 22
+"""In linux/mman.h, Linux 5.14; missing from Python's mmap."""
+PAGE_PRESENT, PAGE_SWAPPED, PAGE_OF_FILE = 1 << 63, 1 << 62, 1 << 61
+"""Bits of /proc/PID/pagemap, see the kernel's admin-guide/mm/pagemap."""
 FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if sys.platform == "linux" else 0
 """Seals of every segment: neither its length nor its seals can change."""
 MAX_FDS = 3
@@ -60,7 +66,7 @@ class Segment:
         self._fd = fd
         self._mapped = mapped
         self.memory = memoryview(mapped)
-        """Writable if created here, read-only if adopted."""
+        """Writable if created here or adopted privately, else read-only."""
         self._at_end: list[Callable[[], None]] = []
         _LIVE[id(mapped)] = self
 
@@ -115,11 +121,21 @@ class Segment:
         return cls(fd, nbytes, mapped)
 
     @classmethod
-    def adopt(cls, fd: int, nbytes: int) -> Segment:
-        """Map another process's segment for reading; takes the descriptor. Raises SegmentError if it isn't safe."""
+    def adopt(cls, fd: int, nbytes: int, *, private: bool = False) -> Segment:
+        """Map another process's segment for reading; takes the descriptor. Raises SegmentError if it isn't safe.
+
+        private: it may be written to as well. A page that is written to is copied: the write stays in this process and
+        hides what the other writes there, until forget_writes().
+        """
         try:
             _check(fd, nbytes)
-            mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+            if private:
+                mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                # An older kernel maps the pages as they are read. MAP_POPULATE would copy them all.
+                with contextlib.suppress(OSError):
+                    mapped.madvise(MADV_POPULATE_READ)
+            else:
+                mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             os.close(fd)
             raise SegmentError(f"can't map a segment of {nbytes:,} bytes: {error}") from error
@@ -129,6 +145,17 @@ class Segment:
         os.close(fd)
         return cls(-1, nbytes, mapped)
 
+    def forget_writes(self) -> int:
+        """Show the other process's bytes again wherever this one has written; returns the number of pages.
+
+        For a segment adopted privately. Costs about 1 ms for 64 MB that nobody has written to.
+        """
+        written = np.flatnonzero(_is_copied(self.address, len(self._mapped)))
+        for run in np.split(written, np.flatnonzero(np.diff(written) > 1) + 1) if len(written) else ():
+            start = int(run[0]) * mmap.PAGESIZE
+            self._mapped.madvise(mmap.MADV_DONTNEED, start, min(len(run) * mmap.PAGESIZE, len(self._mapped) - start))
+        return len(written)
+
     def __del__(self) -> None:
         # The mapping ends with its last view; the descriptor can be closed now.
         if getattr(self, "_fd", -1) >= 0:
@@ -136,6 +163,21 @@ class Segment:
             self._fd = -1
         for call in getattr(self, "_at_end", ()):
             call()
+
+
+def _is_copied(address: int, nbytes: int) -> NDArray[np.bool_]:
+    """For each page of a private mapping, whether it is this process's own copy; True where that can't be seen."""
+    pages = -(-nbytes // mmap.PAGESIZE)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * pages, address // mmap.PAGESIZE * 8), np.uint64)
+    except OSError:
+        entries = np.empty(0, np.uint64)
+    if len(entries) < pages:
+        return np.ones(pages, np.bool_)
+    copied: NDArray[np.bool_] = entries & np.uint64(PAGE_PRESENT | PAGE_SWAPPED) != 0
+    copied &= entries & np.uint64(PAGE_OF_FILE) == 0
+    return copied
 
 
 def _check(fd: int, nbytes: int) -> None:
@@ -280,7 +322,7 @@ def hear_welcome(sock: socket.socket) -> tuple[list[Segment], Segment | None]:
             raise SegmentError(
                 f"the server passed {len(left)} segments where {count + bool(reply_bytes)} were announced"
             )
-        areas = [Segment.adopt(left.pop(0), area_bytes) for _ in range(count)]
+        areas = [Segment.adopt(left.pop(0), area_bytes, private=True) for _ in range(count)]
         replies = Segment.adopt(left.pop(0), reply_bytes) if reply_bytes else None
     finally:
         close_all(left)

@@ -28,7 +28,11 @@ class SharedMemory(Protocol):
         ...
 
     def area(self, number: int) -> memoryview:
-        """The shard's publications of even (0) or odd (1) steps, read-only."""
+        """The shard's publications of even (0) or odd (1) steps; what is written there stays in this process."""
+        ...
+
+    def forget_writes(self, number: int) -> None:
+        """Show the shard's bytes in an area again, wherever this process has written to it."""
         ...
 
 

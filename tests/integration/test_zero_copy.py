@@ -65,6 +65,31 @@ def test_training_on_mapped_parameters_gives_the_bits_of_the_reference(kind: str
             assert torch.equal(worker.values[name], cluster.state().params[name])
 
 
+def test_a_write_to_a_parameter_reaches_nobody_and_is_gone_after_the_next_step() -> None:
+    job = job_of("wide")
+    with Cluster(job, bucket_bytes=BUCKET_BYTES, lane="shm") as cluster:
+        first, second = (cluster.worker(number, zero_copy=True) for number in range(2))
+        for worker in (first, second):
+            worker.trainer.exchange.arm()
+            worker.trainer.locate(range(job.replicas), cluster.timeline)
+        (name, *_) = first.trainer.weights.residence.shared
+        values = first.values[name].clone()
+        while first.trainer.step < job.steps:
+            with torch.no_grad():
+                # Through torch and past it: what a script may do by mistake, or to try something.
+                first.values[name].add_(1.0)
+                first.values[name].numpy()[...] *= 2.0
+            assert torch.equal(first.values[name], (values + 1.0) * 2.0)
+            assert torch.equal(second.values[name], values)
+            with torch.no_grad():
+                first.values[name].copy_(values)
+            first.step(range(job.replicas))
+            second.trainer.locate(range(job.replicas), cluster.timeline)
+            values = second.values[name].clone()
+            assert torch.equal(first.values[name], values)
+        assert_same_end(cluster.state(), expected("wide"))
+
+
 def test_nothing_is_copied_on_a_worker_whose_gradients_are_computed_in_shared_memory() -> None:
     job = make_job("momentum", model=Even, replicas=1, steps=4)
     with Cluster(job, ps=1, bucket_bytes=BUCKET_BYTES, lane="shm") as cluster:

@@ -323,3 +323,34 @@ def test_addresses_are_in_the_abstract_namespace_or_in_a_folder(tmp_path: Path) 
     assert Path(inside).parent == tmp_path
     with pytest.raises(SegmentError, match="at most 100 bytes"):
         segments.to_kernel(segments.new_address(tmp_path / ("x" * 100)))
+
+
+def test_writes_to_a_segment_adopted_privately_stay_here_until_they_are_forgotten() -> None:
+    size = 40 * mmap.PAGESIZE + 17
+    made = Segment.create(size, name="test", read_only=True)
+    adopted = Segment.adopt(os.dup(made.fd), size, private=True)
+    assert adopted.forget_writes() == 0
+    made.memory[:] = b"a" * size
+    written = {3, 4, 5, 20, 40}
+    for page in written:
+        adopted.memory[page * mmap.PAGESIZE] = ord("x")
+    assert bytes(made.memory) == b"a" * size
+    made.memory[:] = b"b" * size
+    # A page that was written to no longer follows.
+    assert {page for page in range(41) if adopted.memory[page * mmap.PAGESIZE + 1] == ord("a")} == written
+    assert adopted.forget_writes() == len(written)
+    assert bytes(adopted.memory) == b"b" * size
+    assert adopted.forget_writes() == 0
+
+
+def test_without_a_view_of_the_pages_all_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Segment.create(3 * mmap.PAGESIZE, name="test", read_only=True)
+    adopted = Segment.adopt(os.dup(made.fd), made.nbytes, private=True)
+    adopted.memory[0] = 1
+
+    def no_proc(fd: int, count: int, offset: int) -> bytes:
+        raise PermissionError
+
+    monkeypatch.setattr(segments.os, "pread", no_proc)
+    assert adopted.forget_writes() == 3
+    assert adopted.memory[0] == 0

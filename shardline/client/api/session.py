@@ -170,8 +170,8 @@ class Session:
         overlap: gradients leave during backward(), so nothing may change them between backward() and step(): no
         clip_grad_norm_, no second backward(), no unscale_. Jobs from a file overlap by default, and their next forward
         pass waits per layer.
-        zero_copy: on lane shm, parameters become read-only views of what the servers publish, and gradients views of
-        what they read: a step copies nothing. WRITING TO SUCH A PARAMETER ENDS THE PROCESS WITH A SEGMENTATION FAULT.
+        zero_copy: on lane shm, parameters become views of what the servers publish, and gradients views of what they
+        read: a step copies nothing. What is written to such a parameter stays in this process until the next step.
         Tensors that can't be shared (cut over several shards, other lanes) stay private. See docs/lanes.md.
 
         Raises MismatchError if model or settings differ from the job's, UnreachableError, JobError, UsageError.

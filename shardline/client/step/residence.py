@@ -18,6 +18,10 @@ class Residence(Protocol):
         """Names of the tensors that are currently in shared memory."""
         ...
 
+    def pulling(self) -> None:
+        """Note that a pull has begun: nothing computes with the tensors until settle()."""
+        ...
+
     def take(self, key: Key, memory: memoryview) -> bool:
         """Whether a bucket that the shard refers to may stay in its memory."""
         ...
@@ -43,6 +47,9 @@ class Private:
     """All tensors are in the worker's own memory."""
 
     shared: Sequence[str] = ()
+
+    def pulling(self) -> None:
+        """See Residence."""
 
     def take(self, key: Key, memory: memoryview) -> bool:
         """See Residence."""

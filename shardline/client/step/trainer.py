@@ -127,7 +127,9 @@ class Trainer:
         want = Want(step=step, have_step=self.weights.have, wait_s=self.exchange.timeouts.server_wait_s)
         tasks = {shard: ShardTask(shard=shard, contributions=[], want=want) for shard in self.exchange.lanes}
         self.weights.begin_pull(hold=False)
-        self.exchange.start(self._sender, tasks, self.weights.arrivals.end).wait()
+        running = self.exchange.start(self._sender, tasks, self.weights.arrivals.end)
+        self.weights.residence.pulling()
+        running.wait()
         self.half.arrived(self.weights.settle(step))
         self.open.close()
 
@@ -295,6 +297,7 @@ class Trainer:
         self._start_s = time.monotonic()
         self.weights.begin_pull(hold=hold)
         self.open.running = self.exchange.start(self._sender, tasks, self.weights.arrivals.end)
+        self.weights.residence.pulling()
 
     def _complete(self) -> StepFigures:
         """Wait for the exchange and close the step. After a failed exchange, start it again with the same pushes."""

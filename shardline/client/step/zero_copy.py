@@ -1,8 +1,8 @@
 """Parameters and gradients in shared memory: on lane shm the worker then copies nothing in a step.
 
-A parameter becomes a view of its shard's publication: of area 0 at even steps, of area 1 at odd ones. The memory is
-mapped read-only, so an in-place write to such a parameter ends the process with SIGSEGV: hence only on request. A
-gradient becomes a view of the segment that the shard reads, so nothing has to be sent.
+A parameter becomes a view of its shard's publication: of area 0 at even steps, of area 1 at odd ones. An in-place write
+to such a parameter stays in this process and lasts until the next step, as in private memory. A gradient becomes a view
+of the segment that the shard reads, so nothing has to be sent.
 """
 
 from __future__ import annotations
@@ -120,11 +120,19 @@ class ZeroCopy:
         """
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._mapped: dict[int, SharedMemory | None] = {}
+        self._shown = 0
+        """The area that the tensors are views of."""
 
     @property
     def shared(self) -> list[str]:
         """Names of the tensors that are currently in shared memory."""
         return [self._plan.tensors[number].name for number in self._views]
+
+    def pulling(self) -> None:
+        """See Residence: drop what was written to the area shown so far, before the shard publishes there again."""
+        for mapped in self._mapped.values():
+            if mapped is not None:
+                mapped.forget_writes(self._shown)
 
     def take(self, key: Key, memory: memoryview) -> bool:
         """Whether a bucket that the shard refers to may stay in its memory."""
@@ -140,6 +148,7 @@ class ZeroCopy:
     def settle(self, step: int) -> None:
         """Point every tensor at its value of `step`, which has fully arrived."""
         self._map()
+        self._shown = step & 1
         for number, region in self._regions.items():
             views = self._views.get(number)
             if views is not None and all(key in self._left for key in region.buckets):

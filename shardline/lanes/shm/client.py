@@ -82,8 +82,15 @@ class Mapped:
         return self._gradients.memory[offset : offset + nbytes]
 
     def area(self, number: int) -> memoryview:
-        """The shard's publications of even (0) or odd (1) steps, read-only; by_reference only."""
-        return self._areas[number if number in self._areas else 0].memory
+        """See SharedMemory; by_reference only."""
+        return self._area(number).memory
+
+    def forget_writes(self, number: int) -> None:
+        """See SharedMemory."""
+        self._area(number).forget_writes()
+
+    def _area(self, number: int) -> Segment:
+        return self._areas[number if number in self._areas else 0]
 
     def holds(self, data: memoryview) -> int | None:
         """Offset of bytes that are already in the gradient segment; None for others."""
@@ -101,7 +108,7 @@ class Mapped:
                 f"the shard refers to {arrival.payload_bytes} bytes at {arrival.offset} of area {arrival.area}, which "
                 + ("it has not passed" if area is None else f"has {area.nbytes} bytes")
             )
-        return area.memory[arrival.offset : arrival.offset + arrival.payload_bytes]
+        return area.memory[arrival.offset : arrival.offset + arrival.payload_bytes].toreadonly()
 
 
 class ShmLane(ShardCalls):
