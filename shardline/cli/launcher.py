@@ -286,7 +286,7 @@ class LocalCluster:
             modules = [] if self.options.script else installed_imports(self.options.job)
             self._starter.begin(common_environment(os.environ), modules)
         # Here, where nothing is held and a signal ends it.
-        self._starter.await_ready(_join_wait(self.options.timeouts), self.say)
+        _await_imports(self._starter, _join_wait(self.options.timeouts), self.say)
         ready_read, ready_write = os.pipe()
         try:
             try:
@@ -572,6 +572,15 @@ def _join_wait(timeouts: Timeouts) -> Waiting:
     """A wait for as long as joining may take."""
     now_s = time.monotonic()
     return Waiting(now_s, now_s + timeouts.join_s, first_s=EVERY_S)
+
+
+def _await_imports(starter: TaskStarter, waiting: Waiting, say: Callable[[str], None]) -> None:
+    while not starter.await_ready(waiting.pause_s(time.monotonic())):
+        now_s = time.monotonic()
+        if now_s >= waiting.deadline_s:
+            # The first task to be started waits a little longer, and is started by exec then.
+            return
+        say(waiting.sentence(now_s, "Python to import torch and the tasks' code"))
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

@@ -24,13 +24,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, NoReturn
 
 import setproctitle
-
-from shardline.core.waiting import Waiting
 
 log = logging.getLogger("shardline.host.forkserver")
 
@@ -165,16 +162,15 @@ class TaskStarter:
             except OSError as error:
                 log.warning("tasks are started one by one, since no process can be forked for them: %s", error)
 
-    def await_ready(self, waiting: Waiting, say: Callable[[str], None]) -> None:
-        """Wait until tasks can be started. For a thread that signals may interrupt. say: called while it takes long."""
+    def await_ready(self, timeout_s: float) -> bool:
+        """Wait until tasks can be started; False after timeout_s. For a thread that signals may interrupt."""
+        if self._server is None:
+            return True
         try:
-            while self._server is not None and not self._server.await_ready(waiting.pause_s(time.monotonic())):
-                now_s = time.monotonic()
-                if now_s >= waiting.deadline_s:
-                    raise TimeoutError("imports take too long")
-                say(waiting.sentence(now_s, "Python to import torch and the tasks' code"))
+            return self._server.await_ready(timeout_s)
         except OSError as error:
             self._give_up(error)
+            return True
 
     def _give_up(self, error: OSError) -> None:
         log.warning("tasks are started one by one from now on: %s", error)

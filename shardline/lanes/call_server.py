@@ -132,6 +132,8 @@ class CallServer:
 
     def _end(self) -> None:
         self._closing = self._closed = True
+        # The attachment and this refer to each other; its memory is not to wait for a garbage collection.
+        self._broke = _nobody
         if self._task is not None:
             self._task.cancel()
         sock, self._sock = self._sock, None
@@ -145,8 +147,9 @@ class CallServer:
 
     def _fail(self, reason: str) -> None:
         if not self._closed:
+            broke = self._broke
             self._end()
-            self._broke(reason)
+            broke(reason)
 
     # Requests
 
@@ -259,3 +262,7 @@ class CallServer:
                 self._loop.add_writer(sock.fileno(), self._flush)
             else:
                 self._loop.remove_writer(sock.fileno())
+
+
+def _nobody(reason: str) -> None:
+    """Nobody has to be told any more."""

@@ -13,10 +13,13 @@ from shardline.core.exchange import BucketPayload, Contribution, Want, Whole
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import UnreachableError
+from shardline.lanes import call_socket
+from shardline.lanes.call_socket import CallSocket
 from shardline.lanes.grpc.client import GrpcLane
 from shardline.lanes.shm.server import publish
 from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import common_pb2, data_pb2
+from shardline.wire.protobuf import write_request
 from tests.support.cluster import Ps
 from tests.support.lanes import TIMEOUTS, Bench, ShmBench, TcpBench, floats, gradient, payload
 from tests.support.plain_client import DEADLINE_S, ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient
@@ -92,11 +95,31 @@ def bench(request: pytest.FixtureRequest, ps: Ps, client: PlainClient) -> Iterat
     made.close()
 
 
-def test_a_small_exchange_needs_no_stream(bench: Any) -> None:
+def asked_by(bench: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Requests of calls from now on, none of which may be sent by a thread of its own."""
     asked: list[Any] = []
-    single = bench.lane._single_push_pull
-    bench.lane._push_pull = None
-    bench.lane._single_push_pull = lambda request, timeout: asked.append(request) or single(request, timeout=timeout)
+    if isinstance(bench, GrpcBench):
+        single = bench.lane._single_push_pull
+        bench.lane._push_pull = None  # type: ignore[assignment]
+
+        def call(request: Any, timeout: float) -> Any:
+            asked.append(single(request, timeout=timeout))
+            return asked[-1]
+
+        bench.lane._single_push_pull = call
+    else:
+        monkeypatch.setattr(CallSocket, "_send_all", None)
+
+        def written(request: Any) -> bytes:
+            asked.append(request)
+            return write_request(request)
+
+        monkeypatch.setattr(call_socket, "write_request", written)
+    return asked
+
+
+def test_a_small_exchange_needs_no_stream(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_by(bench, monkeypatch)
     sink = bench.sink()
     want = Want(step=1, buckets=[0], wait_s=5.0)
     done = bench.exchange(gradient(), want, sink=sink)
@@ -108,32 +131,21 @@ def test_a_small_exchange_needs_no_stream(bench: Any) -> None:
     assert [ack.outcome for ack in again.acks] == [Outcome.DUPLICATE]
 
 
-def held_by(lane: Any) -> list[Any]:
-    """Calls of small exchanges from now on, as gRPC keeps them."""
-    calls: list[Any] = []
-    single = lane._single_push_pull
-
-    def call(request: Any, timeout: float) -> Any:
-        calls.append(single(request, timeout=timeout))
-        return calls[-1]
-
-    lane._single_push_pull = call
-    return calls
-
-
-def test_a_small_exchange_that_ends_early_leaves_nothing_behind(bench: Any) -> None:
-    calls = held_by(bench.lane)
+def test_a_small_exchange_that_ends_early_leaves_nothing_behind(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_by(bench, monkeypatch)
     want = Want(step=1, buckets=[0], wait_s=15.0)
     refused = bench.exchange(gradient(step=7), want)
     assert [ack.outcome for ack in refused.acks] == [Outcome.REFUSED]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(bench.exchange, None, want)
-        wait_for(lambda: len(calls) == 2, "the pull to be asked for")
+        wait_for(lambda: len(asked) == 2 and bool(bench.ps.servicer.calls.open), "the pull to be asked for")
         bench.lane.cancel()
         with pytest.raises(UnreachableError):
             waiting.result(10.0)
-    # gRPC frees a call, with all that it holds, when nothing of it is due.
-    assert [sorted(call._state.due) for call in calls] == [[], []]
+    wait_for(lambda: not bench.ps.servicer.calls.open, "the pull to end at the server")
+    if isinstance(bench, GrpcBench):
+        # gRPC frees a call, with all that it holds, when nothing of it is due.
+        assert [sorted(call._state.due) for call in asked] == [[], []]
 
 
 class Late(Whole):

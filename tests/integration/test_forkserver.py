@@ -8,14 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardline.core.waiting import Waiting
 from shardline.host import forkserver
 from shardline.host.forkserver import COMMAND, ForkedProcess, ForkServer, TaskStarter, can_fork
 from tests.support.waiting import wait_for
@@ -64,11 +62,6 @@ class Forks:
         wait_for(path.exists, f"what process {process.pid} says")
         found: dict[str, Any] = json.loads(path.read_text())
         return found
-
-
-def await_ready(starter: TaskStarter) -> None:
-    now_s = time.monotonic()
-    starter.await_ready(Waiting(now_s, now_s + 60.0), lambda sentence: None)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +177,7 @@ def test_a_stopped_fork_server_costs_its_deadline_and_no_task_is_started_twice(
     (tmp_path / "plugin.py").write_text(PLUGIN)
     starter = TaskStarter()
     starter.begin(dict(os.environ))
-    await_ready(starter)
+    assert starter.await_ready(60.0)
     assert starter._server is not None
     os.kill(starter._server.pid, signal.SIGSTOP)
     command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
@@ -245,7 +238,7 @@ def test_an_import_that_starts_a_thread_is_named_and_tasks_are_started_by_exec(
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     starter = TaskStarter()
     starter.begin(environment, ["beating"])
-    await_ready(starter)
+    assert starter.await_ready(60.0)
     assert "an import has started threads, which a fork doesn't have: heart" in caplog.text
     (tmp_path / "plugin.py").write_text(PLUGIN)
     command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
@@ -256,12 +249,9 @@ def test_an_import_that_starts_a_thread_is_named_and_tasks_are_started_by_exec(
     starter.close()
 
 
-def test_imports_that_take_long_are_waited_for_and_that_is_said() -> None:
+def test_imports_that_take_long_are_waited_for_in_parts() -> None:
     starter = TaskStarter()
     starter.begin(dict(os.environ))
-    now_s = time.monotonic()
-    said: list[str] = []
-    starter.await_ready(Waiting(now_s, now_s + 60.0, first_s=0.0), said.append)
-    assert said[0].startswith("waiting for Python to import torch and the tasks' code, ")
-    assert starter._server is not None
+    assert not starter.await_ready(0.0)
+    assert starter.await_ready(60.0)
     starter.close()

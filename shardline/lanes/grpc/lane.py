@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grpc(LaneKind):
-    """Chunks of at most 4 MB inside the call's own stream; always works."""
+    """A gRPC call with chunks of at most 4 MB; always works."""
 
     name: ClassVar[str] = "grpc"
     opened: ClassVar[bool] = False

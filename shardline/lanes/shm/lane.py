@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shm(LaneKind):
-    """Both processes map the same sealed memory; the call says where the bytes lie. Linux, one host, one user."""
+    """Both map the same sealed memory; calls over a unix socket say where the bytes lie. Linux, one host, one user."""
 
     name: ClassVar[str] = "shm"
     same_host: ClassVar[bool] = True

@@ -22,7 +22,14 @@ from shardline.lanes.call_socket import CallSocket
 from shardline.lanes.calls import NotAdmittedError, ShardCalls
 from shardline.lanes.tcp import frames as bulk
 from shardline.rpc.channel import Peer
-from shardline.rpc.messages.data import Attached, is_small, progress_request, referred_requests
+from shardline.rpc.messages.data import (
+    Attached,
+    exchange_requests,
+    is_small,
+    is_small_shard,
+    progress_request,
+    referred_requests,
+)
 
 DIAL_S = 10.0
 """Seconds that the bulk port may take to answer. More than a server grants to a connection without a token."""
@@ -67,10 +74,14 @@ class TcpLane(ShardCalls):
         whole = False
         try:
             sockets = self._opened(sender, min(timeout_s, self._timeouts.rpc_s))
-            done = self._converse(
-                referred_requests(
+            if self._fits_call(contributions):
+                requests = exchange_requests(sender, self._shard, contributions, want)
+            else:
+                requests = referred_requests(
                     sender, self._shard, contributions, want, sockets.attached, place=_in_order, after=sockets.send
-                ),
+                )
+            done = self._converse(
+                requests,
                 contributions,
                 want,
                 sink,
@@ -87,6 +98,10 @@ class TcpLane(ShardCalls):
             if not whole:
                 self._abandon()
         return done
+
+    def _fits_call(self, contributions: Sequence[Contribution]) -> bool:
+        """Whether a push and its pull are so small that their bytes are better off in the call's only messages."""
+        return bool(contributions) and is_small(contributions) and is_small_shard(self._elements)
 
     def cancel(self) -> None:
         """End a running exchange early."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tcp(LaneKind):
-    """Bulk sockets, one per direction, received straight into the memory they are for; a third carries the calls."""
+    """Bulk sockets, one per direction, received straight into the memory they are for; a third socket carries calls."""
 
     name: ClassVar[str] = "tcp"
 
