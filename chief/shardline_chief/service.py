@@ -53,14 +53,14 @@ def run(config: RoleConfig) -> int:
         check_exposure(config.page, config.security)
     held = RunLock(config.lock_fd) if config.lock_fd is not None else None
     with Journal(out / "chief", held) as journal:
-        settings = _settings(config)
+        settings = settings_of(config)
         known = replay(journal.read())
-        remembered = _unfinished(config, out, known, spec, settings)
-        if _done_already(known, spec, settings):
+        remembered = unfinished_job(config, out, known, spec, settings)
+        if done_already(known, spec, settings):
             config = dataclasses.replace(config, resume=True)
-        resume = _resume(config, out) if remembered is None else None
+        resume = checkpoint_to_resume(config, out) if remembered is None else None
         # Before the term begins: a page that can't be served must not turn an earlier run into this one.
-        page = _page(config, known.page if remembered is not None else "")
+        page = open_page(config, known.page if remembered is not None else "")
         if resume is not None and spec is not None:
             # Refuse another job's checkpoint here, before the other tasks have joined.
             resume.compatible(spec)
@@ -86,7 +86,7 @@ def run(config: RoleConfig) -> int:
         return code
 
 
-def _page(config: RoleConfig, before: str) -> PageServer | None:
+def open_page(config: RoleConfig, before: str) -> PageServer | None:
     """The page, or None if there is to be none. before: address of the last chief's page; "" = none."""
     if config.page is None:
         return None
@@ -100,7 +100,7 @@ def _page(config: RoleConfig, before: str) -> PageServer | None:
     return PageServer(config.page, config.security, History())
 
 
-def _done_already(known: Remembered, spec: JobSpec | None, settings: ChiefSettings) -> bool:
+def done_already(known: Remembered, spec: JobSpec | None, settings: ChiefSettings) -> bool:
     """Whether the folder's last job is this one, and finished all its steps: then report that again, as with --resume.
 
     A chief may die when all is done but its exit; after a restart it should still report how the job went. Another job
@@ -130,7 +130,7 @@ def _job_spec(config: RoleConfig) -> JobSpec | None:
     return job.spec(job.build_model())
 
 
-def _settings(config: RoleConfig) -> ChiefSettings:
+def settings_of(config: RoleConfig) -> ChiefSettings:
     """Settings from the command line; term and UUID are set later."""
     check_standbys(config.standbys, config.cluster.num("ps"))
     return ChiefSettings(
@@ -149,7 +149,7 @@ def _settings(config: RoleConfig) -> ChiefSettings:
     )
 
 
-def _unfinished(
+def unfinished_job(
     config: RoleConfig, out: Path, remembered: Remembered, spec: JobSpec | None, settings: ChiefSettings
 ) -> Remembered | None:
     """The job that the last chief in this folder left unfinished; None if there is none to continue.
@@ -170,7 +170,7 @@ def _unfinished(
     )
 
 
-def _resume(config: RoleConfig, out: Path) -> Checkpoint | None:
+def checkpoint_to_resume(config: RoleConfig, out: Path) -> Checkpoint | None:
     """The checkpoint to resume from; None for a fresh start. Raises UsageError if that would mix two runs."""
     folder = out / "checkpoints"
     steps = committed_steps(folder)
@@ -209,9 +209,9 @@ class ChiefProcess:
         self._config = config
         term, chief_uuid = settings.term, settings.chief_uuid
         timeouts = config.timeouts
-        self._metrics = Metrics("chief", config.task)
+        self.metrics = Metrics("chief", config.task)
         self._page = page
-        self._reporter = Reporter(out / "logs", self._metrics, page.history if page is not None else None)
+        self._reporter = Reporter(out / "logs", self.metrics, page.history if page is not None else None)
         keep = spec.checkpoint_keep if spec is not None else JobSpec.checkpoint_keep
         store = CheckpointStore(out / "checkpoints", keep or KEEP_ALL)
         for step in store.list():
@@ -228,21 +228,21 @@ class ChiefProcess:
             remembered=remembered,
             trained_s=max(0.0, time.time() - began_s) if began_s is not None else 0.0,
         )
-        self._control = Control(
+        self.control = Control(
             program,
             journal=journal,
             commander=self._commander,
             checkpointer=self._checkpointer,
             reporter=self._reporter,
-            metrics=self._metrics,
+            metrics=self.metrics,
             out=out,
             on_status=page.show if page is not None else None,
         )
         access = Access(config.security, CHIEF_AUDIENCE)
-        servicer = ChiefServicer(self._control, store, access, term=term)
-        self._server = RpcServer(
+        servicer = ChiefServicer(self.control, store, access, term=term)
+        self.server = RpcServer(
             config.cluster.chief,
-            register=[register(servicer), register_places(self._control, access)],
+            register=[register(servicer), register_places(self.control, access)],
             service_names=(*SERVICES, PLACES),
             name="chief",
             security=config.security,
@@ -253,37 +253,37 @@ class ChiefProcess:
 
     def run(self, termination: Termination) -> int:
         """Serve until the job has ended; returns its exit code."""
-        address = self._server.start()
+        address = self.server.start()
         # Importing torch and the job took time; the tasks' time to join begins now.
-        self._control.program.state.begin_to_serve(address, time.monotonic())
+        self.control.program.state.begin_to_serve(address, time.monotonic())
         if self._page is not None:
-            self._control.page = self._page.start()
-            log.info("page at %s", self._control.page)
+            self.control.page = self._page.start()
+            log.info("page at %s", self.control.page)
         tell_ready(self._config.ready_fd, address)
-        self._metrics.serve(self._config.host, self._config.metrics_port, self._config.security)
-        log.info("serves at %s, metrics at %s", address, self._metrics.url)
+        self.metrics.serve(self._config.host, self._config.metrics_port, self._config.security)
+        log.info("serves at %s, metrics at %s", address, self.metrics.url)
         termination.call(lambda: self._asked_to_end(termination))
         if self._config.chief_trains:
-            self._trainer = TrainingProcess(self._config, address, on_exit=self._control.trainer_ended)
-        return self._control.run()
+            self._trainer = TrainingProcess(self._config, address, on_exit=self.control.trainer_ended)
+        return self.control.run()
 
     @property
     def resigned(self) -> bool:
         """Whether another chief leads, and the job was left to it."""
-        return self._control.resigned
+        return self.control.resigned
 
     def _asked_to_end(self, termination: Termination) -> None:
         name = signal.Signals(termination.signal).name if termination.signal is not None else "a signal"
-        self._control.request_stop(f"the chief got {name}")
+        self.control.request_stop(f"the chief got {name}")
 
     def close(self) -> None:
         """Close everything, in an order that lets each part finish."""
         if self._trainer is not None:
             self._trainer.close(self._config.timeouts.dead_s)
-        self._server.close(grace_s=0.5)
+        self.server.close(grace_s=0.5)
         self._checkpointer.close()
         self._commander.close()
         if self._page is not None:
             self._page.close()
         self._reporter.close()
-        self._metrics.close()
+        self.metrics.close()

@@ -158,7 +158,8 @@ def sequences_from_json(value: JsonValue, shard: int, num_shards: int) -> dict[s
     return {task: WorkerSequence(incarnation, last_seq) for task, (incarnation, last_seq) in shards[shard].items()}
 
 
-def _self_digest(fields: Mapping[str, Any]) -> str:
+def self_digest(fields: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of all fields of a manifest but `manifest_sha256` itself."""
     # Piece by piece: the text of all fields would take as much memory as the file again.
     digest, comma = hashlib.sha256(b"{"), b""
     for key in sorted(fields.keys() - {"manifest_sha256"}):
@@ -230,7 +231,7 @@ def encode(
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "torch_version": torch.__version__,
     }
-    fields["manifest_sha256"] = _self_digest(fields)
+    fields["manifest_sha256"] = self_digest(fields)
     return json.dumps(fields, indent=1, allow_nan=False).encode()
 
 
@@ -298,7 +299,7 @@ def _check_fields(path: Path, fields: dict[str, Any]) -> tuple[Manifest, dict[st
         written = _Written.model_validate(fields)
     except ValidationError as error:
         raise CheckpointError(f"{path} is damaged: {_first_problem(error)}") from None
-    found = _self_digest(fields)
+    found = self_digest(fields)
     if found != written.manifest_sha256:
         raise CheckpointError(
             f"{path} is damaged: its fields hash to {found[:16]}..., it says {written.manifest_sha256[:16]}..."

@@ -249,7 +249,7 @@ def run(launch: LaunchOptions, *, summary: Path | None = None) -> int:
     cluster.say = console.say
     try:
         with _signals(cluster), cluster:
-            return _Run(cluster, console).to_the_end(summary)
+            return LaunchedRun(cluster, console).to_the_end(summary)
     except _Early as early:
         return 128 + early.number
     except LaunchError as error:
@@ -257,7 +257,7 @@ def run(launch: LaunchOptions, *, summary: Path | None = None) -> int:
         return error.code
 
 
-class _Run:
+class LaunchedRun:
     """One run of a started cluster: what is shown, and how signals are handled."""
 
     def __init__(self, cluster: LocalCluster, console: PlainConsole) -> None:
@@ -276,6 +276,7 @@ class _Run:
         """The chief's answers since a task ended with exit code 0, by task, until it is clear whether it should."""
 
     def to_the_end(self, summary: Path | None) -> int:
+        """Follow the run; returns its exit code. summary: where a copy of the chief's summary goes."""
         from shardline.cli.progress import make_display
 
         events = self._cluster.events

@@ -141,7 +141,7 @@ class ShardCalls:
         finally:
             self._ended()
 
-    def _open(self, sender: Sender, *, timeout_s: float) -> Opened:
+    def open_attachment(self, sender: Sender, *, timeout_s: float) -> Opened:
         """Ask the shard for an attachment of this lane.
 
         Raises LaneUnavailable if it offers none, NotAdmittedError if it currently accepts nothing from this sender.
@@ -169,7 +169,7 @@ class ShardCalls:
             token=reply.token,
         )
 
-    def _converse(
+    def converse(
         self,
         requests: Iterable[RequestView],
         contributions: Sequence[Contribution],

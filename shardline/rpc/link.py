@@ -311,13 +311,14 @@ class ChiefLink:
             for message in call:
                 self._broken_s = None
                 self._reports.answered()
-                self._obey(_orders_from_proto(message))
+                self.obey(_orders_from_proto(message))
         finally:
             ended.set()
             self._reports.take_back()
             self._wake.set()
 
-    def _obey(self, orders: Orders) -> None:
+    def obey(self, orders: Orders) -> None:
+        """Take the chief's orders and tell who waits for them; older ones than the last are ignored."""
         with self._lock:
             if orders.version < self._orders.version and not orders.fenced:
                 return

@@ -22,6 +22,11 @@ class Signal:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._wake)
 
+    @property
+    def waiters(self) -> int:
+        """Number of armed futures that no notify() has resolved."""
+        return len(self._waiters)
+
     def _wake(self) -> None:
         for waiter in self._waiters:
             if not waiter.done():

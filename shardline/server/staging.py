@@ -202,7 +202,8 @@ class Ledger:
         """By bucket: the mask and whether a covered slot is open, for which _set_aside is valid."""
         self._set_aside = {key: self._depth * size for key, size in self._sizes.items()}
         self._reserved = sum(self._set_aside.values())
-        self._open: list[Entry] = []
+        self.entries: list[Entry] = []
+        """What was granted and is not freed yet."""
         self._covered: set[tuple[int, int]] = set()
         """Buckets with a covered slot."""
         self._pushes: dict[AsyncPush, _Open] = {}
@@ -260,7 +261,7 @@ class Ledger:
 
     def _streams_own(self, ask: Ask) -> bool:
         """Whether the request's stream already has room."""
-        return any(e.ask.shard == ask.shard and e.ask.block == ask.block for e in self._open)
+        return any(e.ask.shard == ask.shard and e.ask.block == ask.block for e in self.entries)
 
     def _standing(self, ask: Ask, bucket: int) -> tuple[bool, bool]:
         """(whether its bytes are already set aside, whether everyone may be waiting for it)."""
@@ -283,7 +284,7 @@ class Ledger:
     def note(self, entry: Entry) -> None:
         """Record a granted entry."""
         self._reserved += entry.charge
-        self._open.append(entry)
+        self.entries.append(entry)
         push = entry.ask.push
         if push is not None:
             held = self._pushes.setdefault(push, _Open(push.claim))
@@ -297,7 +298,7 @@ class Ledger:
     def free(self, entry: Entry) -> None:
         """Remove an entry whose contribution was counted or dropped."""
         self._reserved -= entry.charge
-        self._open.remove(entry)
+        self.entries.remove(entry)
         push = entry.ask.push
         if push is not None:
             held = self._pushes[push]
@@ -367,11 +368,13 @@ class Staging:
     """Grants leases on the server's loop; changed() may come from any thread."""
 
     def __init__(self) -> None:
-        self._ledger = Ledger(SPARE_BYTES, {}, 1, total_waits=False, view=lambda shard, bucket: None)
+        self.ledger = Ledger(SPARE_BYTES, {}, 1, total_waits=False, view=lambda shard, bucket: None)
+        """The rule that decides now; configure() replaces it."""
         self._held: Callable[[], int] = lambda: 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: list[_Waiter] = []
-        self._leased = 0
+        self.leased = 0
+        """Bytes of the leases that have not been released."""
         self.peak = 0
         """The highest in_use so far."""
         self.on_wait: Callable[[float], None] = lambda seconds: None
@@ -379,18 +382,18 @@ class Staging:
 
     def configure(self, ledger: Ledger, held: Callable[[], int]) -> None:
         """Use another ledger from now on. held: bytes of partial sums. Earlier leases stay valid."""
-        self._ledger, self._held = ledger, held
+        self.ledger, self._held = ledger, held
         self.changed()
 
     @property
     def in_use(self) -> int:
         """Bytes of receive slots and partial sums. A slot counts until its release, after its sum began to count."""
-        return self._leased + self._held()
+        return self.leased + self._held()
 
     @property
     def limit(self) -> int:
         """Upper bound of in_use in bytes, apart from one bucket per stream."""
-        return self._ledger.limit
+        return self.ledger.limit
 
     @property
     def waiting(self) -> int:
@@ -466,31 +469,31 @@ class Staging:
 
     def returned(self, ledger: Ledger, entry: Entry) -> None:
         """Take back an ended lease. On the loop."""
-        self._leased -= entry.ask.nbytes
+        self.leased -= entry.ask.nbytes
         ledger.free(entry)
         self._look_again()
 
     def _look_again(self) -> None:
         if self._waiting:
-            self._ledger.refresh()
+            self.ledger.refresh()
             self._grant()
 
     def _grant(self) -> None:
         """Grant every request that fits, in order of arrival; open streams come before new ones."""
         kept = False
-        for waiter in sorted(self._waiting, key=lambda waiter: self._ledger.begins(waiter.ask)):
-            if kept and self._ledger.begins(waiter.ask):
+        for waiter in sorted(self._waiting, key=lambda waiter: self.ledger.begins(waiter.ask)):
+            if kept and self.ledger.begins(waiter.ask):
                 continue
-            entry = self._ledger.decide(waiter.ask)
+            entry = self.ledger.decide(waiter.ask)
             if entry.grant is Grant.WAIT and waiter is self._waiting[-1]:
                 # The newest was not checked against changes without leases.
-                self._ledger.refresh()
-                entry = self._ledger.decide(waiter.ask)
-            kept |= entry.grant is Grant.WAIT and waiter.ask.bucket is None and not self._ledger.begins(waiter.ask)
+                self.ledger.refresh()
+                entry = self.ledger.decide(waiter.ask)
+            kept |= entry.grant is Grant.WAIT and waiter.ask.bucket is None and not self.ledger.begins(waiter.ask)
             if entry.grant is Grant.WAIT or waiter.future.done():
                 continue
-            self._ledger.note(entry)
-            self._leased += waiter.ask.nbytes
+            self.ledger.note(entry)
+            self.leased += waiter.ask.nbytes
             self._waiting.remove(waiter)
-            waiter.future.set_result(StagingLease(self, self._ledger, entry))
+            waiter.future.set_result(StagingLease(self, self.ledger, entry))
         self.peak = max(self.peak, self.in_use)

@@ -196,7 +196,7 @@ def test_another_process_takes_over_at_the_open_step(cadence: Cadence) -> None:
         doomed = cluster.worker(0).run([0, 1], 2)
         doomed.tick([0, 1])
         doomed.close()
-        cluster._workers.remove(doomed)
+        cluster.workers.remove(doomed)
         cluster.worker(1).run([0, 1], job.steps)
         assert_same_end(cluster.state(), trained(cadence, [[0, 1]]))
 

@@ -121,7 +121,7 @@ class KindBench(Bench[Lane]):
 
     def opening(self) -> Any:
         """The reply to OpenLane, with which a worker opens the lane."""
-        return self.lane._open(SENDER, timeout_s=DEADLINE_S)  # type: ignore[attr-defined]
+        return self.lane.open_attachment(SENDER, timeout_s=DEADLINE_S)  # type: ignore[attr-defined]
 
     def call(self, said: bytes = b"") -> socket.socket:
         """Connect to the lane's own socket as a stranger and send something."""
@@ -311,7 +311,7 @@ def test_bytes_that_travel_are_compared_with_their_digest(bench: KindBench, clie
 
 @every_opened_lane
 def test_a_wrong_token_is_refused_and_counted(bench: KindBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = type(bench.lane)._open  # type: ignore[attr-defined]
+    given = type(bench.lane).open_attachment  # type: ignore[attr-defined]
 
     def with_wrong_tokens(lane: Any, *arguments: Any, **settings: Any) -> Any:
         opened = given(lane, *arguments, **settings)
@@ -320,7 +320,7 @@ def test_a_wrong_token_is_refused_and_counted(bench: KindBench, monkeypatch: pyt
         return dataclasses.replace(opened, **wrong)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(bench.lane), "_open", with_wrong_tokens)
+        patch.setattr(type(bench.lane), "open_attachment", with_wrong_tokens)
         with pytest.raises(LaneUnavailable, match="refused"):
             bench.pull(0)
     assert bench.acceptor.refused == 1
@@ -333,7 +333,7 @@ def test_a_wrong_token_is_refused_and_counted(bench: KindBench, monkeypatch: pyt
 def test_a_token_is_good_once_and_its_first_bearer_goes_on(bench: KindBench, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = bench.opening()
     second = bench.another()
-    monkeypatch.setattr(type(bench.lane), "_open", lambda lane, *arguments, **settings: opened)
+    monkeypatch.setattr(type(bench.lane), "open_attachment", lambda lane, *arguments, **settings: opened)
     assert bench.pull(0).heads
     with pytest.raises(LaneUnavailable, match="refused"):
         second.exchange(SENDER, [], Want(step=0), bench.sink(), timeout_s=DEADLINE_S)

@@ -66,7 +66,7 @@ def test_gradients_leave_early_only_where_they_go_to_the_hops_as_they_are(topolo
     job = make_job("sgd", topology=str(topology), replicas=1, steps=4)
     with Cluster(job) as cluster:
         worker = OverlapWorker(cluster, 0)
-        cluster._workers.append(worker)
+        cluster.workers.append(worker)
         worker.run([0], job.steps)
         assert_same_end(cluster.state(), reference(job))
         assert bool(worker.early_steps) is topology.streams

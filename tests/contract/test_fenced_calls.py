@@ -82,14 +82,14 @@ def test_a_fence_ends_half_a_push_and_gives_its_room_back_while_others_go_on(
 ) -> None:
     staging = ps.store.staging
     other = Half(two, method, 0, pull=pull)
-    wait_for(lambda: staging._leased > 0, "the first push to be half there")
-    one = staging._leased
+    wait_for(lambda: staging.leased > 0, "the first push to be half there")
+    one = staging.leased
     two.task = "worker/1"
     zombie = Half(two, method, 1, pull=pull)
-    wait_for(lambda: staging._leased == 2 * one, "the second push to be half there")
+    wait_for(lambda: staging.leased == 2 * one, "the second push to be half there")
     member(two, worker_0=1, worker_1=2)
     ended(zombie.replies)
-    wait_for(lambda: staging._leased == one, "the room to be given back")
+    wait_for(lambda: staging.leased == one, "the room to be given back")
     # Its next life completes the step.
     two.incarnation = 2
     assert two.push(two.gradient(block=(1, 1))).outcome == common_pb2.OUTCOME_COUNTED
@@ -97,7 +97,7 @@ def test_a_fence_ends_half_a_push_and_gives_its_room_back_while_others_go_on(
     acks = [reply.ack.outcome for reply in other.replies() if method == "Push" or reply.HasField("ack")]
     assert acks == [common_pb2.OUTCOME_COUNTED]
     assert two.weights() == tuple(value - 0.5 for value in FIRST_W)
-    wait_for(lambda: staging._leased == 0 and not ps.servicer.calls.open, "all calls to be over")
+    wait_for(lambda: staging.leased == 0 and not ps.servicer.calls.open, "all calls to be over")
     zombie.close()
     other.close()
 
@@ -143,7 +143,7 @@ def test_a_fence_is_told_to_one_that_reads_too_slowly_to_be_sent_more(
 def test_a_fenced_worker_that_comes_again_is_told_why_it_is_not_admitted(two: PlainClient, ps: Ps) -> None:
     two.task = "worker/1"
     zombie = Half(two, "PushPull", 1)
-    wait_for(lambda: ps.store.staging._leased > 0, "the push to be half there")
+    wait_for(lambda: ps.store.staging.leased > 0, "the push to be half there")
     member(two, worker_0=1, worker_1=2)
     ended(zombie.replies)
     ack = two.push(two.gradient(block=(1, 1)))
@@ -155,7 +155,7 @@ def test_a_fenced_worker_that_comes_again_is_told_why_it_is_not_admitted(two: Pl
 
 def test_a_pull_that_waits_hears_at_once_that_the_ps_was_configured_anew(two: PlainClient, ps: Ps) -> None:
     waiting = two.stub.Pull(two.pull_request(exact_step=1, wait_s=15.0), timeout=DEADLINE_S)
-    wait_for(lambda: any(signal._waiters for signal in ps.store.signals.values()), "the pull to wait")
+    wait_for(lambda: any(signal.waiters for signal in ps.store.signals.values()), "the pull to wait")
     began_s = time.monotonic()
     two.call("Configure", two.configuration(replicas=2, timeline=two.timeline + 1))
     end = list(waiting)[-1].frame.end

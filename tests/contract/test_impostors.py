@@ -205,7 +205,7 @@ def test_what_a_task_says_of_things_that_are_not_its_roles_counts_for_nothing(
         steps=[chief_pb2.StepReport(step=7, replica=0, loss=12.5, samples=1)],
     )
     assert beats(stub, beat) is None
-    state = chief.process._control.program.state
+    state = chief.process.control.program.state
     assert (dict(state.progress.shards), dict(state.tasks.suspects)) == ({}, {})
     assert chief.client.status().loss != 12.5
 
@@ -240,7 +240,7 @@ def test_the_journal_and_the_status_do_not_tell_the_secret(chief: Chief) -> None
             *texts,
             str(chief.client.status()),
             repr(link.identity),
-            repr(chief.process._control.program.state.tasks.members.get("ps/0")),
+            repr(chief.process.control.program.state.tasks.members.get("ps/0")),
         ):
             assert link.secret.hex() not in text and repr(link.secret) not in text
 

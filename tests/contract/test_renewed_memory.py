@@ -110,13 +110,13 @@ def test_half_a_push_is_ended_and_holds_no_shard_while_new_ones_are_made(
 ) -> None:
     client.start(replicas=2)
     half = Half(client, method, 0, pull=pull)
-    wait_for(lambda: ps.store.staging._leased > 0, "the push to be half there")
+    wait_for(lambda: ps.store.staging.leased > 0, "the push to be half there")
     watch = Watch(ps)
     assert configure(client, timeline=NEXT).changed
     assert watch.seen == [0]
     refused(grpc.StatusCode.UNAVAILABLE, "this ps was reconfigured", half.replies)
     half.close()
-    assert ps.store.staging._leased == 0
+    assert ps.store.staging.leased == 0
     begin_again(client)
 
 

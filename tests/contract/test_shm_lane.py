@@ -172,7 +172,7 @@ def test_bytes_beyond_the_segment_or_at_a_crooked_place_are_refused(
     assert mapped is not None
     requests = referred_requests(SENDER, 0, [gradient()], None, mapped.attached, place=lambda item: offset)
     with pytest.raises(ProtocolError, match=rf"256 bytes at {offset} of the segment of worker/0 are referred to"):
-        bench.lane._converse(requests, [gradient()], None, Mapping(), timeout_s=DEADLINE_S)
+        bench.lane.converse(requests, [gradient()], None, Mapping(), timeout_s=DEADLINE_S)
     unchanged(ready)
     ready.complete()
 
@@ -245,7 +245,7 @@ def test_wrong_and_used_tokens_are_refused_and_descriptors_closed(bench: ShmBenc
 
     def knock(shown: bytes) -> int:
         return bench.knock(
-            segments._KNOCK.pack(b"shardln1", shown, bench.length), [unsealed(bench.length, segments.FIXED)]
+            segments.KNOCK.pack(b"shardln1", shown, bench.length), [unsealed(bench.length, segments.FIXED)]
         )
 
     assert knock(bytes(32)) == 0
@@ -277,7 +277,7 @@ def test_wrong_and_used_tokens_are_refused_and_descriptors_closed(bench: ShmBenc
 def test_a_segment_that_is_not_as_agreed_is_refused(bench: ShmBench, seals: int, said: int, real: int) -> None:
     """said, real: bytes more than one push has."""
     fd = unsealed(bench.length + real, seals)
-    assert bench.knock(segments._KNOCK.pack(b"shardln1", bench.token(), bench.length + said), [fd]) == 0
+    assert bench.knock(segments.KNOCK.pack(b"shardln1", bench.token(), bench.length + said), [fd]) == 0
     assert bench.offer.acceptor.refused == 1
     assert mappings("shardline-test") == set() and descriptors("shardline-test") == 0
     assert bench.pull(0).heads
@@ -289,7 +289,7 @@ def test_another_user_gets_no_segments(bench: ShmBench, monkeypatch: pytest.Monk
         patch.setattr(os, "geteuid", lambda: uid + 1)
         with pytest.raises(LaneUnavailable, match=f"the process behind the socket is of user {uid}"):
             bench.pull(0)
-        assert bench.knock(segments._KNOCK.pack(b"shardln1", bench.token(), bench.length), []) == 0
+        assert bench.knock(segments.KNOCK.pack(b"shardln1", bench.token(), bench.length), []) == 0
         assert bench.offer.acceptor.refused >= 1
     assert bench.pull(0).heads
 

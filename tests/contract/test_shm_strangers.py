@@ -193,7 +193,7 @@ def test_what_is_no_readable_segment_is_refused_whatever_it_is(bench: ShmBench) 
     before = all_descriptors()
     kinds = odd_files(bench.length)
     for count, (kind, fd) in enumerate(kinds.items(), 1):
-        message = segments._KNOCK.pack(b"shardln1", bench.token(), bench.length)
+        message = segments.KNOCK.pack(b"shardln1", bench.token(), bench.length)
         assert bench.knock(message, [fd]) == 0, kind
         assert bench.offer.acceptor.refused == count
     assert len(kinds) >= 6
@@ -208,7 +208,7 @@ def test_one_descriptor_comes_with_a_token_neither_none_nor_more(bench: ShmBench
     bench.pull(0)
     before = all_descriptors()
     whole = unsealed(bench.length, segments.FIXED)
-    message = segments._KNOCK.pack(b"shardln1", bench.token(), bench.length)
+    message = segments.KNOCK.pack(b"shardln1", bench.token(), bench.length)
     # OpenLane took the segments of before back: the ps's descriptor of them is closed too.
     assert bench.knock(message, [os.dup(whole) for _ in range(count)]) == 0
     os.close(whole)
@@ -230,7 +230,7 @@ def test_bytes_are_referred_to_only_by_who_passed_them(bench: ShmBench, ready: P
 
     def refer(sender: Sender, attached: Attached) -> None:
         requests = referred_requests(sender, 0, [gradient()], None, attached, place=lambda item: 0)
-        bench.lane._converse(requests, [gradient()], None, Mapping(), timeout_s=DEADLINE_S)
+        bench.lane.converse(requests, [gradient()], None, Mapping(), timeout_s=DEADLINE_S)
 
     for sender, attached in (
         (other, ours),
@@ -251,12 +251,12 @@ def test_bytes_are_referred_to_only_by_who_passed_them(bench: ShmBench, ready: P
 
 
 def test_a_reference_before_any_segment_was_passed_is_refused(bench: ShmBench, ready: PlainClient) -> None:
-    opened = bench.lane._open(SENDER, timeout_s=DEADLINE_S)
+    opened = bench.lane.open_attachment(SENDER, timeout_s=DEADLINE_S)
     requests = referred_requests(
         SENDER, 0, [gradient()], None, Attached("shm", opened.attachment), place=lambda item: 0
     )
     with pytest.raises(UnreachableError, match="worker/0 has passed no segment to shard 0"):
-        bench.lane._converse(requests, [gradient()], None, Mapping(), timeout_s=DEADLINE_S)
+        bench.lane.converse(requests, [gradient()], None, Mapping(), timeout_s=DEADLINE_S)
     unchanged(ready)
     ready.complete()
 
@@ -268,7 +268,7 @@ def test_more_bytes_than_the_bucket_has_are_not_read(bench: ShmBench, ready: Pla
     push = gradient(items=[payload(bytes(512))])
     requests = referred_requests(SENDER, 0, [push], None, mapped.attached, place=lambda item: 0)
     with pytest.raises(ProtocolError, match="payload of 512 bytes announced, codec raw makes 256"):
-        bench.lane._converse(requests, [push], None, Mapping(), timeout_s=DEADLINE_S)
+        bench.lane.converse(requests, [push], None, Mapping(), timeout_s=DEADLINE_S)
     unchanged(ready)
     ready.complete()
 
@@ -294,7 +294,7 @@ def test_a_worker_with_a_plan_of_another_size_shares_no_memory(bench: ShmBench, 
 def test_another_users_process_is_sent_away_and_sends_itself_away(bench: ShmBench) -> None:
     bench.pull(0)
     token = bench.token()
-    message = segments._KNOCK.pack(b"shardln1", token, bench.length)
+    message = segments.KNOCK.pack(b"shardln1", token, bench.length)
     assert elsewhere(become_nobody, lambda: bench.knock(message, [unsealed(bench.length, segments.FIXED)])) == 0
     assert bench.offer.acceptor.refused == 1 and len(bench.offer.acceptor.tokens) == 1
     bench.lane._mapped = None
@@ -572,7 +572,7 @@ def test_an_idle_worker_that_is_killed_leaves_no_memory_and_no_attachment_once_i
     bench: ShmBench, ready: PlainClient
 ) -> None:
     bench.pull(0)
-    opened = bench.lane._open(SENDER, timeout_s=DEADLINE_S)
+    opened = bench.lane.open_attachment(SENDER, timeout_s=DEADLINE_S)
     gc.collect()
     before = all_descriptors()
     arguments = [bench.offer.address, opened.token.hex(), str(bench.length)]
@@ -598,6 +598,6 @@ def test_a_token_that_nobody_used_goes_with_its_worker(bench: ShmBench) -> None:
     assert bench.open == 1 and len(bench.offer.acceptor.tokens) == 1
     on_loop(bench.ps, lambda: bench.ps.attachments.keep_only({"worker/0": 2}))
     assert bench.open == 0 and len(bench.offer.acceptor.tokens) == 0
-    message = segments._KNOCK.pack(b"shardln1", token, bench.length)
+    message = segments.KNOCK.pack(b"shardln1", token, bench.length)
     assert bench.knock(message, [unsealed(bench.length, segments.FIXED)]) == 0
     assert mappings("shardline-test") == set() and descriptors("shardline-test") == 0

@@ -22,7 +22,7 @@ def full(ps: Ps, client: PlainClient) -> Iterator[PlainClient]:
     ps.store.staging_wait_s = 0.1
     client.start(replicas=4)
     yield client
-    assert ps.store.staging.in_use == 0 and not ps.store.staging._ledger._open
+    assert ps.store.staging.in_use == 0 and not ps.store.staging.ledger.entries
 
 
 def test_a_push_without_room_is_told_for_whom_it_waits_and_counts_when_they_have_come(full: PlainClient) -> None:

@@ -43,15 +43,15 @@ def bench(ps: Ps, ready: PlainClient) -> Iterator[TcpBench]:
 
 def test_a_push_that_does_not_count_ends_the_exchange_and_its_sockets(bench: TcpBench, ready: PlainClient) -> None:
     bench.exchange(gradient())
-    old = bench.lane._sockets
+    old = bench.lane.sockets
     a_push_that_does_not_count_ends_the_exchange(bench)
-    assert old is not None and not old.alive and bench.lane._sockets is None
+    assert old is not None and not old.alive and bench.lane.sockets is None
     assert bench.exchange(gradient(), Want(step=1)).acks[0].outcome is Outcome.DUPLICATE
 
 
 def test_another_life_of_the_worker_opens_sockets_of_its_own(bench: TcpBench) -> None:
     bench.pull(0)
-    first = bench.lane._sockets
+    first = bench.lane.sockets
     later = Sender(job="plain", timeline=TIMELINE, plan_id=plan_id(), who=Identity("worker/0", 2))
     done = bench.exchange(want=Want(step=0), sender=later)
     assert done.end is not None and done.end.outcome is Outcome.SERVED
@@ -85,7 +85,7 @@ def test_a_port_that_is_blocked_makes_the_lane_unavailable(bench: TcpBench, monk
 def test_a_thief_who_shows_a_token_first_costs_the_worker_this_lane_and_learns_nothing(
     bench: TcpBench, ready: PlainClient, monkeypatch: pytest.MonkeyPatch, stolen: str
 ) -> None:
-    opens = bench.lane._open
+    opens = bench.lane.open_attachment
     thieves: list[socket.socket] = []
 
     def overheard(sender: Sender, *, timeout_s: float) -> Any:
@@ -97,7 +97,7 @@ def test_a_thief_who_shows_a_token_first_costs_the_worker_this_lane_and_learns_n
         return opened
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.lane, "_open", overheard)
+        patch.setattr(bench.lane, "open_attachment", overheard)
         with pytest.raises(LaneUnavailable, match="the token was refused"):
             bench.exchange(gradient(), Want(step=1, wait_s=5.0))
     unchanged(ready)
@@ -114,22 +114,22 @@ def test_a_thief_who_shows_a_token_first_costs_the_worker_this_lane_and_learns_n
 
 def test_bytes_are_referred_to_only_by_who_opened_their_sockets(bench: TcpBench, ready: PlainClient) -> None:
     bench.pull(0)
-    assert bench.lane._sockets is not None
-    ours = bench.lane._sockets.attached
+    assert bench.lane.sockets is not None
+    ours = bench.lane.sockets.attached
     other = dataclasses.replace(SENDER, who=Identity("worker/1", 1))
     for sender, attached in ((other, ours), (SENDER, Attached("tcp", ours.number + 1)), (SENDER, Attached("tcp", 0))):
         requests = referred_requests(sender, 0, [gradient()], None, attached, place=lambda item: 0)
         with pytest.raises(UnreachableError, match=rf"attachment {attached.number:#x} .* is not open here"):
-            bench.lane._converse(requests, [gradient()], None, Taken(), timeout_s=DEADLINE_S)
+            bench.lane.converse(requests, [gradient()], None, Taken(), timeout_s=DEADLINE_S)
     unchanged(ready)
     # None of this cost the worker its sockets.
-    sockets = bench.lane._sockets
+    sockets = bench.lane.sockets
     bench.exchange(gradient(), Want(step=1, wait_s=5.0))
-    assert bench.lane._sockets is sockets
+    assert bench.lane.sockets is sockets
 
 
 def test_a_used_token_is_of_no_use_from_another_connection_or_at_another_server(bench: TcpBench) -> None:
-    opened = bench.lane._open(SENDER, timeout_s=DEADLINE_S)
+    opened = bench.lane.open_attachment(SENDER, timeout_s=DEADLINE_S)
     other = TcpOffer("127.0.0.1", timeout_s=5.0, take=bench.ps.store.buffers.take)
     try:
         for port in (other.port, opened.port):
@@ -146,7 +146,7 @@ def test_a_used_token_is_of_no_use_from_another_connection_or_at_another_server(
 def test_a_push_cut_within_its_bytes_counts_no_bucket_and_a_retry_completes_the_step(
     bench: TcpBench, ready: PlainClient, sent: int
 ) -> None:
-    opened = bench.lane._open(SENDER, timeout_s=DEADLINE_S)
+    opened = bench.lane.open_attachment(SENDER, timeout_s=DEADLINE_S)
     up = bulk.dial("127.0.0.1", opened.port, opened.up_token, timeout_s=5.0, stall_s=5.0)
 
     def after(batch: Sequence[BucketPayload]) -> None:
@@ -157,7 +157,7 @@ def test_a_push_cut_within_its_bytes_counts_no_bucket_and_a_retry_completes_the_
         SENDER, 0, [gradient()], None, Attached("tcp", opened.attachment), place=lambda item: 0, after=after
     )
     with pytest.raises(UnreachableError, match="closed its socket in mid-transfer"):
-        bench.lane._converse(requests, [gradient()], None, Taken(), timeout_s=DEADLINE_S)
+        bench.lane.converse(requests, [gradient()], None, Taken(), timeout_s=DEADLINE_S)
     unchanged(ready)
     done = bench.exchange(gradient(), Want(step=1, wait_s=5.0))
     assert done.end is not None and done.end.outcome is Outcome.SERVED and bench.open == 1

@@ -344,9 +344,9 @@ class ChiefHost(Host):
         config = RoleConfig(role="chief", index=0, cluster=cluster, out=out, timeouts=CHIEF_TIMEOUTS)
         CheckpointStore(out / "checkpoints", keep=2).commit(cut_of(make_job_spec(), step=4, shards=1))
         self._journal = Journal(out / "chief")
-        settings = dataclasses.replace(service._settings(config), term=self._journal.begin_term(), chief_uuid="u")
+        settings = dataclasses.replace(service.settings_of(config), term=self._journal.begin_term(), chief_uuid="u")
         self.process = service.ChiefProcess(config, out, self._journal, make_job_spec(), None, settings)
-        self.server, self._control = self.process._server, self.process._control
+        self.server, self._control = self.process.server, self.process.control
         self._thread = threading.Thread(target=lambda: self.process.run(Termination()), name="chief", daemon=True)
         self._thread.start()
         wait_until(lambda: bool(self.server.address) or not self._thread.is_alive(), "the chief serves")
@@ -471,7 +471,7 @@ class ChiefHost(Host):
         chief_pb2_grpc.ChiefStub(self._channel).Status(chief_pb2.ChiefStatusRequest(), timeout=PATIENCE_S)
 
     def series(self) -> int:
-        return samples(self.process._metrics)
+        return samples(self.process.metrics)
 
     def close(self) -> None:
         for link in (self._worker_link, self._ps_link):

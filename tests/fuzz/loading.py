@@ -19,7 +19,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shardline.checkpoint import CheckpointStore
-from shardline.checkpoint.manifest import MANIFEST, SEQUENCES, _self_digest
+from shardline.checkpoint.manifest import MANIFEST, SEQUENCES, self_digest
 from shardline.checkpoint.reader import Checkpoint
 from shardline.checkpoint.store import BEST
 from shardline.cluster import ClusterSpec, from_tf_config, locate
@@ -369,7 +369,7 @@ def _seal(draw: Draw, files: dict[str, bytes], change: bool) -> None:
         fields["extra"] = extra
         for _ in range(draw(st.integers(1, 2))):
             change_json(draw, fields)
-    fields["manifest_sha256"] = _self_digest(fields)
+    fields["manifest_sha256"] = self_digest(fields)
     files[MANIFEST] = json.dumps(fields).encode()
 
 

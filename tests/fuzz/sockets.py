@@ -174,7 +174,7 @@ class Visitor:
     def _segments(self, visit: Visit) -> str:
         reply = self._opened(common_pb2.LANE_SHM)
         right = {"token": reply.token, "used": reply.token}.get(visit.token, bytes(32))
-        data = visit.data or segments._KNOCK.pack(b"shardln1", right, visit.nbytes)
+        data = visit.data or segments.KNOCK.pack(b"shardln1", right, visit.nbytes)
         if visit.token == "used" and not visit.data:
             self._knock(reply.socket, data, visit)
             assert self._knock(reply.socket, data, visit) != "taken", "a token was good twice"

@@ -182,7 +182,7 @@ def test_who_waits_for_room_longer_than_the_timeout_goes_on_when_slow_workers_co
         staging = cluster.hosts[0].store.staging
         cluster.hosts[0].store.staging_wait_s = 0.1
         # Room for tree order, and none for replicas 1 and 3 before 0 and 2.
-        staging._ledger.limit = staging._ledger.reserved
+        staging.ledger.limit = staging.ledger.reserved
         late = threading.Event()
         asked: dict[int, float] = {}
         monkeypatch.setattr("shardline.client.exchange.conversation.time", Hurried)
@@ -218,7 +218,7 @@ def test_a_push_that_waits_for_room_is_given_up_when_it_is_not_ordered_any_more(
     with Cluster(job, ps=1, bucket_bytes=1 << 18) as cluster:
         staging = cluster.hosts[0].store.staging
         cluster.hosts[0].store.staging_wait_s = 0.05
-        staging._ledger.limit = staging._ledger.reserved
+        staging.ledger.limit = staging.ledger.reserved
         worker = cluster.worker(1)
         worker.trainer.exchange.arm()
         worker.trainer.locate([1], cluster.timeline)

@@ -44,7 +44,7 @@ def rich_end(optimizer: str, clip_norm: float) -> ReferenceResult:
 def train(cluster: Cluster, ownership: list[list[int]], **settings: Any) -> list[OverlapWorker]:
     """Train with one worker per entry, each with these replicas."""
     workers = [OverlapWorker(cluster, index, **settings) for index in range(len(ownership))]
-    cluster._workers.extend(workers)
+    cluster.workers.extend(workers)
     steps = cluster.job.steps
     cluster.together([functools.partial(w.run, owned, steps) for w, owned in zip(workers, ownership, strict=True)])
     return workers
@@ -86,7 +86,7 @@ def test_an_asynchronous_worker_is_plain_torch_to_the_bit(ps: int) -> None:
     job = make_job("adamw", model=Rich, consistency="async")
     with Cluster(job, ps=ps, bucket_bytes=SMALL_BUCKETS) as cluster:
         worker = OverlapWorker(cluster, 0)
-        cluster._workers.append(worker)
+        cluster.workers.append(worker)
         worker.run_async(range(8))
         expected = named_values(plain_torch(job, 8))
         state = cluster.state()
@@ -125,7 +125,7 @@ def test_a_nan_stops_the_job_with_the_sentence_it_always_has() -> None:
     job = make_job("sgd", model=Spoiled, replicas=1)
     with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS) as cluster:
         worker = OverlapWorker(cluster, 0)
-        cluster._workers.append(worker)
+        cluster.workers.append(worker)
         with pytest.raises(NonFiniteError, match=r"step 3, replica 0: the gradient of 'first\..*' has NaN or infinity"):
             worker.run([0], job.steps)
         assert set(worker.orders.nonfinite) <= {"first.weight", "first.bias"}
@@ -147,7 +147,7 @@ def test_a_worker_that_dies_in_its_backward_pass_is_replaced_and_the_bits_stay(c
     job = make_job("adam", model=Middle, clip_norm=clip_norm)
     with Cluster(job, ps=2, bucket_bytes=SMALL_BUCKETS, members={"worker/0": 1, "worker/1": 1}) as cluster:
         doomed, survivor = OverlapWorker(cluster, 1), OverlapWorker(cluster, 0)
-        cluster._workers.append(survivor)
+        cluster.workers.append(survivor)
         left: list[int] = []
 
         def die() -> None:
@@ -168,7 +168,7 @@ def test_a_worker_that_dies_in_its_backward_pass_is_replaced_and_the_bits_stay(c
             for control in cluster.controls:
                 control.set_membership(cluster.timeline, {"worker/0": 1, "worker/1": 2})
             heir = OverlapWorker(cluster, 1, incarnation=2)
-            cluster._workers.append(heir)
+            cluster.workers.append(heir)
             heir.run([1], job.steps)
 
         cluster.together([lambda: survivor.run([0, 2], job.steps), live_and_die])
@@ -205,7 +205,7 @@ def test_a_backward_pass_that_outlasts_the_calls_deadline_is_no_failure() -> Non
     calls: dict[int, int] = {}
     with Cluster(job, ps=1, bucket_bytes=SMALL_BUCKETS) as cluster:
         worker = OverlapWorker(cluster, 0, wrap=lambda lane: Impatient(lane, steps=[], times=0))
-        cluster._workers.append(worker)
+        cluster.workers.append(worker)
         trainer = worker.trainer
         unready: list[int] = []
         plain = trainer.exchange._conversations[0]._await_gradients
@@ -230,7 +230,7 @@ def test_gradients_are_freed_when_their_step_is_closed() -> None:
     job = make_job("sgd", model=Layers, replicas=1, steps=3)
     with Cluster(job) as cluster:
         worker = OverlapWorker(cluster, 0)
-        cluster._workers.append(worker)
+        cluster.workers.append(worker)
         worker.run([0], 2)
         with COMPUTE:
             worker.pass_of(2, 0, [0])
@@ -247,7 +247,7 @@ def test_a_gradient_that_changes_after_it_has_left_is_refused() -> None:
     job = make_job("sgd", model=Layers, replicas=1, steps=3)
     with Cluster(job) as cluster:
         worker = OverlapWorker(cluster, 0)
-        cluster._workers.append(worker)
+        cluster.workers.append(worker)
         worker.run([0], 2)
         trainer = worker.trainer
         batch = worker.source.batch(2, 0, 0)

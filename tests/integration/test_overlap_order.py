@@ -69,7 +69,7 @@ def test_what_is_ready_first_leaves_first_and_then_what_is_needed_first_overtake
 
     with Cluster(job, bucket_bytes=256) as cluster:
         worker = OverlapWorker(cluster, 0, wrap=recording, credit_bytes=256)
-        cluster._workers.append(worker)
+        cluster.workers.append(worker)
         (lane,) = lanes
         model = cast(Layers, worker.model)
         names = [
@@ -150,7 +150,7 @@ def test_the_next_forward_pass_runs_up_to_the_layer_that_has_not_come(late: str)
 
     with Cluster(job, bucket_bytes=256) as cluster:
         worker = OverlapWorker(cluster, 0, wrap=delaying)
-        cluster._workers.append(worker)
+        cluster.workers.append(worker)
         (lane,) = lanes
         model = cast(Layers, worker.model)
         number = [spec.name for spec in cluster.plan.tensors].index(late)
@@ -191,7 +191,7 @@ def test_nothing_is_written_to_the_model_while_a_backward_pass_may_still_read_it
     job = make_job("sgd", model=Middle, replicas=1, steps=4)
     with Cluster(job, bucket_bytes=SMALL_BUCKETS) as cluster:
         worker = OverlapWorker(cluster, 0)
-        cluster._workers.append(worker)
+        cluster.workers.append(worker)
         model, trainer = cast(Middle, worker.model), worker.trainer
         seen: list[bool] = []
 

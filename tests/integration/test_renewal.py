@@ -56,8 +56,8 @@ def held_by(worker: Worker) -> list[weakref.ref[object]]:
             assert current.mapped is not None
             found.append(weakref.ref(current.mapped))
         if isinstance(current, TcpLane):
-            assert current._sockets is not None
-            found.append(weakref.ref(current._sockets))
+            assert current.sockets is not None
+            found.append(weakref.ref(current.sockets))
     return found
 
 

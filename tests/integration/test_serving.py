@@ -57,7 +57,7 @@ def test_waiting_pulls_do_not_hold_up_a_push_and_are_all_answered_by_it() -> Non
         signal = cluster.hosts[0].store.signals[(0, 0)]
 
         def push() -> float:
-            wait_for(lambda: len(signal._waiters) >= waiting, "the pulls to wait")
+            wait_for(lambda: signal.waiters >= waiting, "the pulls to wait")
             start_s = time.monotonic()
             worker.step([0])
             return time.monotonic() - start_s

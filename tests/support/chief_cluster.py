@@ -304,19 +304,19 @@ class Cluster:
                 assert self.finish is None, "a job ends once"
                 self.finish = action
             case Find():
-                self._find(action)
+                self.find(action)
             case Command():
                 self.log.append(type(action.order).__name__)
                 if self.hold_commands:
                     self.held.append(action)
                 else:
-                    self._run(action)
+                    self.carry_out(action)
 
     def release_commands(self) -> None:
         self.hold_commands = False
         held, self.held = self.held, []
         for command in held:
-            self._run(command)
+            self.carry_out(command)
         self.settle()
 
     def release_saves(self) -> None:
@@ -326,10 +326,10 @@ class Cluster:
             self._save(save)
         finds, self.held_finds = self.held_finds, []
         for find in finds:
-            self._find(find)
+            self.find(find)
         self.settle()
 
-    def _find(self, find: Find) -> None:
+    def find(self, find: Find) -> None:
         if self.held_saves:
             # One thread does both.
             self.held_finds.append(find)
@@ -345,7 +345,7 @@ class Cluster:
         resume = None if step is None else FakeResume(step=step, versions=(step,) * len(self.ps))
         self.program.found(Found(resume=resume), self.now_s)
 
-    def _run(self, command: Command) -> None:
+    def carry_out(self, command: Command) -> None:
         self.commands.append(command.order)
         if isinstance(command.order, Lead):
             self.led = set(command.order.addresses)

@@ -30,17 +30,17 @@ class Chief:
         cluster = ClusterSpec({"chief": ("127.0.0.1:0",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
         self.config = RoleConfig(role="chief", index=0, cluster=cluster, out=out, timeouts=TIMEOUTS, security=security)
         self.journal = Journal(out / "chief")
-        settings = dataclasses.replace(service._settings(self.config), term=self.journal.begin_term(), chief_uuid="u")
+        settings = dataclasses.replace(service.settings_of(self.config), term=self.journal.begin_term(), chief_uuid="u")
         self.process = service.ChiefProcess(self.config, out, self.journal, make_job_spec(), None, settings)
         self.code: int | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         deadline_s = time.monotonic() + 10.0
-        while not self.process._server.address:
+        while not self.process.server.address:
             assert time.monotonic() < deadline_s
             assert self._thread.is_alive()
             self._thread.join(0.01)
-        self.address = self.process._server.address
+        self.address = self.process.server.address
         self.client = ChiefClient(self.address, TIMEOUTS, security)
 
     def _run(self) -> None:
@@ -63,7 +63,7 @@ class Chief:
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self.process._control.request_stop("test over")
+            self.process.control.request_stop("test over")
             self._thread.join(10.0)
         self.client.close()
         self.process.close()

@@ -234,7 +234,7 @@ class Cluster:
         self.plan = make_plan(self.spec.tensors, ps, bucket_bytes=bucket_bytes)
         # A model with few pieces has fewer shards than there are ps.
         self.hosts = [Ps(index, self.timeouts, lane=lane) for index in range(len(self.plan.shards) + spare)]
-        self._workers: list[Worker] = []
+        self.workers: list[Worker] = []
         self.placement = self.make_placement()
         self.controls = [
             PsControl(host.task, host.address, self.timeouts, term=term, chief_uuid="chief" if term else "")
@@ -305,7 +305,7 @@ class Cluster:
         """A new life of a worker, closed with the cluster."""
         wishes = Wishes(zero_copy=zero_copy)
         worker = Worker(self, index, incarnation=incarnation, lane=lane or self.lane, wrap=wrap, wishes=wishes)
-        self._workers.append(worker)
+        self.workers.append(worker)
         return worker
 
     def train(self, ownership: Sequence[Sequence[int]], *, steps: int | None = None) -> list[Worker]:
@@ -371,7 +371,7 @@ class Cluster:
         )
 
     def close(self) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             worker.close()
         for control in self.controls:
             control.close()

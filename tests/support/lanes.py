@@ -165,7 +165,7 @@ class ShmBench(Bench[ShmLane]):
         return int(answer[0]) if answer else 0
 
     def token(self) -> bytes:
-        return self.lane._open(SENDER, timeout_s=DEADLINE_S).token
+        return self.lane.open_attachment(SENDER, timeout_s=DEADLINE_S).token
 
     @property
     def length(self) -> int:

@@ -98,5 +98,5 @@ def mortal(**fields: Any) -> Mortal:
 
 def cut(cluster: Mortal, step: int) -> None:
     for ps in cluster.ps:
-        ps._cut(Cut(timeline=ps.timeline, step=step))
+        ps.obey(Cut(timeline=ps.timeline, step=step))
     cluster.advance(step)

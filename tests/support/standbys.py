@@ -106,7 +106,7 @@ class Protected(Cluster):
             for host in self.living():
                 self.controls[host].activate(timeline)
             self.moved.notify_all()
-        for worker in self._workers:
+        for worker in self.workers:
             worker.trainer.exchange.interrupt()
 
     def place_standby(self, shard: int, host: int | None, *, appointment: int = 0, unheard: Sequence[int] = ()) -> None:

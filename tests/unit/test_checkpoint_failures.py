@@ -219,7 +219,7 @@ def edit_manifest(path: Path, *, sign: bool = True, **changes: Any) -> None:
     file = path / "manifest.json"
     fields = {**json.loads(file.read_bytes()), **changes}
     if sign:
-        fields["manifest_sha256"] = manifests._self_digest(fields)
+        fields["manifest_sha256"] = manifests.self_digest(fields)
     file.write_text(json.dumps(fields))
 
 

@@ -32,11 +32,11 @@ def config(out: Path, **fields: Any) -> RoleConfig:
 
 
 def test_a_job_that_was_done_before_its_chief_went_is_done_for_the_next_one_too(tmp_path: Path) -> None:
-    settings = service._settings(config(tmp_path))
-    assert service._done_already(done(), make_job(), settings)
-    assert service._done_already(done(ended=(0, "done before: all")), make_job(), settings)
+    settings = service.settings_of(config(tmp_path))
+    assert service.done_already(done(), make_job(), settings)
+    assert service.done_already(done(ended=(0, "done before: all")), make_job(), settings)
     leases = Leases.resumed({}, 100)
-    assert not service._done_already(done(leases=leases), make_job(), settings)
+    assert not service.done_already(done(leases=leases), make_job(), settings)
 
 
 @pytest.mark.parametrize(
@@ -51,26 +51,26 @@ def test_a_job_that_was_done_before_its_chief_went_is_done_for_the_next_one_too(
     ],
 )
 def test_what_was_stopped_failed_or_is_another_job_is_refused_as_ever(tmp_path: Path, other: dict[str, Any]) -> None:
-    assert not service._done_already(done(**other), make_job(), service._settings(config(tmp_path)))
-    assert not service._done_already(done(), None, service._settings(config(tmp_path)))
+    assert not service.done_already(done(**other), make_job(), service.settings_of(config(tmp_path)))
+    assert not service.done_already(done(), None, service.settings_of(config(tmp_path)))
     (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"up to step 10.*--resume"):
-        service._resume(config(tmp_path), tmp_path)
+        service.checkpoint_to_resume(config(tmp_path), tmp_path)
 
 
 def test_the_page_comes_back_where_it_was_or_where_there_is_room() -> None:
-    first = service._page(config(Path("out"), page="127.0.0.1:0"), "")
+    first = service.open_page(config(Path("out"), page="127.0.0.1:0"), "")
     assert first is not None
-    taken = service._page(config(Path("out"), page="127.0.0.1:0"), first.address)
+    taken = service.open_page(config(Path("out"), page="127.0.0.1:0"), first.address)
     assert taken is not None
     assert taken.address != first.address
     first.close()
-    again = service._page(config(Path("out"), page="127.0.0.1:0"), first.address)
+    again = service.open_page(config(Path("out"), page="127.0.0.1:0"), first.address)
     assert again is not None
     assert again.address == first.address
     again.close()
     taken.close()
-    assert service._page(config(Path("out"), page=None), first.address) is None
+    assert service.open_page(config(Path("out"), page=None), first.address) is None
 
 
 def test_the_journal_has_the_page_of_the_last_chief() -> None:
@@ -96,7 +96,7 @@ def lose(cluster: Any, number: int) -> None:
 def test_a_loss_counts_as_one_in_a_row_until_every_shard_has_gone_on(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = running(mode="async", tensors=LARGE)
     cluster.advance(30)
-    find = cluster._find
+    find = cluster.find
 
     def found(action: Find) -> None:
         find(action)
@@ -104,7 +104,7 @@ def test_a_loss_counts_as_one_in_a_row_until_every_shard_has_gone_on(monkeypatch
         for ps in cluster.ps:
             ps.restored = 3
 
-    monkeypatch.setattr(cluster, "_find", found)
+    monkeypatch.setattr(cluster, "find", found)
     lose(cluster, 1)
     assert cluster.program.state.progress.step > cluster.program.state.progress.base_step
     assert cluster.program.state.losses.attempts == 1
@@ -124,7 +124,7 @@ def test_a_server_that_is_found_empty_when_it_is_to_keep_its_shards_is_lost_agai
     while not isinstance(cluster.held[-1].order, Configure):
         held, cluster.held = cluster.held, []
         for command in held:
-            cluster._run(command)
+            cluster.carry_out(command)
         cluster.settle()
     (configure,) = cluster.held
     assert configure.order.keep == {0}

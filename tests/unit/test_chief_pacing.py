@@ -201,7 +201,7 @@ def checkpoint(cluster: Cluster, step: int, least_s: float) -> Save:
     """Train to a step whose checkpoint takes so long."""
     cluster.hold_saves = True
     for ps in cluster.ps:
-        ps._cut(Cut(timeline=ps.timeline, step=step))
+        ps.obey(Cut(timeline=ps.timeline, step=step))
     cluster.advance(step)
     save: Save = cluster.held_saves[0]
     cluster.held_saves.clear()

@@ -219,7 +219,7 @@ def test_heartbeat_of_a_fenced_life_is_not_taken() -> None:
 def test_with_nobody_left_to_train_the_job_waits_then_ends_with_the_checkpoint_named() -> None:
     cluster = running()
     for ps in cluster.ps:
-        ps._cut(Cut(timeline=ps.timeline, step=10))
+        ps.obey(Cut(timeline=ps.timeline, step=10))
     cluster.advance(10)
     silent = ("worker/0", "worker/1")
     cluster.tick(T / 3 + 1, silent=silent)
@@ -255,7 +255,7 @@ def test_dead_evaluator_is_said_and_training_goes_on() -> None:
 def test_cuts_are_saved_when_all_shards_hold_them_and_then_released() -> None:
     cluster = running(checkpoint_every=10)
     for ps in cluster.ps:
-        ps._cut(Cut(timeline=ps.timeline, step=10))
+        ps.obey(Cut(timeline=ps.timeline, step=10))
     cluster.ps[0].advance(10)
     cluster.tick()
     assert [save.step for save in cluster.saves] == [0]
@@ -270,7 +270,7 @@ def test_cuts_are_saved_when_all_shards_hold_them_and_then_released() -> None:
 def test_full_disk_costs_a_checkpoint_and_not_the_training() -> None:
     cluster = running()
     for ps in cluster.ps:
-        ps._cut(Cut(timeline=ps.timeline, step=10))
+        ps.obey(Cut(timeline=ps.timeline, step=10))
     cluster.disk_full = True
     cluster.advance(10)
     assert cluster.program.state.phase is Phase.RUNNING

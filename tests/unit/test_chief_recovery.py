@@ -15,7 +15,7 @@ from tests.support.chief_cluster import Cluster, T, make_job, other, phase, runn
 def checkpoint(cluster: Cluster, step: int) -> None:
     """All shards reach the step, and their cut is committed."""
     for ps in cluster.ps:
-        ps._cut(Cut(timeline=ps.timeline, step=step))
+        ps.obey(Cut(timeline=ps.timeline, step=step))
     cluster.advance(step)
     assert cluster.saves[-1].step == step
 
@@ -23,7 +23,7 @@ def checkpoint(cluster: Cluster, step: int) -> None:
 def checkpoint_held(cluster: Cluster, step: int) -> None:
     """All shards reach the step, and their cut is being fetched."""
     for ps in cluster.ps:
-        ps._cut(Cut(timeline=ps.timeline, step=step))
+        ps.obey(Cut(timeline=ps.timeline, step=step))
     cluster.advance(step)
     assert cluster.held_saves[-1].step == step
 
@@ -341,7 +341,7 @@ def test_late_answer_of_the_dead_server_does_not_harm_the_one_in_its_place() -> 
     cluster.ps[1] = dead
     held, cluster.held = cluster.held, []
     for command in held[:1]:
-        cluster._run(command)
+        cluster.carry_out(command)
     cluster.ps[1] = alive
     cluster.held = held[1:]
     cluster.release_commands()
@@ -373,7 +373,7 @@ def test_loss_before_the_last_checkpoint_of_a_finished_job_takes_it_back() -> No
 def test_loss_while_the_job_stops_as_it_was_asked_to_ends_it_with_the_last_checkpoint_named() -> None:
     cluster = running()
     for ps in cluster.ps:
-        ps._cut(Cut(timeline=ps.timeline, step=10))
+        ps.obey(Cut(timeline=ps.timeline, step=10))
     cluster.advance(10)
     cluster.program.stop("SIGTERM", cluster.now_s)
     cluster.settle()

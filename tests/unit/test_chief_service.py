@@ -149,7 +149,7 @@ def test_names_that_were_never_admitted_become_no_labels_of_the_figures(chief: C
         fed, stream = beats(chief_pb2.Beat(task=name, incarnation=1))
         assert next(chief.client.stub.Heartbeat(stream, timeout=5.0)).fenced
         fed.put(None)
-    text = prometheus_client.generate_latest(chief.process._metrics.registry).decode()
+    text = prometheus_client.generate_latest(chief.process.metrics.registry).decode()
     assert 'peer="unknown"' in text
     assert "worker/77" not in text
     assert "nobody" not in text
@@ -167,7 +167,7 @@ def test_tasks_hear_of_the_end_before_the_parameters_are_hashed(
         told.append(link.wait(lambda orders: orders.phase is Phase.ENDED, timeout_s=5.0))
         return "abc"
 
-    state = chief.process._control.program.state
+    state = chief.process.control.program.state
     monkeypatch.setattr(state.saves, "checkpoint_step", 4)
     monkeypatch.setattr(chief.process._checkpointer.store, "open", lambda step, verify: None)
     monkeypatch.setattr(control, "parameters_digest", digest)
@@ -213,7 +213,7 @@ def test_steps_that_ended_just_before_the_farewell_are_told_with_it(
         told.extend(report.step for report in beat.steps)
         return ()
 
-    monkeypatch.setattr(chief.process._control.program.heartbeats, "reported", reported)
+    monkeypatch.setattr(chief.process.control.program.heartbeats, "reported", reported)
     link = chief.link("worker", job=make_job_spec())
     link.join()
     assert link.wait(lambda orders: orders.version > 0, timeout_s=5.0)
@@ -273,7 +273,7 @@ def test_an_earlier_run_is_not_overwritten_without_resume(tmp_path: Path) -> Non
     cluster = ClusterSpec({"chief": ("127.0.0.1:0",), "ps": ("127.0.0.1:0",)})
     config = RoleConfig(role="chief", index=0, cluster=cluster, out=tmp_path)
     with pytest.raises(UsageError, match=r"up to step 10.*--resume"):
-        service._resume(config, tmp_path)
+        service.checkpoint_to_resume(config, tmp_path)
 
 
 def test_settings_of_the_trainer_process_survive_the_way_there(tmp_path: Path) -> None:
@@ -356,13 +356,13 @@ def test_a_chief_that_was_killed_before_it_had_closed_says_good_bye_once_more(tm
 def test_another_job_than_the_one_that_has_not_ended_is_refused_with_the_difference(tmp_path: Path) -> None:
     cluster = ClusterSpec({"chief": ("127.0.0.1:0",), "ps": ("127.0.0.1:0",), "worker": ("127.0.0.1:0",)})
     config = RoleConfig(role="chief", index=0, cluster=cluster, out=tmp_path, timeouts=TIMEOUTS)
-    settings = service._settings(config)
+    settings = service.settings_of(config)
     known = Remembered(term=1, job=dataclasses.replace(make_job_spec(), steps=20), timeline=1 << 32 | 1)
     with pytest.raises(UsageError, match=r"has not ended, and this one differs \(steps: 10 here, 20 in the job\)"):
-        service._unfinished(config, tmp_path, known, make_job_spec(), settings)
-    assert service._unfinished(config, tmp_path, known, None, settings) is known
+        service.unfinished_job(config, tmp_path, known, make_job_spec(), settings)
+    assert service.unfinished_job(config, tmp_path, known, None, settings) is known
     again = dataclasses.replace(config, resume=True)
-    assert service._unfinished(again, tmp_path, known, make_job_spec(), settings) is None
+    assert service.unfinished_job(again, tmp_path, known, make_job_spec(), settings) is None
 
 
 def run_in_thread(config: RoleConfig) -> int:

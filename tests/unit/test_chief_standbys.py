@@ -288,7 +288,7 @@ def test_a_cut_right_after_a_failover_is_no_matter_of_the_server_that_came_back_
     # Until it is to be led, so that commands go to it, and configured after that.
     while phase(cluster) is not Phase.RUNNING or not cluster.held:
         if cluster.held:
-            cluster._run(cluster.held.pop(0))
+            cluster.carry_out(cluster.held.pop(0))
             cluster.settle()
         else:
             cluster.tick()

@@ -322,7 +322,7 @@ def test_copies_whose_finished_leases_died_with_the_chief_are_released_and_not_s
     cluster = mortal(mode="async", steps=200)
     for ps in cluster.ps:
         ps.version = ps.step = 30
-        ps._cut(Cut(timeline=ps.timeline, step=30))
+        ps.obey(Cut(timeline=ps.timeline, step=30))
     saves = len(cluster.saves)
     cluster.next_chief()
     cluster.hear()

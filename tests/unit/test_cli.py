@@ -4,13 +4,11 @@ import dataclasses
 import io
 import json
 import os
-import queue
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -21,9 +19,8 @@ from shardline import errors, methods, plugins
 from shardline.cli import cluster_commands, options, progress, roles
 from shardline.cli import main as command_line
 from shardline.cli.main import main
-from shardline.cli.process_exits import Ended
 from shardline.cli.terminal import PlainConsole
-from shardline.cli.train import Polled, _Run, check_summary, launch_options, report, train
+from shardline.cli.train import check_summary, launch_options, report, train
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, environment_security, environment_switch
 from shardline.core.status import ChiefStatus, ShardStatus, TaskStatus
@@ -395,30 +392,6 @@ def test_lines_come_every_few_seconds_and_the_last_one_always() -> None:
         for step in (1, 2, 3, 4, 5):
             display.update(ChiefStatus(phase="running", step=step))
     assert stream.getvalue().splitlines() == ["step 1", "step 4", "step 5"]
-
-
-class Said:
-    """A display that keeps what stays."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, sentence: str) -> None:
-        self.lines.append(sentence)
-
-    def update(self, status: ChiefStatus) -> None:
-        pass
-
-
-def test_address_of_the_page_is_said_once_and_again_when_a_new_chief_has_another() -> None:
-    events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    for port in (1, 1, 2, 2):
-        events.put(Polled(dataclasses.replace(RUNNING, page=f"http://127.0.0.1:{port}/")))
-    events.put(Ended("chief/0", 0, False, "done"))
-    cluster = SimpleNamespace(events=events, options=SimpleNamespace(timeouts=Timeouts(total_s=30.0)))
-    said = Said()
-    assert _Run(cluster, PlainConsole(file=io.StringIO()))._loop(said) == 0  # type: ignore[arg-type]
-    assert said.lines == ["page: http://127.0.0.1:1/", "page: http://127.0.0.1:2/"]
 
 
 def test_bar_shows_loss_and_rates() -> None:

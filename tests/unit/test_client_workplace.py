@@ -73,11 +73,11 @@ def place() -> Iterator[Workplace]:
 def test_servers_not_heard_are_told_only_while_the_history_in_which_they_were_not_heard_is_in_force(
     link: ChiefLink,
 ) -> None:
-    link._obey(Orders(version=1, timeline=5))
+    link.obey(Orders(version=1, timeline=5))
     link.suspect(["ps/1"], 5)
     assert list(link._beat(threading.Event()).suspects) == ["ps/1"]
     # ps/1 may be another process there.
-    link._obey(Orders(version=2, timeline=6))
+    link.obey(Orders(version=2, timeline=6))
     assert list(link._beat(threading.Event()).suspects) == []
 
 

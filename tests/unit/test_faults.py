@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import queue
+import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ from shardline.cli.cluster_commands import headline
 from shardline.cli.process_exits import Ended, lacking
 from shardline.cli.status_warnings import AGAIN_S, StatusWarnings
 from shardline.cli.top_frame import Curves, frame
-from shardline.cli.train import Polled, _Run
+from shardline.cli.train import Polled
 from shardline.core.status import ChiefStatus, EventStatus, TaskStatus
-from shardline.core.timeouts import Timeouts
 from shardline.observability.metrics import Metrics
 from shardline.observability.view import as_json, cluster_view
 from shardline.rpc.messages.status import chief_status_from_proto, chief_status_to_proto
@@ -26,6 +24,7 @@ from shardline_chief.io.reporter import Reporter
 from shardline_chief.io.summary import overview
 from shardline_chief.rules.actions import Cut
 from tests.support.chief_cluster import Cluster, running
+from tests.support.launched import Launched, Watch
 
 FAULT = "no checkpoint at step 40: No space left on device; the last good checkpoint is of step 10: /out/step-10"
 STATUS = ChiefStatus(job="digits", phase="running", step=45, steps=100, faults=(FAULT,))
@@ -36,7 +35,7 @@ STATUS = ChiefStatus(job="digits", phase="running", step=45, steps=100, faults=(
 
 def fail_to_save(cluster: Cluster, step: int) -> None:
     for ps in cluster.ps:
-        ps._cut(Cut(timeline=ps.timeline, step=step))
+        ps.obey(Cut(timeline=ps.timeline, step=step))
     cluster.disk_full = True
     cluster.advance(step)
 
@@ -59,7 +58,7 @@ def test_a_job_without_its_last_checkpoint_ends_with_the_newest_one_named() -> N
     cluster = running()
     for step in (10, 20):
         for ps in cluster.ps:
-            ps._cut(Cut(timeline=ps.timeline, step=step))
+            ps.obey(Cut(timeline=ps.timeline, step=step))
         cluster.advance(step)
     cluster.disk_full = True
     cluster.advance(100)
@@ -147,42 +146,9 @@ def test_the_job_can_not_go_on_where_those_that_it_needs_are_gone_for_good(
     assert lacking(tasks, gone, begun=begun, **fields) == phrase
 
 
-class Display:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, sentence: str) -> None:
-        self.lines.append(sentence)
-
-    def update(self, status: ChiefStatus) -> None:
-        pass
-
-
-class Launched:
-    """A cluster whose events are given; `why` is what it lacks."""
-
-    def __init__(self, tmp_path: Path, *events: object, why: str = "") -> None:
-        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        for event in events:
-            self.events.put(event)
-        self.options = SimpleNamespace(timeouts=Timeouts(total_s=30.0), script=False, out=tmp_path)
-        self.why = why
-        self.interrupted = 0
-
-    def lacking(self, *, begun: bool) -> str:
-        return self.why
-
-    def last_words(self, task: str) -> str:
-        return f"{task} has had enough"
-
-    def interrupt(self) -> None:
-        self.interrupted += 1
-
-
-def loop(cluster: Launched) -> tuple[int | None, list[str], _Run]:
-    display = Display()
-    run = _Run(cluster, Console(file=io.StringIO()))  # type: ignore[arg-type]
-    return run._loop(display), display.lines, run  # type: ignore[arg-type]
+def failure(capsys: pytest.CaptureFixture[str]) -> str:
+    """Why the run failed, as its user reads it; empty if it did not."""
+    return capsys.readouterr().err.partition("\n")[0].removeprefix("shardline: ")
 
 
 def polled(phase: str, **states: str) -> Polled:
@@ -194,9 +160,9 @@ DONE = Ended("chief/0", 0, False, "done")
 QUIET = Ended("worker/0", 0, False, "its part is done")
 
 
-def test_a_task_that_ends_with_0_while_the_job_runs_is_said(tmp_path: Path) -> None:
+def test_a_task_that_ends_with_0_while_the_job_runs_is_said(tmp_path: Path, watch: Watch) -> None:
     seen = [polled("running", worker_0="alive"), QUIET]
-    code, lines, _ = loop(Launched(tmp_path, *seen, *[polled("running", worker_0="suspect")] * 3, DONE))
+    code, lines = watch(Launched(tmp_path, *seen, *[polled("running", worker_0="suspect")] * 3, DONE))
     assert code == 0
     (line,) = lines
     assert line.startswith("worker/0 ended with exit code 0 although the job has not ended (step 7)")
@@ -206,41 +172,73 @@ def test_a_task_that_ends_with_0_while_the_job_runs_is_said(tmp_path: Path) -> N
     "after",
     [[polled("running", worker_0="left")] * 3, [polled("stopping", worker_0="alive")] * 3, [], [polled("ended")]],
 )
-def test_a_task_that_was_asked_to_go_or_goes_with_the_job_is_not_said(tmp_path: Path, after: list[Polled]) -> None:
-    _, lines, _ = loop(Launched(tmp_path, polled("running", worker_0="alive"), QUIET, *after, DONE))
+def test_a_task_that_was_asked_to_go_or_goes_with_the_job_is_not_said(
+    tmp_path: Path, watch: Watch, after: list[Polled]
+) -> None:
+    _, lines = watch(Launched(tmp_path, polled("running", worker_0="alive"), QUIET, *after, DONE))
     assert lines == []
 
 
-def test_with_nobody_left_the_chief_is_asked_at_once_to_end_with_a_checkpoint(tmp_path: Path) -> None:
+def test_with_nobody_left_the_chief_is_asked_at_once_to_end_with_a_checkpoint(
+    tmp_path: Path, watch: Watch, capsys: pytest.CaptureFixture[str]
+) -> None:
     killed = Ended("worker/0", -9, False, "worker/0 was killed by SIGKILL: it was restarted 3 times already")
     running = polled("running", worker_0="dead")
     cluster = Launched(tmp_path, running, killed, running, running, running, DONE, why="nobody is left to train")
-    code, lines, run = loop(cluster)
-    assert (code, cluster.interrupted) == (0, 1)
+    code, lines = watch(cluster)
+    # The chief ended as it was asked to; the run failed as the last worker did.
+    assert (code, cluster.interrupted) == (128 + 9, 1)
     assert lines[-1] == "nobody is left to train: ending with a checkpoint"
-    assert run._ended_for is not None and run._ended_for.end is killed
+    assert failure(capsys) == "worker/0: worker/0 has had enough; nobody is left to train"
 
 
-def test_a_server_that_is_gone_before_training_began_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_a_server_that_is_gone_before_training_began_ends_the_run_at_once(
+    tmp_path: Path, watch: Watch, capsys: pytest.CaptureFixture[str]
+) -> None:
     refused = Ended("ps/1", 2, False, "ps/1 ended with exit code 2")
     waiting = polled("waiting", ps_0="alive")
     why = "the job can't begin without it"
-    code, _, run = loop(Launched(tmp_path, waiting, refused, waiting, waiting, why=why))
-    assert code is None
-    assert run._hopeless is not None and (run._hopeless.end, run._hopeless.why) == (refused, why)
+    cluster = Launched(tmp_path, waiting, refused, waiting, waiting, why=why)
+    assert watch(cluster)[0] == 2
+    assert failure(capsys) == f"ps/1: ps/1 has had enough; {why}"
+    assert cluster.interrupted == 0, "the chief has nothing to save"
 
 
-def test_a_job_that_goes_on_without_the_one_that_is_gone_is_left_alone(tmp_path: Path) -> None:
+def test_a_job_that_goes_on_without_the_one_that_is_gone_is_left_alone(
+    tmp_path: Path, watch: Watch, capsys: pytest.CaptureFixture[str]
+) -> None:
     refused = Ended("ps/1", 2, False, "ps/1 ended with exit code 2")
     cluster = Launched(tmp_path, polled("init"), refused, polled("running"), DONE, why="the job can't begin without it")
     plain, cluster.lacking = cluster.lacking, lambda *, begun: "" if begun else cluster.why  # type: ignore[method-assign]
     assert plain(begun=True)
-    code, _, run = loop(cluster)
-    assert (code, run._hopeless, cluster.interrupted) == (0, None, 0)
+    assert watch(cluster)[0] == 0
+    assert (failure(capsys), cluster.interrupted) == ("", 0)
 
 
-def test_the_last_words_are_the_chiefs_own_where_its_log_could_not_take_them(tmp_path: Path) -> None:
-    _, _, run = loop(Launched(tmp_path, polled("running"), Ended("chief/0", 6, False, "the job ends with it")))
-    assert run._last_words() == "chief/0 has had enough"
-    run._last = ChiefStatus(phase="ended", exit_code=6, reason="no checkpoint at the end: the disk is full")
-    assert run._last_words() == "no checkpoint at the end: the disk is full"
+@pytest.mark.parametrize("told", [False, True])
+def test_the_last_words_are_the_chiefs_own_where_its_log_could_not_take_them(
+    tmp_path: Path, watch: Watch, capsys: pytest.CaptureFixture[str], told: bool
+) -> None:
+    reason = "no checkpoint at the end: the disk is full"
+    last = Polled(ChiefStatus(phase="ended", exit_code=6, reason=reason)) if told else polled("running")
+    assert watch(Launched(tmp_path, last, Ended("chief/0", 6, False, "the job ends with it")))[0] == 6
+    assert failure(capsys) == (reason if told else "chief/0 has had enough")
+
+
+@pytest.mark.parametrize("step", [-1, 0, 20])
+def test_a_run_that_can_not_go_on_names_a_checkpoint_only_where_it_holds_a_step(
+    tmp_path: Path, watch: Watch, capsys: pytest.CaptureFixture[str], step: int
+) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"checkpoint_step": step}))
+    running = polled("running", worker_0="alive")
+    cluster = Launched(tmp_path, running, QUIET, running, running, DONE, why="nobody is left to train")
+    assert watch(cluster)[0] == 4
+    assert failure(capsys).endswith(
+        "nobody is left to train" + (". Go on with --resume from step 20" if step == 20 else "")
+    )
+
+
+def test_address_of_the_page_is_said_once_and_again_when_a_new_chief_has_another(tmp_path: Path, watch: Watch) -> None:
+    pages = [Polled(ChiefStatus(phase="running", page=f"http://127.0.0.1:{port}/")) for port in (1, 1, 2, 2)]
+    code, lines = watch(Launched(tmp_path, *pages, DONE))
+    assert (code, lines) == (0, ["page: http://127.0.0.1:1/", "page: http://127.0.0.1:2/"])

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from shardline.cli.launcher import LaunchError, LocalCluster, task_command, task_environment
-from shardline.cli.process_exits import MAX_RESTARTS, Ended, may_restart
+from shardline.cli.process_exits import MAX_RESTARTS, may_restart
 from shardline.cli.terminal import PlainConsole
-from shardline.cli.train import _Hopeless, _Run, run
+from shardline.cli.train import LaunchedRun, Polled, run
 from shardline.core.status import ChiefStatus, TaskStatus
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, TaskLostError, UsageError
@@ -308,8 +308,6 @@ def test_a_failure_is_shown_first_and_who_never_joined_is_not_waited_for(
     options = launch(tmp_path, job=job, workers=1, evaluators=1, timeouts=Timeouts(total_s=600.0))
     shown: list[str] = []
     with LocalCluster(options) as cluster:
-        tell_chief(cluster, "exit 4")
-        assert cluster.wait(timeout_s=20) == 4
         kill = cluster.kill
 
         def killed(task: str, *, restart: bool = True) -> None:
@@ -318,30 +316,15 @@ def test_a_failure_is_shown_first_and_who_never_joined_is_not_waited_for(
             kill(task, restart=restart)
 
         monkeypatch.setattr(cluster, "kill", killed)
-        train = _Run(cluster, PlainConsole(stderr=True))
-        train._last = status("running", step=3, joined=("chief/0", "ps/0", "worker/0"))
+        # It asks nobody: this chief speaks another protocol.
+        monkeypatch.setattr("shardline.cli.train.POLL_S", 600.0)
+        cluster.events.put(Polled(status("running", step=3, joined=("chief/0", "ps/0", "worker/0"))))
+        tell_chief(cluster, "exit 4")
         began_s = time.monotonic()
-        assert train._finish(4, None) == 4
+        assert LaunchedRun(cluster, PlainConsole(stderr=True)).to_the_end(None) == 4
         assert time.monotonic() - began_s < options.timeouts.dead_s / 4
     assert len(shown) == 1 and "shardline: the chief ended with exit code 4" in shown[0]
     assert "still there after the chief's end" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("step", [-1, 0, 20])
-def test_a_run_that_can_not_go_on_names_a_checkpoint_only_where_it_holds_a_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int
-) -> None:
-    options = launch(tmp_path)
-    options.out.mkdir()
-    (options.out / "summary.json").write_text(json.dumps({"checkpoint_step": step}))
-    cluster = LocalCluster(options)
-    train = _Run(cluster, PlainConsole(stderr=True))
-    train._last = status("ended", step=step, joined=())
-    end = Ended("worker/0", 0, False, "")
-    assert train._fail_for(_Hopeless(end, 0.0, "nobody is left to train")) == 4
-    first = capsys.readouterr().err.splitlines()[0]
-    assert first.endswith("nobody is left to train" + (". Go on with --resume from step 20" if step == 20 else ""))
-    cluster.stop()
 
 
 def test_as_long_as_one_worker_is_there_somebody_trains(tmp_path: Path, fake_roles: Path) -> None:

@@ -440,7 +440,7 @@ def test_a_signal_wakes_those_who_wait_and_says_when_the_time_is_up() -> None:
         signal.notify()
         assert await signal.wait(waiter, 5.0)
         assert not await signal.wait(signal.arm(), 0.01)
-        assert not signal._waiters
+        assert not signal.waiters
 
     asyncio.run(run())
 

@@ -131,10 +131,10 @@ async def push(store: ParameterStore, frames: Iterator[PushFrameView]) -> PushRe
 async def nothing_is_left(store: ParameterStore) -> None:
     """Leases that threads gave back are taken by the loop soon."""
     for _ in range(200):
-        if not store.staging._leased and not store.staging._ledger._open:
+        if not store.staging.leased and not store.staging.ledger.entries:
             break
         await asyncio.sleep(0.01)
-    assert store.staging._leased == 0 and store.staging._ledger._open == []
+    assert store.staging.leased == 0 and store.staging.ledger.entries == []
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -474,7 +474,7 @@ def test_what_is_decoded_from_a_workers_memory_is_counted_and_what_is_read_there
             await asyncio.sleep(0)
         await asyncio.gather(*pushed.running)
         if mode == "async":
-            assert store.staging._leased == 2 * held
+            assert store.staging.leased == 2 * held
         result = await receiver.feed(PushFrameView(commit=data_pb2.Commit(buckets=2)))
         assert result is not None
         assert result.ack.outcome == (common_pb2.OUTCOME_APPLIED if mode == "async" else common_pb2.OUTCOME_COUNTED)

@@ -21,4 +21,4 @@ class GrpcLane(ShardCalls):
         self._arm()
         requests = exchange_requests(sender, self._shard, contributions, want)
         single = len(self._elements) < 2 and is_small(contributions)
-        return self._converse(requests, contributions, want, sink, timeout_s=timeout_s, single=single)
+        return self.converse(requests, contributions, want, sink, timeout_s=timeout_s, single=single)

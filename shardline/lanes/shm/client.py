@@ -154,7 +154,7 @@ class ShmLane(ShardCalls):
             mapped = self._opened(sender, max(1, len(contributions)), min(timeout_s, self._timeout_s))
             mapped.used.clear()
             step = contributions[0].step if contributions else 0
-            done = self._converse(
+            done = self.converse(
                 referred_requests(
                     sender,
                     self._shard,
@@ -239,7 +239,7 @@ class ShmLane(ShardCalls):
         if mapped is not None and mapped.sender == sender.who and mapped.room(self._length) >= pushes:
             return mapped
         self._drop()
-        opened = self._open(sender, timeout_s=timeout_s)
+        opened = self.open_attachment(sender, timeout_s=timeout_s)
         try:
             self._mapped = self._share(opened, sender, pushes, time.monotonic() + min(timeout_s, KNOCK_S))
         except (SegmentError, OSError) as error:

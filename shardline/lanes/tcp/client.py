@@ -58,7 +58,8 @@ class TcpLane(ShardCalls):
         self._timeouts = timeouts
         self._tls = tls
         self._tls_name = tls_name
-        self._sockets: BulkSockets | None = None
+        self.sockets: BulkSockets | None = None
+        """The open sockets; None before the first exchange and after one that broke off."""
         self._dialling: list[socket.socket] = []
         self._busy = False
 
@@ -80,7 +81,7 @@ class TcpLane(ShardCalls):
                 requests = referred_requests(
                     sender, self._shard, contributions, want, sockets.attached, place=_in_order, after=sockets.send
                 )
-            done = self._converse(
+            done = self.converse(
                 requests,
                 contributions,
                 want,
@@ -109,8 +110,8 @@ class TcpLane(ShardCalls):
         with self._lock:
             for sock in self._dialling:
                 bulk.shut(sock)
-            if self._sockets is not None and self._busy:
-                self._sockets.shut()
+            if self.sockets is not None and self._busy:
+                self.sockets.shut()
 
     def close(self) -> None:
         """End a running exchange and close the sockets. The channel belongs to Peers."""
@@ -120,11 +121,11 @@ class TcpLane(ShardCalls):
 
     def _opened(self, sender: Sender, timeout_s: float) -> BulkSockets:
         """The sockets of this sender, opened now if there is none."""
-        sockets = self._sockets
+        sockets = self.sockets
         if sockets is not None and sockets.alive and sockets.sender == sender.who:
             return sockets
         self._abandon()
-        opened = self._open(sender, timeout_s=timeout_s)
+        opened = self.open_attachment(sender, timeout_s=timeout_s)
         # The host that the call was made to: the server may know itself by another name.
         host, _ = parse_address(self._peer.address)
         made: list[socket.socket] = []
@@ -171,7 +172,7 @@ class TcpLane(ShardCalls):
 
     def _keep(self, sockets: BulkSockets) -> BulkSockets:
         with self._lock:
-            self._sockets = sockets
+            self.sockets = sockets
             if self._cancelled:
                 sockets.shut()
         return sockets
@@ -179,7 +180,7 @@ class TcpLane(ShardCalls):
     def _abandon(self) -> None:
         """Close the sockets: bytes in flight have no meaning any more."""
         with self._lock:
-            sockets, self._sockets = self._sockets, None
+            sockets, self.sockets = self.sockets, None
         if sockets is not None:
             sockets.close()
 
