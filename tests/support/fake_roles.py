@@ -65,14 +65,27 @@ def other(config):
 """
 
 
+# All tasks have torch imported before their role begins, which takes seconds and is of no use to a stand-in.
+WITHOUT_TORCH = """
+import sys, types
+eager = types.ModuleType("shardline.update.torch_optim.eager")
+eager.leave_compiler_out = lambda: None
+sys.modules[eager.__name__] = eager
+"""
+
+
 @pytest.fixture
 def fake_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the children's path whose roles take precedence over the installed ones."""
+    """A folder on the children's path whose roles take the place of the installed ones.
+
+    It has the installed distribution's name, so that nobody imports the real roles as well.
+    """
     folder = tmp_path / "fakes"
-    info = folder / "fake_roles-1.0.dist-info"
+    info = folder / "shardline-1.0.dist-info"
     info.mkdir(parents=True)
     (folder / "fake_roles.py").write_text(FAKE_ROLES)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-roles\nVersion: 1.0\n")
+    (folder / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shardline\nVersion: 1.0\n")
     roles = {"chief": "chief", "ps": "other", "worker": "other", "evaluator": "other"}
     lines = [f"{role} = fake_roles:{function}" for role, function in roles.items()]
     (info / "entry_points.txt").write_text("[shardline.roles]\n" + "\n".join(lines) + "\n")
