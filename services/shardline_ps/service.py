@@ -208,12 +208,12 @@ def _serve(config: RoleConfig, process: PsProcess, termination: Termination, add
         if failure:
             raise failure[0]
         log.info("the job has ended: %s", process.end_reason or "done")
-        return _exit_code(link) if config.exit_with_job else 0
+        return exit_code_of(link) if config.exit_with_job else 0
     finally:
         link.close()
 
 
-def _exit_code(link: ChiefLink) -> int:
+def exit_code_of(link: ChiefLink) -> int:
     """The job's exit code. The command to stop may arrive before the orders that contain it."""
     if not link.wait(lambda orders: orders.phase is Phase.ENDED, link.timeouts.suspect_s):
         log.warning("told to stop, but not how the job went; ending as if it had failed")

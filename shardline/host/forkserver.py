@@ -152,22 +152,23 @@ class TaskStarter:
     """Starts tasks: as forks where that is possible, else with exec. Used by one thread at a time."""
 
     def __init__(self) -> None:
-        self._server: ForkServer | None = None
+        self.server: ForkServer | None = None
+        """The process that is forked; None where tasks are started by exec."""
 
     def begin(self, environment: Mapping[str, str], modules: Sequence[str] = ()) -> None:
         """Begin the imports; returns at once. See ForkServer for the arguments."""
         if CAN_FORK:
             try:
-                self._server = ForkServer(environment, modules)
+                self.server = ForkServer(environment, modules)
             except OSError as error:
                 log.warning("tasks are started one by one, since no process can be forked for them: %s", error)
 
     def await_ready(self, timeout_s: float) -> bool:
         """Wait until tasks can be started; False after timeout_s. For a thread that signals may interrupt."""
-        if self._server is None:
+        if self.server is None:
             return True
         try:
-            return self._server.await_ready(timeout_s)
+            return self.server.await_ready(timeout_s)
         except OSError as error:
             self._give_up(error)
             return True
@@ -180,9 +181,9 @@ class TaskStarter:
         self, command: Sequence[str], environment: Mapping[str, str], output: BinaryIO, kept: Sequence[int]
     ) -> subprocess.Popen[bytes] | ForkedProcess:
         """A new process in a session of its own; see ForkServer.start(). Raises OSError."""
-        if self._server is not None and can_fork(command):
+        if self.server is not None and can_fork(command):
             try:
-                return ForkedProcess(self._server.start(command, environment, output.fileno(), kept))
+                return ForkedProcess(self.server.start(command, environment, output.fileno(), kept))
             except OSError as error:
                 self._give_up(error)
         return subprocess.Popen(
@@ -197,9 +198,9 @@ class TaskStarter:
 
     def close(self) -> None:
         """End the process that is forked; the tasks go on."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self.server is not None:
+            self.server.close()
+            self.server = None
 
 
 def can_fork(command: Sequence[str]) -> bool:

@@ -45,7 +45,7 @@ from tests.support.lanes import (
 )
 from tests.support.plain_client import FIRST_W, FROZEN, RATE, STATS, PlainClient, W, floats
 from tests.support.refusals import OUTCOMES, unchanged
-from tests.support.segments import descriptors, mappings, unsealed
+from tests.support.segments import descriptors, knock_message, mappings, unsealed
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfds are Linux's")
@@ -244,9 +244,7 @@ def test_wrong_and_used_tokens_are_refused_and_descriptors_closed(bench: ShmBenc
     token = bench.token()
 
     def knock(shown: bytes) -> int:
-        return bench.knock(
-            segments.KNOCK.pack(b"shardln1", shown, bench.length), [unsealed(bench.length, segments.FIXED)]
-        )
+        return bench.knock(knock_message(shown, bench.length), [unsealed(bench.length, segments.FIXED)])
 
     assert knock(bytes(32)) == 0
     # Right in its first bytes, by which it is found.
@@ -277,7 +275,7 @@ def test_wrong_and_used_tokens_are_refused_and_descriptors_closed(bench: ShmBenc
 def test_a_segment_that_is_not_as_agreed_is_refused(bench: ShmBench, seals: int, said: int, real: int) -> None:
     """said, real: bytes more than one push has."""
     fd = unsealed(bench.length + real, seals)
-    assert bench.knock(segments.KNOCK.pack(b"shardln1", bench.token(), bench.length + said), [fd]) == 0
+    assert bench.knock(knock_message(bench.token(), bench.length + said), [fd]) == 0
     assert bench.offer.acceptor.refused == 1
     assert mappings("shardline-test") == set() and descriptors("shardline-test") == 0
     assert bench.pull(0).heads
@@ -289,7 +287,7 @@ def test_another_user_gets_no_segments(bench: ShmBench, monkeypatch: pytest.Monk
         patch.setattr(os, "geteuid", lambda: uid + 1)
         with pytest.raises(LaneUnavailable, match=f"the process behind the socket is of user {uid}"):
             bench.pull(0)
-        assert bench.knock(segments.KNOCK.pack(b"shardln1", bench.token(), bench.length), []) == 0
+        assert bench.knock(knock_message(bench.token(), bench.length), []) == 0
         assert bench.offer.acceptor.refused >= 1
     assert bench.pull(0).heads
 

@@ -58,7 +58,7 @@ from tests.support.lanes import (
 )
 from tests.support.plain_client import ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient, floats
 from tests.support.refusals import unchanged
-from tests.support.segments import descriptors, mappings, unsealed
+from tests.support.segments import descriptors, knock_message, mappings, unsealed
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfds are Linux's")
@@ -136,10 +136,11 @@ def test_nothing_makes_what_is_published_writable_or_shorter_for_a_worker(bench:
     bench.pull(0)
     published = bench.ps.store.shards[0].publication
     assert isinstance(published, SegmentPublication) and bench.lane.mapped is not None
-    for number, area in bench.lane.mapped._areas.items():
+    for number in range(len(published.areas)):
+        area = bench.lane.mapped.area(number)
         # The worker gets this very descriptor, and has closed it after mapping.
         held, nbytes = published.areas[number].fd, area.nbytes
-        start = np.frombuffer(area.memory, np.uint8).__array_interface__["data"][0]
+        start = np.frombuffer(area, np.uint8).__array_interface__["data"][0]
         assert start % mmap.PAGESIZE == 0
         ctypes.set_errno(0)
         assert LIBC.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE)
@@ -193,7 +194,7 @@ def test_what_is_no_readable_segment_is_refused_whatever_it_is(bench: ShmBench) 
     before = all_descriptors()
     kinds = odd_files(bench.length)
     for count, (kind, fd) in enumerate(kinds.items(), 1):
-        message = segments.KNOCK.pack(b"shardln1", bench.token(), bench.length)
+        message = knock_message(bench.token(), bench.length)
         assert bench.knock(message, [fd]) == 0, kind
         assert bench.offer.acceptor.refused == count
     assert len(kinds) >= 6
@@ -208,7 +209,7 @@ def test_one_descriptor_comes_with_a_token_neither_none_nor_more(bench: ShmBench
     bench.pull(0)
     before = all_descriptors()
     whole = unsealed(bench.length, segments.FIXED)
-    message = segments.KNOCK.pack(b"shardln1", bench.token(), bench.length)
+    message = knock_message(bench.token(), bench.length)
     # OpenLane took the segments of before back: the ps's descriptor of them is closed too.
     assert bench.knock(message, [os.dup(whole) for _ in range(count)]) == 0
     os.close(whole)
@@ -274,12 +275,11 @@ def test_more_bytes_than_the_bucket_has_are_not_read(bench: ShmBench, ready: Pla
 
 
 def test_a_worker_with_a_plan_of_another_size_shares_no_memory(bench: ShmBench, ready: PlainClient) -> None:
-    bench.lane._length *= 2
-    with pytest.raises(LaneUnavailable, match="the server refused the token or the segment"):
-        bench.pull(0)
-    bench.lane._length //= 4
-    with pytest.raises(LaneUnavailable, match="the server refused the token or the segment"):
-        bench.pull(0)
+    for buckets in (spec().buckets * 2, spec().buckets[:1]):
+        lane = ShmLane(bench.peer, 0, dataclasses.replace(spec(), buckets=buckets), timeout_s=DEADLINE_S)
+        with pytest.raises(LaneUnavailable, match="the server refused the token or the segment"):
+            lane.exchange(SENDER, [], Want(step=0), Mapping(), timeout_s=DEADLINE_S)
+        del lane
     gc.collect()
     assert bench.offer.acceptor.refused == 2 and mappings(GRADIENTS) == set()
     another = dataclasses.replace(SENDER, plan_id="feed")
@@ -294,10 +294,10 @@ def test_a_worker_with_a_plan_of_another_size_shares_no_memory(bench: ShmBench, 
 def test_another_users_process_is_sent_away_and_sends_itself_away(bench: ShmBench) -> None:
     bench.pull(0)
     token = bench.token()
-    message = segments.KNOCK.pack(b"shardln1", token, bench.length)
+    message = knock_message(token, bench.length)
     assert elsewhere(become_nobody, lambda: bench.knock(message, [unsealed(bench.length, segments.FIXED)])) == 0
     assert bench.offer.acceptor.refused == 1 and len(bench.offer.acceptor.tokens) == 1
-    bench.lane._mapped = None
+    bench.lane.close()
     with pytest.raises(LaneUnavailable, match=rf"is of user {os.geteuid()}, this one of {NOBODY}"):
         elsewhere(become_nobody, lambda: bench.pull(0))
     assert bench.pull(0).heads
@@ -356,7 +356,7 @@ def test_a_crowd_that_says_nothing_keeps_a_worker_waiting_and_no_longer(
     for one in crowd:
         one.close()
     wait_for(lambda: bench.offer.acceptor.guests == 0, "the crowd to be gone")
-    bench.lane._mapped = None
+    bench.lane.close()
     on_loop(bench.ps, lambda: bench.ps.attachments.drop_all("a test"))
     gc.collect()
     wait_for(lambda: all_descriptors() <= before, "all descriptors to be closed")
@@ -541,7 +541,7 @@ def test_a_server_that_is_configured_anew_keeps_nothing_of_before(ps: Ps, client
             client.timeline = SENDER.timeline + life
             client.start()
             sender = dataclasses.replace(SENDER, timeline=client.timeline)
-            bench.lane._mapped = None
+            bench.lane.close()
             done = bench.exchange(gradient(), Want(step=1, wait_s=5.0), sender=sender)
             assert done.end is not None and done.end.outcome is Outcome.SERVED
             # One shard's two areas at both ends, and gradients, with one descriptor per mapping and one to pass on.
@@ -598,6 +598,6 @@ def test_a_token_that_nobody_used_goes_with_its_worker(bench: ShmBench) -> None:
     assert bench.open == 1 and len(bench.offer.acceptor.tokens) == 1
     on_loop(bench.ps, lambda: bench.ps.attachments.keep_only({"worker/0": 2}))
     assert bench.open == 0 and len(bench.offer.acceptor.tokens) == 0
-    message = segments.KNOCK.pack(b"shardln1", token, bench.length)
+    message = knock_message(token, bench.length)
     assert bench.knock(message, [unsealed(bench.length, segments.FIXED)]) == 0
     assert mappings("shardline-test") == set() and descriptors("shardline-test") == 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,13 +14,11 @@ from shardline.core.exchange import BucketPayload, Contribution, Want, Whole
 from shardline.core.outcome import Outcome
 from shardline.core.reduce import Block
 from shardline.errors import UnreachableError
-from shardline.lanes import call_socket
-from shardline.lanes.call_socket import CallSocket
+from shardline.lanes import calls
 from shardline.lanes.grpc.client import GrpcLane
 from shardline.lanes.shm.server import publish
 from shardline.rpc.channel import Peer
 from shardline.rpc.v1 import common_pb2, data_pb2
-from shardline.wire.protobuf import write_request
 from tests.support.cluster import Ps
 from tests.support.lanes import TIMEOUTS, Bench, ShmBench, TcpBench, floats, gradient, payload
 from tests.support.plain_client import DEADLINE_S, ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient
@@ -85,67 +84,71 @@ def test_a_pull_that_came_with_the_first_push_waits_for_the_second_of_its_call(c
     assert client.weights() == AFTER_ONE
 
 
+@dataclass
+class Made:
+    """Calls of exchanges, as gRPC keeps them."""
+
+    small: list[Any] = field(default_factory=list)
+    streams: list[Any] = field(default_factory=list)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """The calls of lanes that are opened from now on."""
+    found = Made()
+
+    def noted(method_of: Callable[[Peer], Any], kept: list[Any]) -> Callable[[Peer], Any]:
+        def of(peer: Peer) -> Callable[..., Any]:
+            method = method_of(peer)
+
+            def call(request: Any, timeout: float) -> Any:
+                kept.append(method(request, timeout=timeout))
+                return kept[-1]
+
+            return call
+
+        return of
+
+    monkeypatch.setattr(calls, "single_push_pull_method", noted(calls.single_push_pull_method, found.small))
+    monkeypatch.setattr(calls, "push_pull_method", noted(calls.push_pull_method, found.streams))
+    return found
+
+
 @pytest.fixture(params=[ShmBench, TcpBench, GrpcBench])
-def bench(request: pytest.FixtureRequest, ps: Ps, client: PlainClient) -> Iterator[Any]:
+def bench(request: pytest.FixtureRequest, ps: Ps, client: PlainClient, made: Made) -> Iterator[Any]:
     if request.param is ShmBench:
         ps.store.make_publication = publish
     client.start()
-    made = request.param(ps)
-    yield made
-    made.close()
+    opened = request.param(ps)
+    yield opened
+    opened.close()
 
 
-def asked_by(bench: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Requests of calls from now on, none of which may be sent by a thread of its own."""
-    asked: list[Any] = []
-    if isinstance(bench, GrpcBench):
-        single = bench.lane._single_push_pull
-        bench.lane._push_pull = None  # type: ignore[assignment]
-
-        def call(request: Any, timeout: float) -> Any:
-            asked.append(single(request, timeout=timeout))
-            return asked[-1]
-
-        bench.lane._single_push_pull = call
-    else:
-        monkeypatch.setattr(CallSocket, "_send_all", None)
-
-        def written(request: Any) -> bytes:
-            asked.append(request)
-            return write_request(request)
-
-        monkeypatch.setattr(call_socket, "write_request", written)
-    return asked
-
-
-def test_a_small_exchange_needs_no_stream(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = asked_by(bench, monkeypatch)
+def test_a_small_exchange_needs_no_stream(bench: Any, made: Made) -> None:
     sink = bench.sink()
     want = Want(step=1, buckets=[0], wait_s=5.0)
     done = bench.exchange(gradient(), want, sink=sink)
     assert [ack.outcome for ack in done.acks] == [Outcome.COUNTED]
     assert done.end is not None and done.end.outcome is Outcome.SERVED
-    assert sink.weights() == AFTER_ONE and len(asked) == 1
+    assert sink.weights() == AFTER_ONE and len(made.small) == 1
     # Once more: it was counted, and is told so.
     again = bench.exchange(gradient())
     assert [ack.outcome for ack in again.acks] == [Outcome.DUPLICATE]
+    assert not made.streams
 
 
-def test_a_small_exchange_that_ends_early_leaves_nothing_behind(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = asked_by(bench, monkeypatch)
+def test_a_small_exchange_that_ends_early_leaves_nothing_behind(bench: Any, made: Made) -> None:
     want = Want(step=1, buckets=[0], wait_s=15.0)
     refused = bench.exchange(gradient(step=7), want)
     assert [ack.outcome for ack in refused.acks] == [Outcome.REFUSED]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(bench.exchange, None, want)
-        wait_for(lambda: len(asked) == 2 and bool(bench.ps.servicer.calls.open), "the pull to be asked for")
+        wait_for(lambda: len(made.small) == 2, "the pull to be asked for")
         bench.lane.cancel()
         with pytest.raises(UnreachableError):
             waiting.result(10.0)
-    wait_for(lambda: not bench.ps.servicer.calls.open, "the pull to end at the server")
-    if isinstance(bench, GrpcBench):
-        # gRPC frees a call, with all that it holds, when nothing of it is due.
-        assert [sorted(call._state.due) for call in asked] == [[], []]
+    # gRPC frees a call, with all that it holds, when nothing of it is due.
+    assert [sorted(call._state.due) for call in made.small] == [[], []]
 
 
 class Late(Whole):

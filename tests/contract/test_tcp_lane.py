@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import select
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,6 @@ from tests.support.lanes import (
 )
 from tests.support.plain_client import FIRST_W, RATE, TIMELINE, PlainClient, floats, plan_id
 from tests.support.refusals import unchanged
-from tests.support.waiting import wait_for
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_opening_sockets_is_cancelled_too(bench: TcpBench) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
         bench.offer.port, port = silent.getsockname()[1], bench.offer.port
         running = pool.submit(bench.pull, 0)
-        wait_for(lambda: bool(bench.lane._dialling), "the lane to dial")
+        assert select.select([silent], [], [], DEADLINE_S)[0], "the lane does not dial"
         bench.lane.cancel()
         with pytest.raises(UnreachableError, match="given up"):
             running.result(5.0)

@@ -192,7 +192,7 @@ class PsHost(Host):
             "Lead": [[parameter_server_pb2.LeadRequest(term=client.term)]],
             "Configure": [[client.configuration(**self.configuration)]],
             "SetMembership": [[self._members()]],
-            "Restore": [self._restore()],
+            "Restore": [self.restore_frames()],
             "Activate": [[command("Activate")]],
             "Promote": [[command("Promote", shard=0)]],
             "Cut": [[command("Cut", step=5)]],
@@ -228,7 +228,7 @@ class PsHost(Host):
             found.append(whole)
         return found
 
-    def _restore(self) -> list[Message]:
+    def restore_frames(self) -> list[Message]:
         """What GetCut gives, as Restore takes it."""
         frames = self.client.stub.GetCut(self.client.command("GetCut", step=0, shard=0), timeout=PATIENCE_S)
         head = parameter_server_pb2.RestoreHead(term=self.client.term, timeline=self.client.timeline, shard=0)
@@ -294,7 +294,7 @@ class StandbyHost(Host):
         )
         found: list[Message] = [frame(head=head), frame(begin=parameter_server_pb2.ReplicaBegin(copy=7))]
         number = 0
-        for message in self._source._restore():
+        for message in self._source.restore_frames():
             restore: Any = message
             if restore.HasField("header"):
                 number += 1

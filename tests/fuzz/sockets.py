@@ -24,6 +24,7 @@ from tests.fuzz.calls import Finding, LogWatch
 from tests.fuzz.hosts import PsHost
 from tests.fuzz.messages import Draw, damaged
 from tests.fuzz.resources import Level, at_rest, settles
+from tests.support.segments import knock_message
 
 PATIENCE_S = 10.0
 KINDS = ("bulk", "segments", "grpc")
@@ -174,7 +175,7 @@ class Visitor:
     def _segments(self, visit: Visit) -> str:
         reply = self._opened(common_pb2.LANE_SHM)
         right = {"token": reply.token, "used": reply.token}.get(visit.token, bytes(32))
-        data = visit.data or segments.KNOCK.pack(b"shardln1", right, visit.nbytes)
+        data = visit.data or knock_message(right, visit.nbytes)
         if visit.token == "used" and not visit.data:
             self._knock(reply.socket, data, visit)
             assert self._knock(reply.socket, data, visit) != "taken", "a token was good twice"

@@ -162,9 +162,15 @@ def test_a_fetch_from_a_server_that_stands_still_ends_when_it_is_known_to_be_los
     job = make_job("momentum", model=Rich, replicas=2, steps=14)
     with Cluster(job, ps=2, cut_every=2, bucket_bytes=512) as cluster:
 
-        def connect(task: str, address: str) -> PsControl:
-            return PsControl(task, address, cluster.timeouts, term=0, chief_uuid="")
+        class Noted(PsControl):
+            def get_cut(self, *arguments: Any, **settings: Any) -> Any:
+                fetching.add(self.peer.task)
+                return super().get_cut(*arguments, **settings)
 
+        def connect(task: str, address: str) -> PsControl:
+            return Noted(task, address, cluster.timeouts, term=0, chief_uuid="")
+
+        fetching: set[str] = set()
         checkpointer = Checkpointer(CheckpointStore(tmp_path, 9), connect, term=1)
         reached, go = threading.Event(), threading.Event()
         save: Future[Saved] = Future()
@@ -176,7 +182,7 @@ def test_a_fetch_from_a_server_that_stands_still_ends_when_it_is_known_to_be_los
             loop.call_soon_threadsafe(go.wait, PATIENCE_S)
             assert reached.wait(PATIENCE_S)
             checkpointer.submit(save_of(cluster, 2), save.set_result)
-            wait_for(lambda: checkpointer._fetching is not None and checkpointer._fetching[0] == "ps/1", "the fetch")
+            wait_for(lambda: "ps/1" in fetching, "the fetch")
             began_s = time.monotonic()
             checkpointer.find(("ps/1",), lambda checkpoint, error: looked.set_result((checkpoint, error)))
             assert looked.result(PATIENCE_S) == (None, "")

@@ -297,7 +297,7 @@ def test_the_step_before_a_restore_was_never_published_here() -> None:
         worker.trainer.locate([0], cluster.timeline)
         with pytest.raises(Restart, match="overtaken: step 1 of bucket 0 is gone; the bucket is at 2"):
             worker.trainer.exchange.start(
-                worker.trainer._sender,
+                cluster.sender("worker/0"),
                 {0: ShardTask(shard=0, contributions=[], want=Want(step=1))},
             ).wait()
         worker.trainer.exchange.arm()

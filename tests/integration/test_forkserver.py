@@ -164,7 +164,7 @@ def test_tasks_are_started_by_exec_once_the_fork_server_has_gone(tmp_path: Path)
             process = starter.start(command, settings, output, ())
         assert process.wait() == 0
         kinds.append(type(process))
-        assert starter._server is None or not os.kill(starter._server.pid, signal.SIGKILL)
+        assert starter.server is None or not os.kill(starter.server.pid, signal.SIGKILL)
     assert kinds == [ForkedProcess, subprocess.Popen]
     assert len(list(tmp_path.glob("*.json"))) == 2
     starter.close()
@@ -178,8 +178,8 @@ def test_a_stopped_fork_server_costs_its_deadline_and_no_task_is_started_twice(
     starter = TaskStarter()
     starter.begin(dict(os.environ))
     assert starter.await_ready(60.0)
-    assert starter._server is not None
-    os.kill(starter._server.pid, signal.SIGSTOP)
+    assert starter.server is not None
+    os.kill(starter.server.pid, signal.SIGSTOP)
     command = [*COMMAND, "methods", "--plugin", str(tmp_path / "plugin.py")]
     with (tmp_path / "log").open("ab") as output:
         process = starter.start(command, {**os.environ, "FOLDER": str(tmp_path)}, output, ())

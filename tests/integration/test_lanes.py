@@ -14,7 +14,6 @@ from shardline.client.exchange.outcomes import Interrupted
 from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts
 from shardline.job import Job
-from shardline.lanes.negotiated import NegotiatedLane
 from shardline.testing import ReferenceResult, reference
 from tests.support.cluster import Cluster, Worker, assert_same_end
 from tests.support.jobs import Rich, Wide, make_job
@@ -145,23 +144,17 @@ def test_a_new_life_of_a_worker_opens_a_lane_of_its_own_and_the_old_one_is_close
         assert cluster.hosts[0].attachments.count().get(lane, 0) == 0
         cluster.worker(0, incarnation=2).run(range(job.replicas), job.steps)
         assert_same_end(cluster.state(), expected("wide"))
-        standing = old.trainer.exchange.progress(old.trainer._sender, 0, [0])
+        standing = old.trainer.exchange.progress(cluster.sender("worker/0"), 0, [0])
         assert standing.outcome is Outcome.FENCED
 
 
 def test_a_lane_that_the_ps_does_not_offer_is_left_with_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
     job = job_of("wide")
-    told: list[tuple[str, str]] = []
-
-    def listen(lane: object) -> object:
-        assert isinstance(lane, NegotiatedLane)
-        lane._on_fallback = lambda name, reason: told.append((name, reason))
-        return lane
-
     with Cluster(job, ps=1, lane="grpc") as cluster:
-        cluster.worker(0, lane="tcp", wrap=listen).run(range(job.replicas), job.steps)  # type: ignore[arg-type]
+        cluster.worker(0, lane="tcp").run(range(job.replicas), job.steps)
         assert_same_end(cluster.state(), expected("wide"))
-    assert [name for name, _ in told] == ["tcp"] and "grpc" in told[0][1]
+    ((lane, reason),) = cluster.fallbacks
+    assert lane == "tcp" and "grpc" in reason
     assert sum("lane tcp can't be used" in record.getMessage() for record in caplog.records) == 1
 
 

@@ -12,6 +12,7 @@ import torch
 
 from shardline.client.exchange.priority import pull_order
 from shardline.client.overlap import as_computed
+from shardline.client.step.layout import homes
 from shardline.core.exchange import Arrival, BucketPayload, Contribution, Exchanged, Payloads, Sender, Sink, Want
 from shardline.lanes.base import Lane
 from shardline.testing import reference
@@ -155,7 +156,7 @@ def test_the_next_forward_pass_runs_up_to_the_layer_that_has_not_come(late: str)
         model = cast(Layers, worker.model)
         number = [spec.name for spec in cluster.plan.tensors].index(late)
         waited: list[list[int]] = []
-        plain = worker._wait_for
+        plain = worker.wait_for
 
         def wait_for_tensors(tensors: Iterable[int]) -> None:
             wanted = list(tensors)
@@ -164,9 +165,9 @@ def test_the_next_forward_pass_runs_up_to_the_layer_that_has_not_come(late: str)
                 lane.may_come.set()
             plain(wanted)
 
-        worker.gate._wait_for = wait_for_tensors
+        worker.wait_for = wait_for_tensors  # type: ignore[method-assign]
         worker.run([0], 1)
-        lane.late = next(iter(worker.trainer.weights._homes[number]))[1]
+        lane.late = next(iter(homes(cluster.plan)[number]))[1]
         model.ran.clear()
         worker.trainer.exchange.arm()
         for _ in range(3):

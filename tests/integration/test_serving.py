@@ -14,8 +14,7 @@ from torch import nn
 
 from shardline.client.exchange.outcomes import Interrupted
 from shardline.client.step.sink import BucketSink
-from shardline.core.exchange import Sender, Want
-from shardline.core.identity import Identity
+from shardline.core.exchange import Want
 from shardline.core.outcome import Outcome
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ShardlineError, UsageError
@@ -26,15 +25,6 @@ from shardline.rpc.server import RpcServer
 from tests.support.cluster import PATIENCE_S, Cluster, Ps
 from tests.support.jobs import make_job
 from tests.support.waiting import wait_for
-
-
-def sender_of(cluster: Cluster, task: str) -> Sender:
-    return Sender(
-        job=cluster.spec.name,
-        timeline=cluster.timeline,
-        plan_id=cluster.plan.plan_id,
-        who=Identity(task, 1),
-    )
 
 
 def test_waiting_pulls_do_not_hold_up_a_push_and_are_all_answered_by_it() -> None:
@@ -50,7 +40,7 @@ def test_waiting_pulls_do_not_hold_up_a_push_and_are_all_answered_by_it() -> Non
             sink.done = lambda arrival: None  # type: ignore[method-assign]
             lane = GrpcLane(peer, 0, elements)
             want = Want(step=1, wait_s=PATIENCE_S)
-            done = lane.exchange(sender_of(cluster, "bench/0"), [], want, sink, timeout_s=PATIENCE_S)
+            done = lane.exchange(cluster.sender("bench/0"), [], want, sink, timeout_s=PATIENCE_S)
             assert done.end is not None
             return done.end.outcome
 
@@ -87,7 +77,7 @@ def test_a_pull_that_waits_too_long_names_the_replicas_it_waits_for() -> None:
         peer = Peer("ps/0", cluster.hosts[0].address, cluster.timeouts)
         lane = GrpcLane(peer, 0, elements)
         sink = BucketSink(worker.trainer.weights.layout, 0, worker.trainer.weights.coding)
-        end = lane.exchange(sender_of(cluster, "bench/0"), [], Want(step=1, wait_s=0.1), sink, timeout_s=5.0).end
+        end = lane.exchange(cluster.sender("bench/0"), [], Want(step=1, wait_s=0.1), sink, timeout_s=5.0).end
         assert end is not None and end.outcome is Outcome.WAITING
         assert end.waiting_for == (1,)
         assert end.reason == "step 1 lacks replicas 1 at shard 0 after 0.1 s"
@@ -116,7 +106,7 @@ def test_a_client_that_stops_reading_makes_the_ps_hold_a_few_chunks_only() -> No
         peer.channel.close()
         peer.channel = grpc.insecure_channel(host.address, options=options)
         stub = ps_stub(peer)
-        request = pull_request(sender_of(cluster, "bench/0"), 0, Want(step=0, wait_s=5.0))
+        request = pull_request(cluster.sender("bench/0"), 0, Want(step=0, wait_s=5.0))
         calls = [stub.Pull(request, timeout=PATIENCE_S) for _ in range(4)]
         for call in calls:
             next(call)  # the first chunk, and no more

@@ -5,8 +5,8 @@ All roles run as threads of this process; the sockets between them are real.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +21,8 @@ from shardline.client.api.session import Session
 from shardline.client.exchange.outcomes import Restart
 from shardline.errors import JobError, MismatchError, NonFiniteError, TensorError, UsageError
 from tests.support.jobs import make_job
-from tests.support.services import PATIENCE_S, TIMEOUTS, Services, backward, batch, make_model
+from tests.support.services import TIMEOUTS, Services, backward, batch, make_model
+from tests.support.waiting import wait_for
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[int]) -> list[float]:
@@ -126,12 +127,14 @@ def test_what_does_not_fit_is_refused_and_the_others_go_on(start: Callable[..., 
         session.close()
         return session.step
 
+    def joined() -> bool:
+        with contextlib.suppress(UsageError):
+            return bool(session.link.incarnation)
+        return False
+
     def other() -> int:
         # The first worker's job is the cluster's.
-        deadline_s = time.monotonic() + PATIENCE_S
-        while session._link is None or not session._link.incarnation:
-            assert time.monotonic() < deadline_s
-            threading.Event().wait(0.01)
+        wait_for(joined, "the first worker to join")
         wrong = services.connect(1)
         with pytest.raises(MismatchError, match=r"worker/1 has a different job.* \(5,\) here, \(3,\) in the job"):
             train(1, wrong, width=5)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardline.client.api import step_finder
 from shardline.client.unstepped import Unstepped
 from shardline.errors import JobError
 from tests.support.services import Services, backward, make_model
@@ -16,7 +17,10 @@ NO_STEP = r"step 3: optimizer.step\(\) was not called in \d+ passes of the loop,
 
 
 @pytest.mark.parametrize("how", ["nothing", "backward"])
-def test_a_worker_for_whose_step_the_others_wait_ends_the_job(start: Callable[..., Services], how: str) -> None:
+def test_a_worker_for_whose_step_the_others_wait_ends_the_job(
+    start: Callable[..., Services], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_finder, "Unstepped", lambda timeout_s: Unstepped(1.0))
     services = start(ps=2, workers=2)
 
     def diligent() -> None:
@@ -33,7 +37,6 @@ def test_a_worker_for_whose_step_the_others_wait_ends_the_job(start: Callable[..
         session = services.connect(1)
         model = make_model()
         optimizer = session.attach(model, torch.optim.SGD(model.parameters(), lr=0.05))
-        session._loop.finder.unstepped = Unstepped(1.0)
 
         def train() -> None:
             for step in session.steps(6):
@@ -53,14 +56,14 @@ def test_a_worker_for_whose_step_the_others_wait_ends_the_job(start: Callable[..
 
 
 def test_gradients_that_are_accumulated_by_hand_are_no_error(
-    start: Callable[..., Services], caplog: pytest.LogCaptureFixture
+    start: Callable[..., Services], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One worker alone: nobody waits for it. The step counts what its passes added up."""
+    monkeypatch.setattr(step_finder, "Unstepped", lambda timeout_s: Unstepped(0.0))
     services = start(ps=1, workers=1)
     session = services.connect()
     w = nn.Parameter(torch.zeros(4))
     optimizer = session.attach({"w": w}, torch.optim.SGD([w], lr=0.1))
-    session._loop.finder.unstepped = Unstepped(0.0)
     passes = 0
     for _ in session.steps(3):
         (w * 1.0).sum().backward()

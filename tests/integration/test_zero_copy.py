@@ -11,11 +11,13 @@ from torch import nn
 from shardline.client.exchange.outcomes import Interrupted
 from shardline.client.step.shared_gradients import SharedGradients
 from shardline.client.step.zero_copy import regions
+from shardline.core.exchange import Exchanged
 from shardline.core.plan import make_plan
 from shardline.core.spec import TensorSpec
 from shardline.core.timeouts import Timeouts
 from shardline.errors import UsageError
 from shardline.job import Job
+from shardline.lanes.base import Lane, LaneUnavailable
 from shardline.lanes.negotiated import NegotiatedLane
 from shardline.lanes.shm.client import ShmLane
 from shardline.testing import ReferenceResult, reference
@@ -23,6 +25,15 @@ from tests.support.cluster import Cluster, assert_same_end
 from tests.support.jobs import Rich, Wide, make_job
 
 BUCKET_BYTES = 1 << 18
+
+
+def take_away(lane: Lane) -> None:
+    """Have a lane say with the next exchange that it can't be used any more."""
+
+    def exchange(*_: object, **__: object) -> Exchanged:
+        raise LaneUnavailable("taken away by the test")
+
+    lane.exchange = exchange  # type: ignore[method-assign]
 
 
 class Even(nn.Module):
@@ -132,7 +143,7 @@ def test_a_worker_that_loses_shared_memory_goes_on_with_private_tensors() -> Non
         worker.step(range(job.replicas))
         lane = worker.trainer.exchange.lanes[0]
         assert isinstance(lane, NegotiatedLane) and lane.name == "shm"
-        lane._leave(lane.current, "taken away by the test")
+        take_away(lane.current)
         while worker.trainer.step < job.steps:
             worker.step(range(job.replicas))
         assert lane.name == "tcp"
@@ -173,7 +184,7 @@ def test_what_did_not_change_since_it_lay_in_shared_memory_is_brought_home_when_
         assert "idle.weight" in names and not torch.equal(worker.values["idle.weight"], first)
         lane = worker.trainer.exchange.lanes[0]
         assert isinstance(lane, NegotiatedLane)
-        lane._leave(lane.current, "taken away by the test")
+        take_away(lane.current)
         # The step that goes by the other lane leaves the idle matrix as it is, so it comes without bytes.
         worker.step([0])
         state = cluster.state().params

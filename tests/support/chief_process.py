@@ -57,8 +57,9 @@ class Chief:
             **{"security": self.security, **fields},
         )
 
-    def wait(self) -> int | None:
-        self._thread.join(10.0)
+    def wait(self, timeout_s: float = 10.0) -> int | None:
+        """Its exit code, or None if it has not ended by then."""
+        self._thread.join(timeout_s)
         return self.code
 
     def close(self) -> None:

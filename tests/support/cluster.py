@@ -23,6 +23,7 @@ from shardline.client.factory import Ties, Wishes, make_trainer
 from shardline.client.step.worker_methods import WorkerMethods
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
+from shardline.core.exchange import Sender
 from shardline.core.identity import Identity
 from shardline.core.image import VALUE, BucketImage
 from shardline.core.orders import JobView
@@ -134,7 +135,10 @@ class Worker:
         self.peers = list(peers.values())
         lanes: dict[int, Lane] = {}
         for shard, spec in enumerate(cluster.plan.shards):
-            lanes[shard] = wrap(open_lane(cluster.lane_config(lane), peers[hops[shard]], shard, spec))
+            opened = open_lane(
+                cluster.lane_config(lane), peers[hops[shard]], shard, spec, on_fallback=cluster.note_fallback
+            )
+            lanes[shard] = wrap(opened)
         self.orders = Orders()
         ties = Ties(
             who=Identity(f"worker/{index}", incarnation),
@@ -235,6 +239,8 @@ class Cluster:
         # A model with few pieces has fewer shards than there are ps.
         self.hosts = [Ps(index, self.timeouts, lane=lane) for index in range(len(self.plan.shards) + spare)]
         self.workers: list[Worker] = []
+        self.fallbacks: list[tuple[str, str]] = []
+        """Lanes that workers asked for and could not use, each with the reason."""
         self.placement = self.make_placement()
         self.controls = [
             PsControl(host.task, host.address, self.timeouts, term=term, chief_uuid="chief" if term else "")
@@ -287,6 +293,15 @@ class Cluster:
         for host, control in enumerate(self.controls):
             mine = self.configuration(host)
             control.configure(replace(mine, keep=tuple(shard for shard in mine.shards if shard in keep)))
+
+    def sender(self, task: str) -> Sender:
+        """What the first life of a worker is known by."""
+        return Sender(
+            job=self.spec.name, timeline=self.timeline, plan_id=self.plan.plan_id, who=Identity(task, incarnation=1)
+        )
+
+    def note_fallback(self, lane: str, reason: str) -> None:
+        self.fallbacks.append((lane, reason))
 
     def lane_config(self, lane: str) -> RoleConfig:
         """Settings of a task of this cluster, as far as lanes and offers need them."""

@@ -5,7 +5,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import struct
 from pathlib import Path
+
+
+def knock_message(token: bytes, nbytes: int, magic: bytes = b"shardln1") -> bytes:
+    """The message of a worker that shares a segment of so many bytes."""
+    return struct.pack("<8s32sQ", magic, token, nbytes)
+
+
+def welcome_message(areas: int, area_bytes: int, reply_bytes: int) -> bytes:
+    """The answer of a server that shares so many areas."""
+    return struct.pack("<BBQQ", 1, areas, area_bytes, reply_bytes)
 
 
 def mappings(name: str) -> set[str]:

@@ -527,9 +527,11 @@ def test_a_hundred_workers_need_no_more_threads_than_one(server: Server) -> None
 
 
 def test_both_threads_end_with_the_offer() -> None:
+    before = set(threading.enumerate())
     made = Server()
-    mine = (made.offer._receiver._thread, made.offer._sender._thread)
     made.pair()
+    mine = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("bulk-")]
+    assert len(mine) == 2
     made.close()
     made.offer.close()
     assert not any(thread.is_alive() for thread in mine)

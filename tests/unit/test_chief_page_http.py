@@ -371,11 +371,11 @@ def test_who_asks_for_news_and_reads_nothing_is_let_go(make: Make, monkeypatch: 
             held.append(reader)
         deadline_s = time.monotonic() + 20.0
         # News of a megabyte: more than all buffers on the way together, again and again.
-        while ask(page, "/api/stream", "HEAD").status == 200 and page._page._streams < STREAMS:
+        while ask(page, "/api/stream", "HEAD").status == 200 and page.streams < STREAMS:
             assert time.monotonic() < deadline_s, "the streams did not begin"
         number = 0
-        while page._page._streams:
-            assert time.monotonic() < deadline_s, f"{page._page._streams} streams are still there"
+        while page.streams:
+            assert time.monotonic() < deadline_s, f"{page.streams} streams are still there"
             number += 1
             page.show(dataclasses.replace(STATUS, step=number, reason="x" * 1_000_000))
             # Another reader is answered meanwhile.

@@ -17,7 +17,7 @@ import prometheus_client
 import pytest
 import torch
 
-from shardline.checkpoint import CheckpointContents
+from shardline.checkpoint import CheckpointContents, CheckpointStore
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
 from shardline.core.identity import Identity
@@ -86,8 +86,7 @@ def test_who_watches_hears_of_the_end_before_the_chief_goes(chief: Chief, tmp_pa
     assert chief.client.status().phase == "waiting"
     chief.client.stop("enough")
     # No task is there to be waited for, so that only who watches keeps the chief.
-    chief._thread.join(0.5)
-    assert chief.code is None
+    assert chief.wait(0.5) is None
     ended = chief.client.status()
     assert (ended.phase, ended.reason) == ("ended", "stopped: enough")
     assert chief.wait() == 0
@@ -125,14 +124,12 @@ def test_chief_waits_for_the_stream_of_a_task_that_it_has_just_admitted(chief: C
     stub = chief.client.stub
     reply = stub.Join(chief_pb2.JoinRequest(role="evaluator", stable_id="s", address="h:1"), timeout=5.0)
     chief.client.stop("enough")
-    chief._thread.join(0.5)
-    assert chief.code is None
+    assert chief.wait(0.5) is None
     fed, stream = beats(chief_pb2.Beat(task=reply.task, incarnation=reply.incarnation, secret=reply.secret))
     assert next(stub.Heartbeat(stream, timeout=5.0)).phase == chief_pb2.PHASE_ENDED
     fed.put(None)
     # It goes because the task has heard of the end, not because the time for that is over.
-    chief._thread.join(control.GOODBYE_S / 10)
-    assert chief.code == 0
+    assert chief.wait(control.GOODBYE_S / 10) == 0
 
 
 def test_a_second_stream_of_the_same_life_is_answered_at_once(chief: Chief) -> None:
@@ -169,7 +166,7 @@ def test_tasks_hear_of_the_end_before_the_parameters_are_hashed(
 
     state = chief.process.control.program.state
     monkeypatch.setattr(state.saves, "checkpoint_step", 4)
-    monkeypatch.setattr(chief.process._checkpointer.store, "open", lambda step, verify: None)
+    monkeypatch.setattr(CheckpointStore, "open", lambda store, step, verify: None)
     monkeypatch.setattr(control, "parameters_digest", digest)
     chief.client.stop("enough")
     assert chief.wait() == 0
@@ -240,14 +237,13 @@ def test_questions_before_the_job_is_set_up_are_refused_with_a_status(chief: Chi
         chief.client.lease(Identity("worker/7", 1), [])
 
 
-def test_parameters_of_a_committed_checkpoint_come_whole_and_exact(chief: Chief) -> None:
+def test_parameters_of_a_committed_checkpoint_come_whole_and_exact(chief: Chief, tmp_path: Path) -> None:
     job = make_job_spec()
     plan = make_plan(job.tensors, 1)
     (bucket,) = plan.shards[0].buckets
     value = torch.arange(bucket.elements, dtype=torch.float32)
     image = BucketImage(shard=0, bucket=0, step=4, version=4, tensors={VALUE: value}, initialized=(False,))
-    store = chief.process._checkpointer.store
-    store.commit(
+    CheckpointStore(tmp_path / "checkpoints", 9).commit(
         CheckpointContents(
             job=job, plan=plan, step=4, timeline=1, term=1, consistent=True, versions=[4], images={0: [image]}
         )

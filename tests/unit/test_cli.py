@@ -27,6 +27,7 @@ from shardline.core.status import ChiefStatus, ShardStatus, TaskStatus
 from shardline.core.timeouts import Timeouts
 from shardline.errors import ClusterSpecError, JobError, UsageError
 from shardline.observability import log
+from shardline.rpc import watch
 from shardline.rpc.messages.status import chief_status_from_proto, chief_status_to_proto
 from shardline.security import Security
 
@@ -452,8 +453,8 @@ def test_status_shows_whole_addresses_where_the_output_has_no_width(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(cluster_commands, "_client", lambda cluster, timeout, security: Client())
-    assert main(["status", "--cluster", "cluster.json"]) == 0
+    monkeypatch.setattr(watch, "ChiefWatch", lambda address, timeouts, security: Client())
+    assert main(["status", "--cluster", json.dumps(SPEC)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].count("a-host-with-a-long-name.example.org:50051") == 2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardline.client.api import workplace
 from shardline.client.api.workplace import Workplace
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig
@@ -25,7 +26,6 @@ from shardline.lanes.base import Lane
 from shardline.observability.metrics import Metrics
 from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
-from shardline.topology import Hop
 
 TIMEOUTS = Timeouts(total_s=2.0)
 
@@ -97,15 +97,14 @@ def test_a_renewal_whose_servers_can_not_be_found_is_made_again_as_a_whole(
     told = Told(view_of(5))
     place.renew(told)  # type: ignore[arg-type]
     told.view = replace(told.view, timeline=6)
-    opened = place._open_lanes
 
-    def nowhere(view: JobView, hops: Mapping[int, Hop]) -> dict[int, Lane]:
+    def nowhere(*_: object, **__: object) -> Lane:
         raise UnreachableError("ps/0 has no address")
 
-    monkeypatch.setattr(place, "_open_lanes", nowhere)
-    with pytest.raises(UnreachableError):
-        place.renew(told)  # type: ignore[arg-type]
-    monkeypatch.setattr(place, "_open_lanes", opened)
+    with monkeypatch.context() as patch:
+        patch.setattr(workplace, "open_lane", nowhere)
+        with pytest.raises(UnreachableError):
+            place.renew(told)  # type: ignore[arg-type]
     before = place.trainer
     place.renew(told)  # type: ignore[arg-type]
     assert place.view is told.view

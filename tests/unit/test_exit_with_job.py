@@ -11,7 +11,7 @@ from shardline.core.orders import Orders, Phase
 from shardline.core.timeouts import Timeouts
 from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
-from shardline_ps.service import _exit_code
+from shardline_ps.service import exit_code_of
 
 
 @pytest.fixture
@@ -24,16 +24,16 @@ def link() -> Iterator[ChiefLink]:
 @pytest.mark.parametrize("code", [0, 4])
 def test_server_ends_as_the_job_did_where_the_orders_came_first(link: ChiefLink, code: int) -> None:
     link.obey(Orders(version=1, phase=Phase.ENDED, exit_code=code))
-    assert _exit_code(link) == code
+    assert exit_code_of(link) == code
 
 
 def test_server_that_is_stopped_first_waits_for_how_the_job_went(link: ChiefLink) -> None:
     late = threading.Timer(0.05, link.obey, [Orders(version=1, phase=Phase.ENDED, exit_code=4)])
     late.start()
-    assert _exit_code(link) == 4
+    assert exit_code_of(link) == 4
     late.join()
 
 
 def test_server_that_is_never_told_how_the_job_went_takes_it_for_failed(link: ChiefLink) -> None:
     link.obey(Orders(version=1, phase=Phase.RUNNING))
-    assert _exit_code(link) == 3
+    assert exit_code_of(link) == 3

@@ -18,7 +18,7 @@ import pytest
 from shardline.errors import ProtocolError
 from shardline.host import segments
 from shardline.host.segments import Segment, SegmentError
-from tests.support.segments import descriptors, mappings, unsealed
+from tests.support.segments import descriptors, knock_message, mappings, unsealed, welcome_message
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfds are Linux's")
 NBYTES = 3 * mmap.PAGESIZE
@@ -243,11 +243,11 @@ def test_a_knock_brings_token_and_segment(pair: tuple[socket.socket, socket.sock
 def test_what_is_no_knock_is_refused_and_its_descriptors_are_closed(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     made = Segment.create(NBYTES, name="shardline-test")
-    whole = segments.KNOCK.pack(b"shardln1", TOKEN, NBYTES)
+    whole = knock_message(TOKEN, NBYTES)
     before = descriptors("shardline-test")
     for message, fds in (
         (b"shardline?", [made.fd]),
-        (segments.KNOCK.pack(b"shardln9", TOKEN, NBYTES), [made.fd]),
+        (knock_message(TOKEN, NBYTES, magic=b"shardln9"), [made.fd]),
         (whole, []),
         (whole, [made.fd] * 2),
         (whole, [made.fd] * 9),
@@ -293,13 +293,13 @@ def test_an_area_that_could_be_cut_off_is_not_mapped_by_the_worker(pair: tuple[s
     good = Segment.create(NBYTES, name="shardline-test", read_only=True)
     before = descriptors("shardline-test")
     fd = unsealed(NBYTES)
-    socket.send_fds(ours, [segments.WELCOME.pack(1, 2, NBYTES, 0)], [good.fd, fd])
+    socket.send_fds(ours, [welcome_message(2, NBYTES, 0)], [good.fd, fd])
     os.close(fd)
     with pytest.raises(SegmentError, match="truncated"):
         segments.hear_welcome(theirs)
     gc.collect()
     assert descriptors("shardline-test") == before
-    socket.send_fds(ours, [segments.WELCOME.pack(1, 2, NBYTES, 0)], [good.fd])
+    socket.send_fds(ours, [welcome_message(2, NBYTES, 0)], [good.fd])
     with pytest.raises(SegmentError, match="passed 1 segments where 2 were announced"):
         segments.hear_welcome(theirs)
     assert descriptors("shardline-test") == before

@@ -53,7 +53,8 @@ class Page:
         self._board = board
         self._access = access
         self._files = read_static()
-        self._streams = 0
+        self.streams = 0
+        """Number of browsers that receive live updates."""
         self._closing = False
         routes = [
             Route("/api/view", self._view),
@@ -83,13 +84,13 @@ class Page:
     async def _stream(self, request: Request) -> Response:
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
-        if self._streams >= STREAMS or self._closing:
+        if self.streams >= STREAMS or self._closing:
             raise HTTPException(503, f"{STREAMS} browsers receive live updates already; poll /api/view instead")
         return StreamingResponse(self._news(_cursor(request)), media_type="text/event-stream")
 
     async def _news(self, cursor: str) -> AsyncIterator[str]:
         """Server-sent events: `view` and `history` whenever there is news, `end` when the chief ends."""
-        self._streams += 1
+        self.streams += 1
         loop = asyncio.get_running_loop()
         until_s = loop.time() + STREAM_S
         number = -1
@@ -110,7 +111,7 @@ class Page:
                 yield _event("view", self._board.view())
                 yield _event("end", "{}")
         finally:
-            self._streams -= 1
+            self.streams -= 1
 
     # Files
 

@@ -82,6 +82,11 @@ class PageServer:
             raise InternalError(f"the page at {self.url} did not start within {START_S:g} s")
         return self.url
 
+    @property
+    def streams(self) -> int:
+        """Number of browsers that receive live updates."""
+        return self._page.streams
+
     def show(self, status: ChiefStatus) -> None:
         """Show a newer status; never blocks."""
         self._board.show(status)
