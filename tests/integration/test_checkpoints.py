@@ -118,13 +118,14 @@ def test_a_fetch_that_is_given_up_half_way_leaves_nothing_behind(monkeypatch: py
         control = cluster.controls[0]
         control.cut(cluster.timeline, 0)
         calls: list[Any] = []
-        method = control._stub.GetCut
+        stub = control._stub  # no other way: the call is gRPC's, and nobody else is given it
+        method = stub.GetCut
 
         def get_cut(request: Any, timeout: float) -> Any:
             calls.append(method(request, timeout=timeout))
             return calls[-1]
 
-        monkeypatch.setattr(control._stub, "GetCut", get_cut)
+        monkeypatch.setattr(stub, "GetCut", get_cut)
         images = control.get_cut(cluster.timeline, 0, 0, max_bytes=1 << 20)
         next(images)
         images.close()

@@ -71,7 +71,7 @@ class Link(ChiefLink):
         return True
 
     def tell(self, phase: Phase) -> None:
-        self._obey(
+        self.obey(
             Orders(
                 version=self.orders.version + 1,
                 phase=phase,

@@ -70,6 +70,7 @@ def test_numbers_far_behind_the_newest_count_as_used(both: Security) -> None:
         metadata = prover.metadata(LEAD)
         assert access.is_admin(LEAD, metadata)
     assert not access.is_admin(LEAD, old)
+    # No other way: what is remembered is bounded, and that shows in nothing but memory.
     (_, numbers), *_ = access._callers.values()
     assert len(numbers._used) <= 2 * WINDOW + 1
 

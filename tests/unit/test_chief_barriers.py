@@ -184,6 +184,7 @@ def test_barriers_neither_hang_nor_open_too_early_under_random_deaths(seed: int)
             if what.begun or what.step == 0:
                 # Everybody has been at this one, in some life.
                 for other in workers:
+                    # No other way: state_of() is of the barrier at which a task waits now.
                     assert barriers._reached[other.task] >= what
             worker.at += 1
     assert all(worker.at == len(acts[worker.index]) for worker in workers), (seed, workers)

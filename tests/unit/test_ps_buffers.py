@@ -84,6 +84,7 @@ def test_memory_that_came_back_unseen_is_let_go_too_when_others_take_its_room() 
     assert kept() is None
     elsewhere = SIZE
     buffers.fit()
+    # No other way: held_bytes would let the memory go itself.
     assert buffers._idle_bytes == SIZE and buffers._used_bytes == 0
 
 

@@ -468,8 +468,8 @@ def test_what_is_decoded_from_a_workers_memory_is_counted_and_what_is_read_there
         await receiver.feed(head(store, data={"lane": common_pb2.LANE_SHM, "attachment": number}, seq=1))
         refs = [data_pb2.BucketRef(bucket=bucket_head(store, bucket)) for bucket in range(2)]
         await receiver.feed(PushFrameView(refs=refs))
-        assert receiver._push is not None
-        pushed = receiver._push
+        pushed = receiver._push  # no other way: its tasks are under way before the push has an answer
+        assert pushed is not None
         while not pushed.running:
             await asyncio.sleep(0)
         await asyncio.gather(*pushed.running)

@@ -265,7 +265,7 @@ class Unprivileged(Ledger):
     """A plain limit, first come, first served: what the rule is there to avoid."""
 
     def decide(self, ask: Ask) -> Entry:
-        held = sum(entry.ask.nbytes for entry in self._open)
+        held = sum(entry.ask.nbytes for entry in self.entries)
         for (shard, bucket), size in self._sizes.items():
             seen = self._view(shard, bucket)
             assert seen is not None
@@ -364,7 +364,7 @@ class FirstComeFirstServed(Ledger):
     def decide(self, ask: Ask) -> Entry:
         if self.reserved + ask.nbytes <= self.limit:
             return Entry(ask, Grant.ROOM, ask.nbytes, False)
-        return Entry(ask, Grant.WAIT if self._open else Grant.PRIVILEGED, 0, False)
+        return Entry(ask, Grant.WAIT if self.entries else Grant.PRIVILEGED, 0, False)
 
 
 def all_pushes_end(rule_: Ledger, chance: random.Random) -> bool:
@@ -372,11 +372,13 @@ def all_pushes_end(rule_: Ledger, chance: random.Random) -> bool:
     sizes = [chance.choice([1, 2, 5]) * 100 for _ in range(chance.randint(1, 5))]
     left = [[list(sizes) for _ in range(3)] for _ in range(chance.randint(2, 6))]
     open_: dict[int, tuple[AsyncPush, list[Entry]]] = {}
+    begun: set[AsyncPush] = set()
     while any(left):
         workers = [worker for worker, pushes in enumerate(left) if pushes]
         chance.shuffle(workers)
         for worker in workers:
             push, entries = open_.setdefault(worker, (AsyncPush(sum(sizes)), []))
+            begun.add(push)
             if left[worker][0]:
                 entry = rule_.decide(Ask(0, None, Block(worker, 1), left[worker][0][-1], push=push))
                 if entry.grant is Grant.WAIT:
@@ -394,7 +396,8 @@ def all_pushes_end(rule_: Ledger, chance: random.Random) -> bool:
         within = [e.ask.nbytes for _, entries in open_.values() for e in entries if e.grant is Grant.ROOM]
         beyond = [e.ask.push for _, entries in open_.values() for e in entries if e.grant is Grant.PRIVILEGED]
         assert sum(within) == rule_.reserved <= rule_.limit and len(set(beyond)) <= 1
-    assert rule_.reserved == 0 and not rule_._pushes
+    assert rule_.reserved == 0 and not rule_.entries
+    assert all(rule_.begins(Ask(0, None, Block(0, 1), 1, push=push)) for push in begun)
     return True
 
 

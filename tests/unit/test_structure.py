@@ -57,6 +57,10 @@ MANY_ARGUMENTS: dict[str, tuple[int, str]] = {}
 """Constructors beyond ARGUMENTS, with how many, and why."""
 LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 """Functions beyond FUNCTION_LINES, with how many lines, and why."""
+PRIVATE_IN_TESTS = 31
+"""Places in tests that touch a private member of something else than `self`; the number only falls."""
+NOT_OURS = {"_concrete_class", "_exit", "_post_accumulate_grad_hooks", "_replace"}
+"""Names of other libraries that begin with an underscore."""
 SHARED_NAMES = {
     "Lease": "the same batches, as the chief hands them out and as a worker gets them",
 }
@@ -150,6 +154,40 @@ def test_classes_are_small() -> None:
     assert large.keys() == known.keys(), "a class is new here, or fits now: take it out of the list"
     grown = {name: size for name, size in large.items() if size[0] > known[name][0] or size[1] > known[name][1]}
     assert not grown, f"larger than the list says: {grown}"
+
+
+def private(name: str) -> bool:
+    name = name.rpartition(".")[2]
+    return name.startswith("_") and not name.startswith("__") and name.isidentifier() and name not in NOT_OURS
+
+
+def touched(node: ast.AST) -> str:
+    """The private member that this node touches; empty if it touches none."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="self" | "cls")):
+            return ""
+        case ast.Attribute(attr=name) if private(name):
+            return name
+        case ast.ImportFrom(names=aliases):
+            return ", ".join(alias.name for alias in aliases if private(alias.name))
+        case ast.Call(func=ast.Attribute(attr="setattr") | ast.Name(id="getattr" | "setattr"), args=arguments):
+            texts = [item.value for item in arguments[:2] if isinstance(item, ast.Constant)]
+            return ", ".join(text for text in texts if isinstance(text, str) and private(text))
+    return ""
+
+
+def test_private_members_are_touched_only_where_there_is_no_other_way() -> None:
+    found = [
+        f"{name_of(path)}:{node.lineno}: {name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.expr | ast.stmt) and (name := touched(node))
+    ]
+    assert len(found) <= PRIVATE_IN_TESTS, (
+        f"{len(found)} places, at most {PRIVATE_IN_TESTS}: check what can be seen from outside, use a builder of "
+        "tests/support, or give the class a public member that others want too\n" + "\n".join(found)
+    )
+    assert len(found) == PRIVATE_IN_TESTS, f"{len(found)} places are left: lower PRIVATE_IN_TESTS to that"
 
 
 def test_no_two_public_classes_have_one_name() -> None:
