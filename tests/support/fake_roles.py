@@ -17,11 +17,12 @@ import pytest
 from shardline.cli.launcher import LaunchOptions, LocalCluster
 from shardline.cli.process_exits import Ended
 from shardline.config import Timeouts
+from tests.support.waiting import wait_for
 
 # Stand-ins for the roles. The chief obeys lines sent to its address ("exit 4"); the others end when it does, like real
-# tasks, so nothing here needs a sleep. A job file may make one of them fail.
+# tasks. A job file may make one of them fail.
 FAKE_ROLES = """
-import json, os, signal, socket, sys
+import json, os, signal, socket, sys, time
 
 def chief(config):
     settings = json.loads(config.job.read_text())
@@ -32,6 +33,7 @@ def chief(config):
         return 6
     host, port = config.cluster.chief.split(":")
     server = socket.create_server((host, int(port)))
+    (config.out.parent / "chief-listens").touch()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if config.ready_fd is not None:
         os.write(config.ready_fd, f"127.0.0.1:{server.getsockname()[1]}\\n".encode())
@@ -54,6 +56,9 @@ def other(config):
         return settings[config.task]
     if config.task == settings.get("stays"):
         signal.pause()
+    # All are started at once.
+    while not (config.out.parent / "chief-listens").exists():
+        time.sleep(0.01)
     host, port = config.cluster.chief.split(":")
     try:
         with socket.create_connection((host, int(port))) as connection:
@@ -135,7 +140,7 @@ def start_train(tmp_path: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 def children(tmp_path: Path) -> dict[str, int]:
-    """Pids of the tasks of a `shardline train`, once it reports that all have been started."""
+    """Pids of the tasks of a `shardline train` that have got their command line."""
     found = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -146,9 +151,15 @@ def children(tmp_path: Path) -> dict[str, int]:
     return found
 
 
-def wait_for_start(process: subprocess.Popen[str]) -> None:
+def wait_for_start(process: subprocess.Popen[str], tmp_path: Path) -> dict[str, int]:
+    """Pids of the tasks of a `shardline train`, once all have been started."""
     assert process.stderr is not None
     assert process.stderr.readline().startswith("started 1 chief, 1 ps, 1 worker; logs: ")
+    # A forked task gets its command line a little after it has begun.
+    wait_for(lambda: len(children(tmp_path)) == 3, "the tasks' command lines")
+    found = children(tmp_path)
+    assert set(found) == {"chief/0", "ps/0", "worker/0"}
+    return found
 
 
 def wait_gone(pids: dict[str, int], timeout_s: float) -> None:

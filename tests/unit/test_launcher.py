@@ -283,9 +283,7 @@ def test_signal_ends_the_job_by_way_of_the_chief(
     tmp_path: Path, fake_roles: Path, number: signal.Signals, code: int
 ) -> None:
     process = start_train(tmp_path, "--", "--text", "a b")
-    wait_for_start(process)
-    pids = children(tmp_path)
-    assert set(pids) == {"chief/0", "ps/0", "worker/0"}
+    pids = wait_for_start(process, tmp_path)
     process.send_signal(number)
     _, err = process.communicate(timeout=20)
     assert process.returncode == code, err
@@ -364,8 +362,7 @@ def test_signal_at_the_birth_of_a_process_leaves_none_behind(
 
 def test_tasks_end_when_the_launcher_is_killed(tmp_path: Path, fake_roles: Path) -> None:
     process = start_train(tmp_path)
-    wait_for_start(process)
-    pids = children(tmp_path)
+    pids = wait_for_start(process, tmp_path)
     process.kill()
     process.communicate(timeout=5)
     wait_gone(pids, 5.0)
@@ -373,7 +370,7 @@ def test_tasks_end_when_the_launcher_is_killed(tmp_path: Path, fake_roles: Path)
 
 def test_train_that_is_done_copies_the_summary_and_says_where_things_are(tmp_path: Path, fake_roles: Path) -> None:
     process = start_train(tmp_path, "--summary", str(tmp_path / "new" / "summary.json"))
-    wait_for_start(process)
+    wait_for_start(process, tmp_path)
     cluster = LocalCluster(launch(tmp_path))
     cluster.chief_address = json.loads((tmp_path / "run" / "cluster.json").read_text())["chief"][0]
     tell_chief(cluster, "exit 0")

@@ -149,7 +149,7 @@ def test_commands_in_the_folder_of_a_run_that_lives_change_no_byte(tmp_path: Pat
 
 
 def change_no_byte(tmp_path: Path, process: subprocess.Popen[str]) -> None:
-    wait_for_start(process)
+    wait_for_start(process, tmp_path)
     out = tmp_path / "run"
     wait_for_words(out / "logs" / "ps-0.log", out / "logs" / "worker-0.log")
     (out / "chief" / "term-1").touch()
