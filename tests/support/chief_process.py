@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shardline.cluster import ClusterSpec
 from shardline.config import RoleConfig, Timeouts
 from shardline.host.process import Termination
@@ -16,6 +18,7 @@ from shardline.rpc.joining import Applicant
 from shardline.rpc.link import ChiefLink
 from shardline.security import PLAIN, Security
 from shardline_chief import service
+from shardline_chief.io import control
 from shardline_chief.io.journal import Journal
 from tests.support.builders import make_job_spec
 
@@ -64,8 +67,12 @@ class Chief:
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self.process.control.request_stop("test over")
-            self._thread.join(10.0)
+            with pytest.MonkeyPatch.context() as patch:
+                # Nobody watches any more, and tasks that a test has left say nothing.
+                patch.setattr(control, "WATCHER_S", 0.0)
+                patch.setattr(control, "GOODBYE_S", 0.1)
+                self.process.control.request_stop("test over")
+                self._thread.join(10.0)
         self.client.close()
         self.process.close()
         self.journal.close()
