@@ -20,6 +20,9 @@ from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="tasks are forked on Linux only")
 
+without_torch = pytest.mark.usefixtures("fake_roles")
+"""For servers of which each test needs its own: they import in a moment."""
+
 PLUGIN = """
 import json, os, pathlib, random, signal, sys, time
 import numpy
@@ -152,6 +155,7 @@ def test_a_fork_server_that_is_gone_is_an_error_at_once(tmp_path: Path) -> None:
     forks.server.close()
 
 
+@without_torch
 def test_tasks_are_started_by_exec_once_the_fork_server_has_gone(tmp_path: Path) -> None:
     starter = TaskStarter()
     starter.begin(dict(os.environ))
@@ -170,6 +174,7 @@ def test_tasks_are_started_by_exec_once_the_fork_server_has_gone(tmp_path: Path)
     starter.close()
 
 
+@without_torch
 def test_a_stopped_fork_server_costs_its_deadline_and_no_task_is_started_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,12 +194,14 @@ def test_a_stopped_fork_server_costs_its_deadline_and_no_task_is_started_twice(
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
+@without_torch
 def test_a_fork_server_is_closed_while_it_imports() -> None:
     starter = TaskStarter()
     starter.begin(dict(os.environ))
     starter.close()
 
 
+@without_torch
 def test_an_answer_that_was_not_waited_for_is_not_taken_for_another(
     forks: Forks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -220,6 +227,7 @@ def test_a_task_leads_its_group_as_soon_as_it_is_known(forks: Forks) -> None:
         assert process.wait() == -signal.SIGKILL
 
 
+@without_torch
 def test_what_the_job_imports_is_there_and_what_fails_is_left_to_the_task(tmp_path: Path) -> None:
     server = ForkServer(dict(os.environ), ["colorsys", "no_such_module"])
     (tmp_path / "plugin.py").write_text("import sys\nassert 'colorsys' in sys.modules")
@@ -229,6 +237,7 @@ def test_what_the_job_imports_is_there_and_what_fails_is_left_to_the_task(tmp_pa
     server.close()
 
 
+@without_torch
 def test_an_import_that_starts_a_thread_is_named_and_tasks_are_started_by_exec(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,6 +258,7 @@ def test_an_import_that_starts_a_thread_is_named_and_tasks_are_started_by_exec(
     starter.close()
 
 
+@without_torch
 def test_imports_that_take_long_are_waited_for_in_parts() -> None:
     starter = TaskStarter()
     starter.begin(dict(os.environ))

@@ -200,32 +200,48 @@ def test_strange_hints_hint_at_nothing_and_are_replaced(tmp_path: Path, put: Put
 
 
 MEASURE = """
-import resource, sys
+import json, os, sys
 from pathlib import Path
-from shardline.checkpoint import Checkpoint, manifest
+from shardline.checkpoint import Checkpoint
 from shardline.errors import CheckpointError
 
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) << 10
 
-before = peak()
-try:
-    Checkpoint(Path(sys.argv[1]))
-except CheckpointError as error:
-    print(error)
-else:
-    print("taken")
-print(peak() - before)
+for folder in sys.stdin:
+    # A child's peak begins with what it has, whatever was opened before.
+    if os.fork():
+        os.wait()
+        continue
+    before = peak()
+    try:
+        Checkpoint(Path(json.loads(folder)))
+    except CheckpointError as error:
+        said = str(error)
+    else:
+        said = "taken"
+    print(json.dumps([said, peak() - before]), flush=True)
+    os._exit(0)
 """
+Cost = Callable[[Path], tuple[str, int]]
 
 
-def cost(folder: Path) -> tuple[str, int]:
+@pytest.fixture(scope="module")
+def cost() -> Iterator[Cost]:
     """What opening a checkpoint in a process of its own says, and the bytes that it takes."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(folder)], check=True, capture_output=True, text=True, timeout=300
-    )
-    *said, taken = done.stdout.splitlines()
-    return "\n".join(said), int(taken)
+    command = [sys.executable, "-c", MEASURE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as measuring:
+        to, back = measuring.stdin, measuring.stdout
+        assert to is not None and back is not None
+
+        def measure(folder: Path) -> tuple[str, int]:
+            print(json.dumps(str(folder)), file=to, flush=True)
+            said, taken = json.loads(back.readline())
+            return said, taken
+
+        yield measure
+        to.close()
+        assert measuring.wait(10.0) == 0
 
 
 @pytest.mark.parametrize(
@@ -239,7 +255,7 @@ def cost(folder: Path) -> tuple[str, int]:
     ids=["300 MB", "lists", "objects"],
 )
 def test_memory_for_a_manifest_that_is_none_is_bounded(
-    tmp_path: Path, content: Callable[[], bytes], sentence: str
+    tmp_path: Path, content: Callable[[], bytes], sentence: str, cost: Cost
 ) -> None:
     signal.setitimer(signal.ITIMER_REAL, 120.0)
     data = content()
