@@ -153,10 +153,11 @@ def test_a_small_exchange_that_ends_early_leaves_nothing_behind(bench: Any, made
     assert [ack.outcome for ack in refused.acks] == [Outcome.REFUSED]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(bench.exchange, None, want)
-        wait_for(lambda: len(made.small) == 2, "the pull to be asked for")
+        wait_for(lambda: len(made.small) == 2 and bool(bench.ps.servicer.calls.open), "the pull to be asked for")
         bench.lane.cancel()
         with pytest.raises(UnreachableError):
             waiting.result(10.0)
+    wait_for(lambda: not bench.ps.servicer.calls.open, "the pull to end at the server")
     # Its error holds the frames that it came through.
     del waiting
     gc.collect()
