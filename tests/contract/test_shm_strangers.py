@@ -44,19 +44,8 @@ from shardline.lanes.shm.server import SegmentPublication, ShmOffer, publish
 from shardline.rpc.messages.data import Attached, referred_requests
 from shardline_ps.service import offers
 from tests.support.cluster import Ps
-from tests.support.lanes import (
-    DEADLINE_S,
-    GRADIENTS,
-    SENDER,
-    TIMEOUTS,
-    Mapping,
-    ShmBench,
-    gradient,
-    on_loop,
-    payload,
-    spec,
-)
-from tests.support.plain_client import ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient, floats
+from tests.support.lanes import GRADIENTS, SENDER, TIMEOUTS, Mapping, ShmBench, gradient, on_loop, payload, spec
+from tests.support.plain_client import DEADLINE_S, ELEMENTS, FIRST_W, FROZEN, RATE, STATS, PlainClient, floats
 from tests.support.refusals import unchanged
 from tests.support.segments import descriptors, knock_message, mappings, unsealed
 from tests.support.waiting import wait_for
@@ -137,16 +126,19 @@ def test_nothing_makes_what_is_published_writable_or_shorter_for_a_worker(bench:
     published = bench.ps.store.shards[0].publication
     assert isinstance(published, SegmentPublication) and bench.lane.mapped is not None
     for number in range(len(published.areas)):
-        area = bench.lane.mapped.area(number)
+        area, theirs = bench.lane.mapped.area(number), published.areas[number]
+        before = bytes(theirs.memory)
+        # What the worker writes to its mapping stays its own.
+        area[:] = bytes(byte ^ 0xFF for byte in area)
+        assert bytes(theirs.memory) == before
         # The worker gets this very descriptor, and has closed it after mapping.
-        held, nbytes = published.areas[number].fd, area.nbytes
-        start = np.frombuffer(area, np.uint8).__array_interface__["data"][0]
-        assert start % mmap.PAGESIZE == 0
-        ctypes.set_errno(0)
-        assert LIBC.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE)
-        assert ctypes.get_errno() == errno.EACCES
+        held, nbytes = theirs.fd, area.nbytes
         again = os.open(f"/proc/self/fd/{held}", os.O_RDWR)
         for fd in (held, again):
+            view = np.frombuffer(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+            start = ctypes.c_void_p(view.ctypes.data)
+            assert LIBC.mprotect(start, ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE) == -1
+            assert ctypes.get_errno() == errno.EACCES
             for act in (
                 functools.partial(mmap.mmap, fd, nbytes, mmap.MAP_SHARED),
                 functools.partial(os.pwrite, fd, b"x", 0),
